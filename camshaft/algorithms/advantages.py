@@ -1,0 +1,249 @@
+"""Advantages: how much better each token did than expected. Called by the trainer, once a step.
+
+    estimator = ESTIMATORS["grpo"]
+    advantages, returns = estimator(AdvantageInputs(rewards, mask, groups=groups), AdvantageOptions())
+
+Grids are (B, T): a row per sequence, its response from the left. `mask` (B, T) is true at the tokens that
+the policy chose; what stands at other tokens (padding, the output of a tool), rewards included, is never
+read. Results are 0 there. `groups` (B,) int64 is equal for the rows of one prompt.
+
+`returns` is what a critic would learn: the discounted reward-to-go under GAE's value estimate, or the
+plain one where there is no critic.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from camshaft.algorithms.masked import masked_sum, whiten
+
+Result = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What a batch has to offer; an estimator says which of the optional parts it needs."""
+
+    rewards: Tensor
+    """(B, T) float"""
+    mask: Tensor
+    """(B, T) bool"""
+    values: Tensor | None = None
+    """(B, T) the critic's"""
+    groups: Tensor | None = None
+    """(B,) int64"""
+    baselines: Tensor | None = None
+    """(B,) the reward of the greedy response to each row's prompt"""
+
+
+@dataclass(frozen=True)
+class AdvantageOptions:
+    """What the config chooses; an estimator reads those that its formula has."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_by_std: bool = True
+    """GRPO: divide by the group's standard deviation."""
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """`estimator(inputs, options) -> (advantages, returns)`, and what must be there before it is called."""
+
+    fn: Callable[[AdvantageInputs, AdvantageOptions], Result]
+    needs_critic: bool = False
+    needs_groups: bool = False
+    needs_baselines: bool = False
+
+    def __call__(self, inputs: AdvantageInputs, options: AdvantageOptions) -> Result:
+        return self.fn(inputs, options)
+
+
+# -- with a critic ----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Result:
+    """Generalised advantage estimation, from right to left over the tokens that count:
+
+    delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}
+
+    t+1 is the next counted token: V and A pass through the others unchanged. `returns` = A + V; only then
+    is A whitened over all counted tokens of the batch. (B, T) in and out.
+    Schulman et al., arXiv:1506.02438.
+    """
+    advantages = torch.zeros_like(values)
+    next_value = values.new_zeros(len(values))
+    next_advantage = values.new_zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = torch.where(mask[:, t], delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(mask[:, t], values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return whiten(advantages, mask), torch.where(mask, advantages + values, 0)
+
+
+# -- with the reward-to-go ----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Result:
+    """REINFORCE++: A = G whitened over all counted tokens of the batch; returns = G.
+
+    G_t = r_t + gamma G_{t+1}, where t+1 is the next counted token. (B, T) in and out.
+    Hu et al., arXiv:2501.03262.
+    """
+    returns = _reward_to_go(rewards, mask, gamma)
+    return whiten(returns, mask), returns
+
+
+@torch.no_grad()
+def remax(rewards: Tensor, mask: Tensor, baselines: Tensor) -> Result:
+    """ReMax: A_t = G_t - b with G_t = sum of r from t on; returns = G.
+
+    b is the reward of the greedy response to the same prompt, `baselines` (B,). (B, T) in and out.
+    Li et al., arXiv:2310.10505.
+    """
+    returns = _reward_to_go(rewards, mask, gamma=1.0)
+    return torch.where(mask, returns - baselines[:, None], 0), returns
+
+
+# -- with a group of responses to one prompt --------------------------------------------------------
+# One number per row, R = sum of its rewards, spread over the row's tokens; returns = R. A group of one
+# has nothing to compare with: its baseline is 0 and its standard deviation 1.
+
+
+@torch.no_grad()
+def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = True) -> Result:
+    """GRPO: A = (R - mean_g) / (std_g + 1e-6), std unbiased; without `norm_by_std` (Dr.GRPO) A = R - mean_g.
+
+    (B, T) grids and (B,) groups in, (B, T) out. Shao et al., arXiv:2402.03300; Liu et al., arXiv:2503.20783.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    centred = totals - members.mean(totals)
+    if norm_by_std:
+        std = (members.sum(centred.square()) / (members.size - 1).clamp(min=1)).sqrt()
+        centred = centred / (torch.where(members.size > 1, std, 1.0) + 1e-6)
+    return _spread(centred, totals, rewards, mask)
+
+
+@torch.no_grad()
+def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
+    """RLOO: A = R - (the mean R of the other rows of the group).
+
+    (B, T) grids and (B,) groups in, (B, T) out. Ahmadian et al., arXiv:2402.14740.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    others = (members.sum(totals) - totals) / (members.size - 1).clamp(min=1)
+    return _spread(totals - torch.where(members.size > 1, others, 0.0), totals, rewards, mask)
+
+
+@torch.no_grad()
+def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
+    """REINFORCE++ with a baseline: R - mean_g, whitened over all counted tokens of the batch.
+
+    (B, T) grids and (B,) groups in, (B, T) out. Hu et al., arXiv:2501.03262.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    advantages, returns = _spread(totals - members.mean(totals), totals, rewards, mask)
+    return whiten(advantages, mask), returns
+
+
+@torch.no_grad()
+def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
+    """OPO: A = R - b_g with b_g = sum_g len R / sum_g len, len being the row's number of counted tokens.
+
+    (B, T) grids and (B,) groups in, (B, T) out. Hao et al., arXiv:2505.23585.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    lengths = mask.sum(1).double()
+    baseline = members.sum(lengths * totals) / members.sum(lengths).clamp(min=1)
+    return _spread(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
+
+
+class _Groups:
+    """Statistics of (B,) numbers over the rows of the same group, given back per row: (B,)."""
+
+    def __init__(self, groups: Tensor):
+        names, self._inverse = torch.unique(groups, return_inverse=True)
+        self._num_groups = len(names)
+        self.size = torch.bincount(self._inverse, minlength=self._num_groups)[self._inverse]
+
+    def sum(self, x: Tensor) -> Tensor:
+        return x.new_zeros(self._num_groups).index_add(0, self._inverse, x)[self._inverse]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """0 for a group of one."""
+        return torch.where(self.size > 1, self.sum(x) / self.size, 0.0)
+
+
+def _totals(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(B,) in float64: equal rewards in a group must cancel, for what is left is divided by their spread."""
+    return masked_sum(rewards.double(), mask, dim=1)
+
+
+def _spread(advantages: Tensor, totals: Tensor, rewards: Tensor, mask: Tensor) -> Result:
+    """(B,) numbers as (B, T) grids of the dtype of the rewards."""
+    grids = [torch.where(mask, row[:, None].to(rewards.dtype), 0) for row in (advantages, totals)]
+    return grids[0], grids[1]
+
+
+def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    returns = torch.zeros_like(rewards)
+    carried = rewards.new_zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        carried = torch.where(mask[:, t], rewards[:, t] + gamma * carried, carried)
+        returns[:, t] = carried
+    return torch.where(mask, returns, 0)
+
+
+def _given(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"this advantage estimator needs `{name}`; give it as AdvantageInputs(..., {name}=...)")
+    return tensor
+
+
+def _values(x: AdvantageInputs) -> Tensor:
+    return _given(x.values, "values")
+
+
+def _groups(x: AdvantageInputs) -> Tensor:
+    return _given(x.groups, "groups")
+
+
+def _baselines(x: AdvantageInputs) -> Tensor:
+    return _given(x.baselines, "baselines")
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "gae": Estimator(
+        lambda x, o: gae(x.rewards, _values(x), x.mask, gamma=o.gamma, lam=o.lam),
+        needs_critic=True,
+    ),
+    "grpo": Estimator(
+        lambda x, o: grpo(x.rewards, x.mask, _groups(x), norm_by_std=o.norm_by_std),
+        needs_groups=True,
+    ),
+    "rloo": Estimator(
+        lambda x, o: rloo(x.rewards, x.mask, _groups(x)),
+        needs_groups=True,
+    ),
+    "reinforce_plus_plus": Estimator(
+        lambda x, o: reinforce_plus_plus(x.rewards, x.mask, gamma=o.gamma),
+    ),
+    "reinforce_plus_plus_baseline": Estimator(
+        lambda x, o: reinforce_plus_plus_baseline(x.rewards, x.mask, _groups(x)),
+        needs_groups=True,
+    ),
+    "remax": Estimator(
+        lambda x, o: remax(x.rewards, x.mask, _baselines(x)),
+        needs_baselines=True,
+    ),
+    "opo": Estimator(
+        lambda x, o: opo(x.rewards, x.mask, _groups(x)),
+        needs_groups=True,
+    ),
+}
+"""By the name that `algorithm.adv_estimator` takes."""

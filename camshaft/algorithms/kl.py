@@ -1,0 +1,124 @@
+"""How far the policy is from the reference, and how hard to pull it back.
+
+    kl = kl_penalty(old_log_probs, ref_log_prob, "low_var_kl")      # any shape, elementwise
+    rewards = scores - controller.coef * kl
+    controller.update(mean_kl, num_sequences)
+
+`kl_penalty` estimates the divergence from the sampled tokens alone; `full_kl` computes it exactly from the
+hidden states and output weights of both models. The trainer holds the controller and checkpoints its state.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def _k1(d: Tensor) -> Tensor:
+    return d
+
+
+def _absolute(d: Tensor) -> Tensor:
+    return d.abs()
+
+
+def _k2(d: Tensor) -> Tensor:
+    return d.square() / 2
+
+
+def _k3(d: Tensor) -> Tensor:
+    d = d.clamp(-20, 20)
+    return (torch.exp(-d) + d - 1).clamp(-10, 10)
+
+
+KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _k1,
+    "abs": _absolute,
+    "mse": _k2,
+    "low_var_kl": _k3,
+}
+"""What each kind makes of d = log pi - log pi_ref."""
+
+
+def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
+    """Per token, from d = log pi(token) - log pi_ref(token); any shape, nothing masked.
+
+    kl          d                       unbiased, of either sign
+    abs         |d|
+    mse         d^2 / 2                 never negative, small variance, biased
+    low_var_kl  exp(-d) + d - 1         never negative, small variance, unbiased;
+                                        d is clamped to +-20 and the result to +-10
+
+    Schulman, "Approximating KL divergence", 2020 (there k1, k2 and k3).
+    """
+    if kind not in KL_PENALTIES:
+        raise ValueError(
+            f"there is no KL penalty '{kind}' of sampled tokens; known: {', '.join(KL_PENALTIES)} "
+            "(the exact KL over the vocabulary is `full_kl`)"
+        )
+    return KL_PENALTIES[kind](log_probs - ref_log_probs)
+
+
+@torch.no_grad()
+def full_kl(
+    hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, temperature: float = 1.0, chunk: int = 1024
+) -> Tensor:
+    """sum_v pi(v) (log pi(v) - log pi_ref(v)) for each token, exactly; no gradient.
+
+    `hidden`, `ref_hidden` are (N, H) and (N, H'), the states that predict the N tokens; `weight`,
+    `ref_weight` are (V, H) and (V, H'), the output projections over one vocabulary. The logits are divided
+    by `temperature`. Only `chunk` x V logits exist at a time. Everything is computed in float32, whatever
+    the models' dtype: a KL of 1e-3 is below the rounding of bfloat16 logits. Returns (N,) float32.
+    """
+    weight, ref_weight = weight.float(), ref_weight.float()
+    result = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    for start in range(0, len(hidden), chunk):
+        span = slice(start, start + chunk)
+        log_p = torch.log_softmax(hidden[span].float() @ weight.T / temperature, dim=-1)
+        log_q = torch.log_softmax(ref_hidden[span].float() @ ref_weight.T / temperature, dim=-1)
+        result[span] = (log_p.exp() * (log_p - log_q)).sum(-1)
+    return result
+
+
+class FixedKL:
+    """beta stays what the config says; there is no state, so that a resumed run takes a changed config."""
+
+    def __init__(self, coef: float):
+        self.coef = coef
+
+    def update(self, current_kl: float, num_sequences: int) -> None:
+        """Called once a step with the mean KL of its batch."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """What `state_dict` gave."""
+
+
+class AdaptiveKL(FixedKL):
+    """beta follows a target: beta <- beta (1 + clip(KL / target - 1, +-0.2) n / horizon).
+
+    n is the number of sequences of the step, so `horizon` counts sequences. A KL that is not a number says
+    nothing and leaves beta alone. beta is checkpointed; target and horizon are the config's. Ziegler et al.,
+    arXiv:1909.08593.
+    """
+
+    def __init__(self, coef: float, target: float, horizon: float):
+        super().__init__(coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, current_kl: float, num_sequences: int) -> None:
+        if math.isnan(current_kl):
+            return
+        error = min(max(current_kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * num_sequences / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """What `state_dict` gave; what a `FixedKL` gave is empty, and leaves beta where the config starts."""
+        self.coef = state.get("coef", self.coef)

@@ -1,0 +1,57 @@
+"""The table of batch columns: what each is called, what it holds, who writes it, who reads it.
+
+Roles, trainer and data agree on this table and on nothing else. `DataProto.require` uses it to say who
+should have written a missing column. Import it from anywhere; it imports nothing.
+
+    COLUMNS["old_log_probs"].written_by     # "roles/actor.compute_log_prob"
+
+Kinds: `ragged` is one value per token, `tensor` is one per row, `object` is any Python object per row.
+Columns "per response token" are aligned with `responses`; "per token" ones with `input_ids`. A value for
+token j of a row speaks of *that* token: its log-probability given the tokens before it, or the value of
+the state in which it was chosen.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["ragged", "tensor", "object"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One line of the table."""
+
+    name: str
+    kind: Kind
+    dtype: str
+    meaning: str
+    written_by: str
+    read_by: tuple[str, ...]
+
+
+_TABLE = (
+    Column("prompts", "ragged", "int64", "token ids of the prompt", "data/loader", ("roles/rollout", "roles/base")),
+    Column("uid", "object", "str", "the prompt a row belongs to; rows of one group share it", "data/loader", ("trainer/ppo",)),
+    Column("data_source", "object", "str", "name of the data set a row comes from", "data/loader", ("rewards/manager",)),
+    Column("ground_truth", "object", "any", "what the reward function compares with", "data/loader", ("rewards/manager",)),
+    Column("extra_info", "object", "dict", "whatever else the data set has to say", "data/loader", ("rewards/manager",)),
+    Column("sampling_seed", "tensor", "int64", "a row's samples depend on this number and its prompt alone", "trainer/ppo", ("roles/rollout",)),
+    Column("raw_prompt", "object", "list or str", "the prompt before the chat template (data.return_raw_chat)", "data/loader", ("roles/reward_model",)),
+    Column("raw_prompt_ids", "object", "list[int]", "the prompt's ids without template (data.return_raw_input_ids)", "data/loader", ("roles/reward_model",)),
+    Column("responses", "ragged", "int64", "token ids of the response, its end-of-sequence token included", "roles/rollout", ("roles/base", "rewards/manager")),
+    Column("response_mask", "ragged", "bool", "per response token: true where the policy chose it", "roles/rollout", ("roles/base", "trainer/ppo")),
+    Column("rollout_log_probs", "ragged", "float32", "per response token: log-prob in the distribution sampled from", "roles/rollout", ("trainer/metrics",)),
+    Column("finished", "tensor", "bool", "the response ended by itself, not at the length limit", "roles/rollout", ("trainer/metrics",)),
+    Column("token_level_scores", "ragged", "float32", "per response token: the reward, usually on the last token only", "rewards/manager", ("trainer/ppo",)),
+    Column("old_log_probs", "ragged", "float32", "per response token: log-prob under the policy before the update", "roles/actor.compute_log_prob", ("roles/actor.update_actor", "trainer/ppo")),
+    Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob", ("trainer/metrics",)),
+    Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/ref.compute_ref_log_prob", ("trainer/ppo", "roles/actor.update_actor")),
+    Column("values", "ragged", "float32", "per response token: the critic's value before the update", "roles/critic.compute_values", ("trainer/ppo", "roles/critic.update_critic")),
+    Column("token_level_rewards", "ragged", "float32", "per response token: score minus the KL penalty", "trainer/ppo", ("trainer/ppo", "trainer/metrics")),
+    Column("advantages", "ragged", "float32", "per response token", "trainer/ppo", ("roles/actor.update_actor",)),
+    Column("returns", "ragged", "float32", "per response token: the target of the critic", "trainer/ppo", ("roles/critic.update_critic",)),
+    Column("input_ids", "ragged", "int64", "the whole sequence, as an engine sees it", "roles/base or trainer/sft", ("engine",)),
+    Column("loss_mask", "ragged", "bool", "per token: true where an output is wanted and the loss counts it", "roles/base or trainer/sft", ("engine",)),
+)  # fmt: skip
+
+COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}

@@ -1,0 +1,77 @@
+"""The config: what a run can be told, from the command line down to one engine.
+
+    from camshaft.config import load_ppo
+    config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
+    config.actor_rollout_ref.actor.optim.lr
+
+    ppo_trainer.yaml, sft_trainer.yaml    every default, with comments; nowhere else are defaults
+    data model roles reward algorithm trainer root sft    the schema: types, bounds, one line on each key
+    fields.py      the base class of sections and the kinds of value
+    loader.py      Hydra composes, then everything is checked; programs and command lines enter here
+    aliases.py     THE table of older names
+    not_yet.py     THE table of what is accepted by name but not there yet
+    checks.py      what several keys must fulfil together; files.py what is named on disk
+    topology.py    ranks; derive.py the config of each engine; table.py the batch sizes of a run
+    pages.py       the config as text: explain, show, reference_page
+    tree.py problems.py    dotted keys; what is wrong, in words
+    engine.py rollout.py   what one engine or one generator is told, free of roles
+
+To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
+"""
+
+from camshaft.config.algorithm import AlgorithmConfig
+from camshaft.config.data import DataConfig
+from camshaft.config.derive import actor_engine, critic_engine, ref_engine, rollout_engine, sampling, sft_engine
+from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.loader import from_container, load_ppo, load_sft, run_with_hydra
+from camshaft.config.model import ModelConfig, OptimSection
+from camshaft.config.pages import explain, reference_page, show
+from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
+from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.root import PPOConfig
+from camshaft.config.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
+from camshaft.config.table import BatchRow, batch_table, render_batch_table
+from camshaft.config.topology import Topology, micro_batch_per_rank
+from camshaft.config.trainer import TrainerConfig
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AlgorithmConfig",
+    "BatchRow",
+    "CriticConfig",
+    "CustomRewardConfig",
+    "DataConfig",
+    "EngineConfig",
+    "EngineModel",
+    "ModelConfig",
+    "OptimConfig",
+    "OptimSection",
+    "PPOConfig",
+    "RefConfig",
+    "RewardModelConfig",
+    "RolloutConfig",
+    "RolloutEngineConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "Topology",
+    "TrainerConfig",
+    "actor_engine",
+    "batch_table",
+    "critic_engine",
+    "explain",
+    "from_container",
+    "load_ppo",
+    "load_sft",
+    "micro_batch_per_rank",
+    "ref_engine",
+    "reference_page",
+    "render_batch_table",
+    "rollout_engine",
+    "run_with_hydra",
+    "sampling",
+    "sft_engine",
+    "show",
+]

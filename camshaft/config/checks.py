@@ -1,0 +1,251 @@
+"""What several keys must fulfil together. Each check yields every problem it finds, and stops at none.
+
+    problems = list(check(config))        # PPOConfig or SFTConfig
+
+A problem names the keys that it rests on, so that `loader.py` can leave it out where one of them is wrong
+by itself. Batch arithmetic is spelled out in the message.
+"""
+
+import difflib
+from collections.abc import Iterable, Iterator
+
+from camshaft.config.algorithm import GROUP_ESTIMATORS
+from camshaft.config.files import ppo_files, sft_files
+from camshaft.config.model import OptimSection
+from camshaft.config.problems import Problem
+from camshaft.config.root import PPOConfig
+from camshaft.config.sft import SFTConfig
+from camshaft.config.tree import shown
+from camshaft.plugins import find, names
+
+ENGINES, ROLLOUTS, TRACKERS = ("reference",), ("hf", "torch"), ("console", "jsonl")
+"""Names of what is built in. The registries are above this package; a test holds these to them."""
+
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
+
+
+def check(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+    """Everything that is wrong between the keys of a config whose single values are right."""
+    if isinstance(config, SFTConfig):
+        yield from _sft(config)
+        yield from sft_files(config)
+        return
+    yield from _names(config)
+    yield from _batches(config)
+    yield from _older_micro_batches(config)
+    yield from _token_budgets(config)
+    yield from _lengths(config)
+    yield from _estimator(config)
+    yield from _sampling(config)
+    yield from _run(config)
+    yield from ppo_files(config)
+
+
+# -- names of parts -------------------------------------------------------------------------------
+
+
+def _names(config: PPOConfig) -> Iterator[Problem]:
+    yield from _name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
+    if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
+        yield from _name("critic.strategy", config.critic.strategy, ENGINES, "engines")
+    yield from _name(f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, ROLLOUTS, "rollouts")
+    for tracker in config.trainer.logger:
+        yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
+
+
+def _name(key: str, name: str, built_in: Iterable[str], kind: str) -> Iterator[Problem]:
+    known, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
+    if find(name, known, group) is not None:
+        return
+    choices = names(known, group)
+    close = difflib.get_close_matches(name, choices, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    yield Problem(key, name, f"must be one of {', '.join(choices)}, or package.module:Class.{hint}")
+
+
+# -- batch arithmetic -----------------------------------------------------------------------------
+
+
+def _batches(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor)
+    if config.needs_critic() and config.critic.ppo_mini_batch_size != actor:
+        yield from _mini_batches(config, "critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size)
+    prompts, most = config.data.train_batch_size, config.data.train_max_samples
+    if most != -1 and most < prompts:
+        sentence = f"reads fewer prompts than one iteration takes: data.train_batch_size={prompts}."
+        yield Problem("data.train_max_samples", most, sentence, ("data.train_batch_size",))
+
+
+def _mini_batches(config: PPOConfig, key: str, mini: int) -> Iterator[Problem]:
+    """An iteration is whole mini-batches, and a mini-batch is whole shares of the ranks."""
+    train, n, world = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.trainer.world_size
+    rests_on = ("data.train_batch_size", f"{ROLLOUT}.n")
+    if mini > train:
+        sentence = f"is more than an iteration has: data.train_batch_size={train} prompts. Type {key}={train}."
+        yield Problem(key, mini, sentence, rests_on)
+    elif train % mini:
+        whole, rest = divmod(train, mini)
+        divisor = max(size for size in range(1, mini + 1) if train % size == 0)
+        sentence = (
+            f"does not divide an iteration into whole mini-batches:\n"
+            f"data.train_batch_size={train} prompts x rollout.n={n} = {train * n} sequences;"
+            f" {mini} x {n} = {mini * n} per mini-batch;\n"
+            f"{train * n} = {whole} x {mini * n} + {rest * n}.\n"
+            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={divisor}."
+        )
+        yield Problem(key, mini, sentence, rests_on)
+    if mini * n % world:
+        sentence = (
+            f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences"
+            f" = {world} ranks x {mini * n // world} + {mini * n % world}."
+        )
+        yield Problem(key, mini, sentence, (*WORLD, *rests_on))
+
+
+def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
+    """The older keys count sequences over all ranks; where one is used, it must split evenly."""
+    section, critic, world = config.actor_rollout_ref, config.critic, config.trainer.world_size
+    actor, rollout, ref = section.actor, section.rollout, section.ref
+    used = {}
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
+        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size
+    if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
+        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size
+    if config.needs_reference() and not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None:
+        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size
+    if config.needs_critic() and not critic.use_dynamic_bsz:
+        if critic.ppo_micro_batch_size_per_gpu is None:
+            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size
+        if critic.forward_micro_batch_size_per_gpu is None:
+            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size
+    for key, size in used.items():
+        if size % world:
+            sentence = (
+                f"counts sequences over all ranks and does not split evenly: {size} = {world} ranks x"
+                f" {size // world} + {size % world}.\n"
+                f"Type {key}_per_gpu={max(1, size // world)}, which counts on one rank."
+            )
+            yield Problem(key, size, sentence, WORLD)
+
+
+def _token_budgets(config: PPOConfig) -> Iterator[Problem]:
+    """A budget is a hard limit, so the longest sequence must fit into it."""
+    section, critic = config.actor_rollout_ref, config.critic
+    prompt, response = config.data.max_prompt_length, section.rollout.response_length
+    used = {}
+    if section.actor.use_dynamic_bsz:
+        used[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
+    if section.rollout.log_prob_use_dynamic_bsz:
+        used[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
+    if config.needs_reference() and section.ref.log_prob_use_dynamic_bsz:
+        used[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu
+    if config.needs_critic() and critic.use_dynamic_bsz:
+        used["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
+        used["critic.forward_max_token_len_per_gpu"] = critic.forward_max_token_len_per_gpu
+    for key, budget in used.items():
+        if budget < prompt + response:
+            sentence = (
+                f"is less than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
+                f"{response} = {prompt + response}. Type {key}={prompt + response} or more."
+            )
+            yield Problem(key, budget, sentence, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
+
+
+def _lengths(config: PPOConfig) -> Iterator[Problem]:
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    if rollout.prompt_length < data.max_prompt_length:
+        sentence = f"is shorter than the prompts that are read: data.max_prompt_length={data.max_prompt_length}."
+        yield Problem(f"{ROLLOUT}.prompt_length", rollout.prompt_length, sentence, ("data.max_prompt_length",))
+    if rollout.response_length > data.max_response_length:
+        sentence = f"is longer than data.max_response_length={data.max_response_length}. Set that instead."
+        yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, sentence, ("data.max_response_length",))
+
+
+# -- algorithm and sampling -----------------------------------------------------------------------
+
+
+def _estimator(config: PPOConfig) -> Iterator[Problem]:
+    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    if estimator in GROUP_ESTIMATORS and n == 1:
+        sentence = (
+            f"compares the responses to one prompt with each other, and {ROLLOUT}.n=1 makes one."
+            f" Type {ROLLOUT}.n=8, or another estimator."
+        )
+        yield Problem("algorithm.adv_estimator", estimator, sentence, (f"{ROLLOUT}.n",))
+    warmup = config.trainer.critic_warmup
+    if warmup and not config.needs_critic():
+        sentence = f"algorithm.adv_estimator={estimator} has no critic to warm up. Type trainer.critic_warmup=0."
+        yield Problem("trainer.critic_warmup", warmup, sentence, ("algorithm.adv_estimator",))
+
+
+def _sampling(config: PPOConfig) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    val, val_key = rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
+    if rollout.n > 1 and not rollout.do_sample:
+        sentence = f"makes {rollout.n} equal responses with {ROLLOUT}.do_sample=false. Type {ROLLOUT}.do_sample=true."
+        yield Problem(f"{ROLLOUT}.n", rollout.n, sentence, (f"{ROLLOUT}.do_sample",))
+    if val.do_sample and val.temperature == 0:
+        sentence = f"does not sample with {val_key}.temperature=0. Type {val_key}.temperature=1.0."
+        yield Problem(f"{val_key}.do_sample", val.do_sample, sentence, (f"{val_key}.temperature",))
+    if val.n > 1 and not val.do_sample:
+        sentence = f"makes {val.n} equal responses. Type {val_key}.do_sample=true {val_key}.temperature=1.0."
+        yield Problem(f"{val_key}.n", val.n, sentence, (f"{val_key}.do_sample",))
+
+
+# -- the run as a whole ---------------------------------------------------------------------------
+
+
+def _run(config: PPOConfig) -> Iterator[Problem]:
+    trainer = config.trainer
+    yield from _training_files(config.data.train_files)
+    if not config.data.val_files and (trainer.val_before_train or trainer.test_freq != -1):
+        sentence = "validation needs files. Name some, or type trainer.val_before_train=false trainer.test_freq=-1."
+        yield Problem("data.val_files", None, sentence, ("trainer.val_before_train", "trainer.test_freq"))
+    if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
+        sentence = "needs the checkpoint to start from. Type trainer.resume_from_path=<folder>, or resume_mode=auto."
+        yield Problem("trainer.resume_mode", "resume_path", sentence, ("trainer.resume_from_path",))
+    if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
+        sentence = f"is not read with trainer.resume_mode={trainer.resume_mode}. Type trainer.resume_mode=resume_path."
+        yield Problem("trainer.resume_from_path", trainer.resume_from_path, sentence, ("trainer.resume_mode",))
+    if trainer.use_legacy_worker_impl in ("enable", True):
+        sentence = "there is one implementation here and no older one to go back to. Leave the key out."
+        yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, sentence)
+    roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
+    roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
+    for key, optim in roles:
+        yield from _warmup(key, optim, trainer.total_training_steps)
+
+
+def _training_files(paths: Iterable[str]) -> Iterator[Problem]:
+    if not paths:
+        yield Problem("data.train_files", None, "there is nothing to train on. Name at least one file.")
+
+
+def _warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
+    if total_steps is not None and optim.lr_warmup_steps >= total_steps:
+        sentence = f"the warm-up lasts longer than the run: trainer.total_training_steps={shown(total_steps)}."
+        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, sentence, ("trainer.total_training_steps",))
+
+
+def _sft(config: SFTConfig) -> Iterator[Problem]:
+    data, trainer, world = config.data, config.trainer, config.trainer.world_size
+    yield from _name("strategy", config.strategy, ENGINES, "engines")
+    for tracker in trainer.logger:
+        yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
+    batch = data.train_batch_size
+    if batch % world:
+        sentence = f"does not split evenly: {batch} = {world} ranks x {batch // world} + {batch % world}."
+        yield Problem("data.train_batch_size", batch, sentence, WORLD)
+    if data.train_max_samples != -1 and data.train_max_samples < batch:
+        sentence = f"reads fewer sequences than one step takes: data.train_batch_size={batch}."
+        yield Problem("data.train_max_samples", data.train_max_samples, sentence, ("data.train_batch_size",))
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
+        sentence = f"is less than the longest sequence, data.max_length={data.max_length}. Type that or more."
+        yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, sentence, ("data.max_length",))
+    yield from _training_files(data.train_files)
+    if not data.val_files and trainer.test_freq != -1:
+        sentence = "validation needs files. Name some, or type trainer.test_freq=-1."
+        yield Problem("data.val_files", None, sentence, ("trainer.test_freq",))
+    yield from _warmup("optim", config.optim, trainer.total_training_steps)

@@ -1,0 +1,40 @@
+"""Section `data` of RL runs: which prompts are read, how long they may be, how many make an iteration."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from camshaft.config.fields import OffOrPositive, Path, Paths, Section, Text
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+class DataConfig(Section):
+    """Prompts, their lengths and the batch sizes."""
+
+    tokenizer: Path | None = Field(description="Folder of the tokenizer; null takes the actor model's.")
+    train_files: Paths = Field(description="Parquet files with the training prompts, read whole.")
+    val_files: Paths = Field(description="Parquet files with the validation prompts; null for none.")
+    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or raw text.")
+    prompt_id_key: Text | None = Field(description="Column with an id that is tokenised and packed with the prompt.")
+    max_prompt_id_length: int | None = Field(ge=1, description="Longest tokenised prompt id; a longer one is an error.")
+    max_prompt_length: int = Field(ge=1, description="Longest prompt in tokens, chat template included.")
+    max_response_length: int = Field(ge=1, description="Longest response in tokens; generation stops there.")
+    train_batch_size: int = Field(ge=1, description="Prompts per iteration, over all ranks; each brings rollout.n.")
+    val_batch_size: int = Field(ge=1, description="Prompts generated together in validation, over all ranks.")
+    return_raw_input_ids: bool = Field(
+        description="Keep the prompt's ids without chat template, for a reward model with another tokenizer."
+    )
+    return_raw_chat: bool = Field(
+        description="Keep the prompt's messages, for a reward model with another chat template."
+    )
+    truncation: Truncation = Field(
+        description="A prompt longer than max_prompt_length: an error, or cut at the left, the right or the middle."
+    )
+    filter_overlong_prompts: bool = Field(description="Drop prompts longer than max_prompt_length before training.")
+    shuffle: bool = Field(description="Draw the training prompts in a new order every epoch.")
+    seed: int | None = Field(ge=0, description="Seed of that order; null takes trainer.seed.")
+    reward_fn_key: Text = Field(description="Column with the name of a row's data set; picks the scoring function.")
+    train_max_samples: OffOrPositive = Field(description="Read at most so many training prompts; -1 reads all.")
+    val_max_samples: OffOrPositive = Field(description="Read at most so many validation prompts; -1 reads all.")
+    trust_remote_code: bool = Field(description="Let the tokenizer run Python code from its own folder.")

@@ -1,0 +1,199 @@
+"""From the config of a run to the config of each engine: pure functions, nothing is changed on the way.
+
+    topology = Topology(dp_size=config.trainer.world_size)
+    engine = build_engine(config.actor_rollout_ref.actor.strategy, actor_engine(config, topology, total_steps))
+
+`total_steps` counts what the learning-rate schedule counts: iterations of the RL trainer, in which a role
+may take many optimizer steps at one rate; in supervised runs, optimizer steps.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.model import AnyModelConfig, OptimSection
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.root import PPOConfig
+from camshaft.config.sft import SFTConfig
+from camshaft.config.topology import Topology, micro_batch_per_rank
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The limit of one pass on one rank: so many sequences, or so many tokens."""
+
+    sequences: int | None = None
+    tokens: int | None = None
+
+
+def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
+    """Passes of the actor's updates."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_dynamic_bsz:
+        return MicroBatch(tokens=actor.ppo_max_token_len_per_gpu)
+    return MicroBatch(
+        micro_batch_per_rank(actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size, topology.dp_size)
+    )
+
+
+def log_prob(config: PPOConfig, topology: Topology, of: Literal["rollout", "ref"]) -> MicroBatch:
+    """Passes that compute log-probs of what was generated: the actor's (`rollout`), the reference's (`ref`)."""
+    section = config.actor_rollout_ref.rollout if of == "rollout" else config.actor_rollout_ref.ref
+    if section.log_prob_use_dynamic_bsz:
+        return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)
+    per_gpu, older = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
+    return MicroBatch(micro_batch_per_rank(per_gpu, older, topology.dp_size))
+
+
+def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
+    """Passes of the critic's updates."""
+    critic = config.critic
+    if critic.use_dynamic_bsz:
+        return MicroBatch(tokens=critic.ppo_max_token_len_per_gpu)
+    return MicroBatch(
+        micro_batch_per_rank(critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size, topology.dp_size)
+    )
+
+
+def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
+    """Passes that compute values."""
+    critic = config.critic
+    if critic.use_dynamic_bsz:
+        return MicroBatch(tokens=critic.forward_max_token_len_per_gpu)
+    per_gpu, older = critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size
+    return MicroBatch(micro_batch_per_rank(per_gpu, older, topology.dp_size))
+
+
+def sft_train(config: SFTConfig) -> MicroBatch:
+    """Passes of a supervised run."""
+    if config.data.use_dynamic_bsz:
+        return MicroBatch(tokens=config.data.max_token_len_per_gpu)
+    return MicroBatch(config.data.micro_batch_size_per_gpu)
+
+
+def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
+    """The policy that is trained. Its schedule starts after the iterations of `critic_warmup`."""
+    section = config.actor_rollout_ref
+    train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
+    return EngineConfig(
+        model=_model(section.model, section.model.random_init),
+        optim=_optim(section.actor.optim, max(1, total_steps - config.trainer.critic_warmup)),
+        grad_clip=section.actor.grad_clip,
+        micro_batch_size=train.sequences,
+        max_tokens=train.tokens,
+        infer_micro_batch_size=infer.sequences,
+        infer_max_tokens=infer.tokens,
+        device=config.trainer.device,
+        dtype=section.actor.fsdp_config.model_dtype,
+        seed=config.trainer.seed,
+    )
+
+
+def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
+    """The frozen policy: the actor's model, forward only."""
+    section = config.actor_rollout_ref
+    infer = log_prob(config, topology, "ref")
+    return EngineConfig(
+        model=_model(section.model, section.model.random_init),
+        infer_micro_batch_size=infer.sequences,
+        infer_max_tokens=infer.tokens,
+        device=config.trainer.device,
+        dtype=section.ref.fsdp_config.model_dtype,
+        seed=config.trainer.seed,
+    )
+
+
+def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
+    """The value function."""
+    critic = config.critic
+    train, infer = critic_train(config, topology), critic_infer(config, topology)
+    return EngineConfig(
+        model=_model(critic.model, head="value"),
+        optim=_optim(critic.optim, total_steps),
+        grad_clip=critic.grad_clip,
+        micro_batch_size=train.sequences,
+        max_tokens=train.tokens,
+        infer_micro_batch_size=infer.sequences,
+        infer_max_tokens=infer.tokens,
+        device=config.trainer.device,
+        dtype=critic.model.fsdp_config.model_dtype,
+        seed=config.trainer.seed,
+    )
+
+
+def rollout_engine(config: PPOConfig, topology: Topology) -> RolloutEngineConfig:
+    """The generator. Its limits are those of one rank already; `topology` is taken so that all are called alike."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    return RolloutEngineConfig(
+        model_path=model.path,
+        dtype=rollout.dtype,
+        device=config.trainer.device,
+        max_model_len=rollout.prompt_length + rollout.response_length,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        free_cache_engine=rollout.free_cache_engine,
+        seed=config.trainer.seed,
+        trust_remote_code=model.trust_remote_code,
+        external_lib=model.external_lib,
+        override_config=model.override_config,
+        engine_kwargs=rollout.engine_kwargs,
+    )
+
+
+def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
+    """The arguments of `SamplingParams` for training, or for validation."""
+    rollout = config.actor_rollout_ref.rollout
+    how = rollout.val_kwargs if validate else rollout
+    return {
+        "max_tokens": rollout.response_length,
+        "temperature": how.temperature,
+        "top_k": how.top_k,
+        "top_p": how.top_p,
+        "do_sample": how.do_sample,
+        "ignore_eos": rollout.ignore_eos,
+    }
+
+
+def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
+    """The model of a supervised run. Its batch sizes are those of one rank already."""
+    train = sft_train(config)
+    return EngineConfig(
+        model=_model(config.model, config.model.random_init),
+        optim=_optim(config.optim, total_steps),
+        grad_clip=config.grad_clip,
+        micro_batch_size=train.sequences,
+        max_tokens=train.tokens,
+        infer_micro_batch_size=train.sequences,
+        infer_max_tokens=train.tokens,
+        device=config.trainer.device,
+        dtype=config.fsdp_config.model_dtype,
+        seed=config.trainer.seed,
+    )
+
+
+def _model(
+    model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
+) -> EngineModel:
+    return EngineModel(
+        path=model.path,
+        head=head,
+        random_init=random_init,
+        override_config=model.override_config,
+        external_lib=model.external_lib,
+        trust_remote_code=model.trust_remote_code,
+        enable_gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+
+
+def _optim(optim: OptimSection, total_steps: int) -> OptimConfig:
+    total = total_steps if optim.total_training_steps == -1 else optim.total_training_steps
+    return OptimConfig(
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        lr_scheduler_type=optim.lr_scheduler_type,
+        lr_warmup_steps=optim.warmup_steps(total),
+        total_training_steps=total,
+        min_lr_ratio=0.0 if optim.min_lr_ratio is None else optim.min_lr_ratio,
+        num_cycles=optim.num_cycles,
+    )

@@ -1,0 +1,88 @@
+"""What a config names on disk: checked on the driver, before anything is started. Used by `checks.py`."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from camshaft.config.problems import Problem
+from camshaft.config.root import PPOConfig
+from camshaft.config.sft import SFTConfig
+
+
+def ppo_files(config: PPOConfig) -> Iterator[Problem]:
+    """Data, models and the scoring function of an RL run."""
+    trainer, model = config.trainer, config.actor_rollout_ref.model
+    yield from data_files("data.train_files", config.data.train_files)
+    yield from data_files("data.val_files", config.data.val_files)
+    yield from model_folder("actor_rollout_ref.model.path", model.path)
+    if config.data.tokenizer is not None:
+        yield from folder("data.tokenizer", config.data.tokenizer)
+    if config.needs_critic():
+        yield from model_folder("critic.model.path", config.critic.model.path)
+        yield from _critic_tokenizer(config)
+    if trainer.resume_from_path is not None:
+        yield from folder("trainer.resume_from_path", trainer.resume_from_path)
+    path = config.custom_reward_function.path
+    if path is not None and (path.endswith(".py") or "/" in path) and not Path(path).is_file():
+        yield _missing("custom_reward_function.path", path, "file")
+
+
+def sft_files(config: SFTConfig) -> Iterator[Problem]:
+    """Data and model of a supervised run."""
+    yield from data_files("data.train_files", config.data.train_files)
+    yield from data_files("data.val_files", config.data.val_files)
+    yield from model_folder("model.path", config.model.path)
+
+
+def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
+    for path in paths:
+        if not Path(path).is_file():
+            yield _missing(key, path, "file")
+
+
+def folder(key: str, path: str) -> Iterator[Problem]:
+    if not Path(path).is_dir():
+        yield _missing(key, path, "folder")
+
+
+def model_folder(key: str, path: str) -> Iterator[Problem]:
+    if Path(path).is_dir():
+        if not (Path(path) / "config.json").is_file():
+            yield Problem(key, path, "is a folder without config.json; it must be in the Hugging Face layout.")
+        return
+    hint = ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        name = path.partition("/")[2]
+        hint = f"\nIf it is a name on the Hugging Face hub: hf download {path} --local-dir models/{name}"
+        hint += f"\nand type {key}=models/{name}"
+    yield _missing(key, path, "folder", hint)
+
+
+def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
+    seen = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return Problem(key, path, f"there is no such {kind}{seen}.{hint}")
+
+
+def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
+    """The critic reads token ids that the actor's tokenizer made, so both must number the same tokens."""
+    key, mine, actors = "critic.model.tokenizer_path", config.critic.model.tokenizer_path, config.tokenizer_path()
+    if mine == actors:
+        return
+    if not Path(mine).is_dir():
+        yield _missing(key, mine, "folder")
+        return
+    ours, theirs = _vocabulary(mine), _vocabulary(actors)
+    if ours is not None and theirs is not None and ours != theirs:
+        sentence = f"is another tokenizer than the actor's, {actors}. A critic must read the actor's token ids."
+        yield Problem(key, mine, sentence, ("data.tokenizer", "actor_rollout_ref.model.path"))
+
+
+def _vocabulary(path: str) -> Any:
+    """What numbers the tokens, or None if the folder does not tell in `tokenizer.json`."""
+    file = Path(path) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    return content.get("model"), content.get("added_tokens")

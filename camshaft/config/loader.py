@@ -1,0 +1,317 @@
+"""From YAML files and command-line words to a checked config.
+
+    config = load_ppo(["trainer.device=cpu", "algorithm.adv_estimator=grpo"])       # in a program
+    run_with_hydra(sys.argv[1:], "ppo_trainer", PPOConfig, job)                      # for a command line
+
+Hydra composes; what it made is laid over the defaults, so a file may hold a few keys only and a deleted key
+falls back to its default. Then older names are renamed, `${...}` is resolved, and every check runs. All that
+is wrong comes as one `ConfigError`.
+"""
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from pydantic import ValidationError
+
+from camshaft.config.aliases import rename
+from camshaft.config.checks import check
+from camshaft.config.fields import Section
+from camshaft.config.not_yet import refusals
+from camshaft.config.problems import Problem, from_validation, report
+from camshaft.config.root import PPOConfig
+from camshaft.config.sft import SFTConfig
+from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove
+from camshaft.errors import ConfigError
+
+Config = TypeVar("Config", PPOConfig, SFTConfig)
+
+HOME = Path(__file__).parent
+DEFAULTS: dict[type[Section], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+"""The file of defaults of each schema."""
+
+logger = logging.getLogger("camshaft.config")
+
+_PLAIN = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=")
+_OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
+
+
+# -- for programs ---------------------------------------------------------------------------------
+
+
+def load_ppo(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> PPOConfig:
+    """The config of an RL run: defaults, then the file `config_name` of `config_dir`, then `overrides`."""
+    return _load(PPOConfig, overrides, config_dir, config_name)
+
+
+def load_sft(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> SFTConfig:
+    """The same for a supervised run."""
+    return _load(SFTConfig, overrides, config_dir, config_name)
+
+
+def from_container(
+    container: Mapping[str, Any], schema: type[Config], set_keys: Collection[str] | None = None
+) -> Config:
+    """A nested dict as a checked config; keys that it lacks come from the defaults.
+
+    `set_keys` are those that a person set by hand, where the dict holds others too.
+    """
+    leaves = leaf_fields(schema)
+    written = nested(container, leaves)
+    by_hand = flatten(written, leaves).keys() if set_keys is None else set_keys
+    tree, problems = rename(written, raw_defaults(schema), by_hand, leaves)
+    plain, unresolved = resolve(tree, schema)
+    problems += unresolved
+    config, wrong = _validated(plain, schema, {problem.key for problem in problems})
+    problems += wrong
+    for found in (refusals(config.model_dump(), schema), check(config)):
+        keys = [key for problem in problems for key in (problem.key, *problem.others)]
+        problems += [problem for problem in found if not problem.rests_on(keys)]
+    if problems:
+        raise ConfigError(report(problems))
+    _tell(config, by_hand)
+    return config
+
+
+@cache
+def _default_file(schema: type[Section]) -> DictConfig:
+    found = OmegaConf.load(HOME / f"{DEFAULTS[schema]}.yaml")
+    assert isinstance(found, DictConfig)
+    return found
+
+
+def raw_defaults(schema: type[Section]) -> dict[str, Any]:
+    """The defaults as they are written, `${...}` unresolved."""
+    return _plain(_default_file(schema))
+
+
+@cache
+def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
+    """The defaults with their values."""
+    return _plain(_default_file(schema), resolve=True)
+
+
+def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
+    """`tree` over the defaults with `${...}` filled in; where that fails, the default and a problem."""
+    problems = [
+        Problem(key, value, "has no value yet. Set it.")
+        for key, value in flatten(tree, leaf_fields(schema)).items()
+        if value == "???"
+    ]
+    merged = OmegaConf.merge(_default_file(schema), OmegaConf.create(dict(tree)))  # leaves the default in their place
+    assert isinstance(merged, DictConfig)
+    while True:
+        try:
+            return _plain(merged, resolve=True), problems
+        except InterpolationResolutionError as error:
+            key = error.full_key or ""
+            problems.append(Problem(key, get(_plain(merged), key), str(error).splitlines()[0]))
+            _reset(merged, key, schema)
+
+
+def compose(
+    schema: type[Section], overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
+) -> dict[str, Any]:
+    """What Hydra makes of a file and overrides, `${...}` unresolved, nothing checked."""
+    import hydra
+    from hydra.errors import HydraException
+
+    folder = HOME if config_dir is None else Path(config_dir).expanduser().absolute()
+    name = config_name or DEFAULTS[schema]
+    words = _forced(list(overrides), [str(folder)])
+    if folder != HOME:
+        in_folder = (folder / name).with_suffix(".yaml").is_file()
+        words.append(f"hydra.searchpath=[file://{HOME if in_folder else folder}]")
+        folder = folder if in_folder else HOME
+    try:
+        with _hydra_of_our_own(), hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"):
+            return _plain(hydra.compose(name, words))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(_told(error)) from error
+
+
+def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
+    composed = compose(schema, overrides, config_dir, config_name)
+    return from_container(composed, schema, _keys_of(overrides))
+
+
+# -- for a command line ---------------------------------------------------------------------------
+
+
+def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], job: Callable[[Config], int]) -> int:
+    """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
+
+    With `-m` every config of the sweep is checked before the first job starts; they run one after another.
+    Hydra only composes: it makes no folders, changes no directory, sets up no logging.
+    """
+    try:
+        composed = _composed_by_main(list(argv), config_name)
+        configs = [from_container(tree, schema, _keys_of(words)) for tree, words in composed]
+        return max((job(config) for config in configs), default=0)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+
+
+def _composed_by_main(argv: list[str], config_name: str) -> list[tuple[dict[str, Any], list[str]]]:
+    """What `hydra.main` composes, with the overrides of each; empty where it only printed something."""
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.errors import HydraException
+
+    found: list[tuple[dict[str, Any], list[str]]] = []
+    here = os.getpid()
+
+    def collect(composed: DictConfig) -> None:
+        if os.getpid() != here:
+            raise ConfigError("sweeps run in this process, one job after another: leave out hydra/launcher")
+        found.append((_plain(composed), list(HydraConfig.get().overrides.task)))
+
+    main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
+    with tempfile.TemporaryDirectory() as scratch, _as_process([sys.argv[0], *_words(argv, scratch)]):
+        try:
+            main()
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            raise ConfigError(_told(error)) from error
+    return found
+
+
+def _words(argv: list[str], scratch: str) -> list[str]:
+    """`argv` for Hydra: the overrides first, all in one place, then the options."""
+    overrides = [word for word in argv if _OVERRIDE.match(word)]
+    options = [word for word in argv if not _OVERRIDE.match(word)]
+    quiet = [
+        f"hydra.run.dir={scratch}",
+        f"hydra.sweep.dir={scratch}",
+        "hydra.output_subdir=null",
+        "hydra.job.chdir=false",
+        "hydra.job.name=camshaft",
+    ]
+    quiet += [
+        f"hydra/{kind}=none"
+        for kind in ("job_logging", "hydra_logging")
+        if not any(word.startswith(f"hydra/{kind}=") for word in overrides)
+    ]
+    folders = [value for value in map(_folder, options, [*options[1:], ""]) if value]
+    return [*quiet, *_forced(overrides, folders), *options]
+
+
+def _folder(option: str, following: str) -> str:
+    """The folder that an option of Hydra adds to the search path, or nothing."""
+    name, equals, value = option.partition("=")
+    if name not in ("--config-dir", "-cd", "--config-path", "-cp"):
+        return ""
+    return value if equals else following
+
+
+def _forced(overrides: list[str], folders: list[str]) -> list[str]:
+    """`key=value` as `++key=value`, so that Hydra lets a misspelt key through to our own check.
+
+    Hydra's own keys and config groups (folders next to the file) stay as they are. A path in the home folder
+    is quoted, which Hydra's grammar wants and nobody thinks of.
+    """
+
+    def forced(word: str) -> str:
+        key, _, value = word.partition("=")
+        if value.startswith("~/"):
+            word = f"{key}='{value}'"
+        group = any((Path(folder).expanduser() / key).is_dir() for folder in folders)
+        ours = _PLAIN.match(word) is not None and key.partition(".")[0] != "hydra" and not group
+        return f"++{word}" if ours else word
+
+    return [forced(word) for word in overrides]
+
+
+def _keys_of(overrides: Sequence[str]) -> set[str]:
+    return {word.lstrip("+").partition("=")[0] for word in overrides if not word.startswith("~")}
+
+
+@contextlib.contextmanager
+def _as_process(argv: list[str]) -> Iterator[None]:
+    """Hydra reads its words from the process, and lets errors out whole only if the environment says so."""
+    words, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
+    try:
+        yield
+    finally:
+        sys.argv = words
+        if full is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = full
+
+
+@contextlib.contextmanager
+def _hydra_of_our_own() -> Iterator[None]:
+    """Compose inside a program that uses Hydra itself: its state is put aside and brought back."""
+    from hydra.core.global_hydra import GlobalHydra
+
+    before = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        yield
+    finally:
+        GlobalHydra.instance().hydra = before
+
+
+# -- parts ----------------------------------------------------------------------------------------
+
+
+def _validated(tree: dict[str, Any], schema: type[Config], known_wrong: set[str]) -> tuple[Config, list[Problem]]:
+    """The config, with defaults in the place of wrong values so that later checks can run, and what was wrong."""
+    try:
+        return schema.model_validate(tree), []
+    except ValidationError as error:
+        problems = from_validation(error, tree, schema)
+    leaves = leaf_fields(schema)
+    for problem in problems:
+        if has(tree, problem.key):
+            known = any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves)
+            if known:
+                put(tree, problem.key, copy.deepcopy(get(resolved_defaults(schema), problem.key)))
+            else:
+                remove(tree, problem.key)
+    return schema.model_validate(tree), [problem for problem in problems if problem.key not in known_wrong]
+
+
+def _reset(tree: DictConfig, key: str, schema: type[Section]) -> None:
+    """Put the default in the place of a value that cannot be had."""
+    if has(resolved_defaults(schema), key):
+        OmegaConf.update(tree, key, get(resolved_defaults(schema), key), merge=False)
+    else:
+        OmegaConf.update(tree, key, None, merge=False)
+
+
+def _plain(tree: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    found = OmegaConf.to_container(tree, resolve=resolve)
+    assert isinstance(found, dict)
+    return {str(key): value for key, value in found.items()}
+
+
+def _told(error: Exception) -> str:
+    """What Hydra found wrong, with its reason."""
+    reason = f"\n  {error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    return f"the config cannot be put together: {error}{reason}"
+
+
+def _tell(config: PPOConfig | SFTConfig, by_hand: Collection[str]) -> None:
+    """One notice for each accepted setting that changes nothing."""
+    models = {"model": config.model} if isinstance(config, SFTConfig) else {
+        "actor_rollout_ref.model": config.actor_rollout_ref.model,
+        "critic.model": config.critic.model,
+    }  # fmt: skip
+    for key, model in models.items():
+        if not model.use_remove_padding:
+            logger.warning("config: %s.use_remove_padding=false changes nothing: no token is ever padded", key)
+    if "trainer.use_legacy_worker_impl" in by_hand:
+        logger.warning("config: trainer.use_legacy_worker_impl changes nothing: there is one implementation")

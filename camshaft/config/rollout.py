@@ -1,0 +1,30 @@
+"""What one rollout engine needs to know, free of roles."""
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from camshaft.config.engine import Frozen
+
+
+class RolloutEngineConfig(Frozen):
+    """Model, memory and place of one generator."""
+
+    model_path: str
+    """Folder with config.json and tokenizer; weights come through `load_weights`."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: str = "cpu"
+    max_model_len: int = Field(default=1024, ge=2)
+    """Prompt plus response, at most."""
+    max_num_seqs: int = Field(default=1024, ge=1)
+    """Rows decoded together, at most."""
+    max_num_batched_tokens: int = Field(default=8192, ge=1)
+    """Prompt tokens computed together, at most (one longer prompt goes alone)."""
+    free_cache_engine: bool = True
+    """Free the memory of keys and values in `sleep()`."""
+    seed: int = 0
+    trust_remote_code: bool = False
+    external_lib: str | None = None
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """For generators that are libraries of their own; 'torch' and 'hf' take none."""

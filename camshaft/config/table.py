@@ -1,0 +1,96 @@
+"""The batch sizes of a run in one table: what each number on the command line comes to.
+
+    sys.stdout.write(render_batch_table(batch_table(config, topology)))
+
+The trainer shows it at the start. Prompts become sequences, these mini-batches of one optimizer step each,
+these the micro-batches that a rank computes at once.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob
+from camshaft.config.root import PPOConfig
+from camshaft.config.topology import Topology
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """One line: a number of the actor, of the critic (None without one), and where it is from."""
+
+    what: str
+    actor: int | str
+    critic: int | str | None
+    how: str
+
+
+def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
+    """The rows, from an iteration's prompts to its optimizer steps. Of a config that was checked."""
+    actor = _column(
+        config,
+        config.actor_rollout_ref.actor.ppo_mini_batch_size,
+        config.actor_mini_batch_per_rank(topology),
+        config.actor_rollout_ref.actor.ppo_epochs,
+        (actor_train(config, topology), log_prob(config, topology, "rollout")),
+    )
+    if not config.needs_critic():
+        return [BatchRow(what, actor[what], None, how) for what, how in _ROWS.items()]
+    critic = _column(
+        config,
+        config.critic.ppo_mini_batch_size,
+        config.critic_mini_batch_per_rank(topology),
+        config.critic.ppo_epochs,
+        (critic_train(config, topology), critic_infer(config, topology)),
+    )
+    return [BatchRow(what, actor[what], critic[what], how) for what, how in _ROWS.items()]
+
+
+def render_batch_table(rows: Sequence[BatchRow]) -> str:
+    """The table as text."""
+    cells = [("", "actor", "critic", "")]
+    cells += [(row.what, str(row.actor), "-" if row.critic is None else str(row.critic), row.how) for row in rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    lines = [
+        f"{what:<{widths[0]}}  {actor:>{widths[1]}}  {critic:>{widths[2]}}  {how}" for what, actor, critic, how in cells
+    ]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+_ROWS = {
+    "prompts per iteration": "data.train_batch_size",
+    "sequences per iteration": "prompts x rollout.n",
+    "sequences per mini-batch": "ppo_mini_batch_size x rollout.n",
+    "mini-batches per epoch": "sequences / mini-batch",
+    "mini-batch per rank": "sequences of a mini-batch / ranks",
+    "micro-batch per rank": "one forward and backward pass",
+    "micro-batches per mini-batch": "passes of a rank for one optimizer step",
+    "forward micro-batch per rank": "one pass that computes log-probs, or values",
+    "epochs": "ppo_epochs",
+    "optimizer steps per iteration": "mini-batches x epochs",
+}
+"""What the rows are called, and the arithmetic behind them."""
+
+
+def _column(
+    config: PPOConfig, mini_prompts: int, mini_per_rank: int, epochs: int, passes: tuple[MicroBatch, MicroBatch]
+) -> dict[str, int | str]:
+    n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    train, infer = passes
+    mini_batches = prompts // mini_prompts
+    values = [
+        prompts,
+        prompts * n,
+        mini_prompts * n,
+        mini_batches,
+        mini_per_rank,
+        _size(train),
+        "by tokens" if train.sequences is None else -(-mini_per_rank // train.sequences),
+        _size(infer),
+        epochs,
+        mini_batches * epochs,
+    ]
+    return dict(zip(_ROWS, values, strict=True))
+
+
+def _size(micro: MicroBatch) -> int | str:
+    return f"{micro.tokens} tokens" if micro.sequences is None else micro.sequences

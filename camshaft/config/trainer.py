@@ -1,0 +1,42 @@
+"""Section `trainer` of RL runs: how long, where, how often, and what is kept."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from camshaft.config.fields import Names, OffOrPositive, Path, Section, Text
+
+
+class TrainerConfig(Section):
+    """The run as a whole."""
+
+    total_epochs: int = Field(ge=1, description="Passes over the training prompts.")
+    total_training_steps: int | None = Field(ge=1, description="Stop after so many iterations; null: after the epochs.")
+    project_name: Text = Field(description="Groups runs in the trackers and in the default folder of checkpoints.")
+    experiment_name: Text = Field(description="Names this run.")
+    logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
+    nnodes: int = Field(ge=1, description="Machines.")
+    n_gpus_per_node: int = Field(ge=1, description="Training processes per machine, one per device.")
+    device: Literal["cpu", "cuda"] = Field(description="Where models live.")
+    save_freq: OffOrPositive = Field(description="Iterations between checkpoints; -1 for none.")
+    test_freq: OffOrPositive = Field(description="Iterations between validations; -1 for none.")
+    val_before_train: bool = Field(description="Validate once before the first iteration.")
+    log_val_generations: int = Field(ge=0, description="Validation responses written out each time.")
+    critic_warmup: int = Field(ge=0, description="Iterations at the start that train the critic alone.")
+    default_hdfs_dir: Path | None = Field(description="Second place that checkpoints are copied to; null for none.")
+    default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
+    max_actor_ckpt_to_keep: int | None = Field(ge=1, description="Actor checkpoints kept, newest first; null: all.")
+    max_critic_ckpt_to_keep: int | None = Field(ge=1, description="Critic checkpoints kept, newest first; null: all.")
+    resume_mode: Literal["auto", "disable", "resume_path"] = Field(
+        description="Start from the newest checkpoint in default_local_dir, from none, or from resume_from_path."
+    )
+    resume_from_path: Path | None = Field(description="Checkpoint to start from; read with resume_mode=resume_path.")
+    use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = Field(
+        description="There is one implementation: auto, disable and false are accepted, enable and true are not."
+    )
+    seed: int = Field(ge=0, description="Seed of everything that is drawn.")
+
+    @property
+    def world_size(self) -> int:
+        """Training processes of the whole run."""
+        return self.nnodes * self.n_gpus_per_node

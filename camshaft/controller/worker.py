@@ -1,0 +1,84 @@
+"""The base class of roles, and what a rank knows of its place.
+
+    class Critic(Worker):
+        def __init__(self, config): ...          # self.rank, self.world, self.device are known here
+        @property
+        def seat(self) -> Seat: return self.engine.seat
+
+A role can be built by hand, without a controller: it then is rank 0 of 1. Backends of the controller
+build it with `build_worker`, and ranks that form a group meet through `init_process_group`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from camshaft.seat import Seat
+
+R = TypeVar("R", bound="Worker")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a backend of the controller tells one rank."""
+
+    rank: int = 0
+    world: int = 1
+    device: str = "cpu"
+    """The accelerator that is this rank's to use, "cuda:1" say; "cpu" where there is none."""
+    rendezvous: str | None = None
+    """Where the ranks meet, as an init_method of torch.distributed; None for a rank that is alone."""
+    timeout: float = 3600.0
+    """Seconds that a collective may take."""
+
+
+class Worker:
+    """A role: a plain class with some methods that the driver may call (`@register`)."""
+
+    place: Place = Place()
+    """Set on the instance before `__init__`, so that a role need not call `super().__init__()`."""
+
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world(self) -> int:
+        return self.place.world
+
+    @property
+    def device(self) -> str:
+        return self.place.device
+
+    @property
+    def seat(self) -> Seat:
+        """Data-parallel over all ranks, unless a role says otherwise. Read before every call that splits a batch."""
+        return Seat(rank=self.rank, world=self.world, dp_rank=self.rank, dp_size=self.world)
+
+
+def build_worker(role_class: type[R], place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """`role_class(*args, **kwargs)` at `place`."""
+    role = role_class.__new__(role_class)
+    role.place = place
+    role.__init__(*args, **kwargs)
+    return role
+
+
+def init_process_group(place: Place) -> None:
+    """Meet the other ranks: gloo for tensors on the CPU, and NCCL beside it for a rank with a CUDA device."""
+    assert place.rendezvous is not None
+    if place.device != "cpu":
+        torch.accelerator.set_device_index(torch.device(place.device).index)  # a barrier uses the current one
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if place.device.startswith("cuda") else "gloo",
+        init_method=place.rendezvous,
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=place.timeout),
+    )

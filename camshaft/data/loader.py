@@ -1,0 +1,106 @@
+"""Deals batches out over epochs, shuffled by seed, and continues exactly where it was stopped.
+
+    loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
+    for batch in loader:
+        ...
+        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they belong to
+    loader.load_state_dict(state)        # the next batch is the one after the last that was given out
+
+The order of an epoch depends on the seed and the number of the epoch alone, so nothing but the place has
+to be saved. Used by the trainers.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from camshaft.dataproto import DataProto
+from camshaft.errors import BatchError
+
+
+class StatefulLoader:
+    """Batches of `data` for `total_epochs` passes; iterating continues from the current place.
+
+    With `drop_last` (what PPO needs) the rows of an epoch that do not fill a batch are left out; with
+    `shuffle` they are others in each epoch. `uid` becomes `<epoch>/<uid>`, unique over the whole run.
+    """
+
+    def __init__(
+        self,
+        data: DataProto,
+        batch_size: int,
+        *,
+        total_epochs: int = 1,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = True,
+    ):
+        if batch_size < 1:
+            raise BatchError(f"a batch needs at least one row, got batch_size={batch_size}")
+        if not len(data):
+            raise BatchError("there are no rows to make batches of")
+        if drop_last and len(data) < batch_size:
+            raise BatchError(
+                f"the data has {len(data)} rows, one batch needs {batch_size}: {batch_size - len(data)} are missing. "
+                f"Lower the batch size to {len(data)} or less, or add data"
+            )
+        self.data = data
+        self.batch_size = batch_size
+        self.total_epochs = total_epochs
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        """The epoch that the next batch belongs to, counted from 0."""
+        self.position = 0
+        """How many rows of it have been given out."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        full, rest = divmod(len(self.data), self.batch_size)
+        return full if self.drop_last or not rest else full + 1
+
+    def __len__(self) -> int:
+        """Batches in all epochs together, those already given out included."""
+        return self.steps_per_epoch * self.total_epochs
+
+    def __iter__(self) -> Iterator[DataProto]:
+        while self.epoch < self.total_epochs:
+            epoch, order = self.epoch, self._order(self.epoch)
+            # The place is asked for anew each time: load_state_dict may move it in mid-epoch.
+            while self.epoch == epoch:
+                rows = order[self.position : self.position + self.batch_size]
+                self._advance(len(rows))
+                batch = self.data.reorder(torch.from_numpy(rows))
+                yield batch.with_columns(uid=[f"{epoch}/{uid}" for uid in batch["uid"]]) if "uid" in batch else batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, and what it is a place in."""
+        return {"epoch": self.epoch, "position": self.position} | self._identity()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state`; an error if the data or its order are not those it was saved with."""
+        for name, here in self._identity().items():
+            if state[name] != here:
+                raise BatchError(
+                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: the rows would "
+                    "come in another order. Resume with the same data and seed, or start afresh"
+                )
+        self.epoch, self.position = int(state["epoch"]), int(state["position"])
+        self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed}
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self.shuffle:
+            return np.arange(len(self.data))
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self.data))
+
+    def _advance(self, rows: int) -> None:
+        self.position += rows
+        left = len(self.data) - self.position
+        if left < (self.batch_size if self.drop_last else 1):
+            self.epoch, self.position = self.epoch + 1, 0

@@ -1,0 +1,129 @@
+"""Parquet files as rows of Python objects, with errors that say what is in the file.
+
+    table = read_parquet(["a.parquet", "b.parquet"], required=["prompt"], optional=["extra_info"])
+    table.rows[7]["prompt"]
+    table.place(7)                        # "b.parquet, row 2", for error messages
+
+Only the columns asked for are read. Used by `prompts.py` and `sft.py`. Files are local here; whoever
+knows of remote file systems brings them near first.
+"""
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from camshaft.errors import BatchError
+
+Paths = str | Path | Sequence[str | Path]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one or more files, one after the other."""
+
+    rows: list[dict[str, Any]]
+    files: tuple[Path, ...]
+    counts: tuple[int, ...]
+    """How many of `rows` came from each file."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def place(self, index: int) -> str:
+        """The file a row came from and its number there, counted from 0."""
+        for file, count in zip(self.files, self.counts, strict=True):
+            if index < count:
+                return f"{file}, row {index}"
+            index -= count
+        raise IndexError(index)
+
+
+def read_parquet(
+    paths: Paths, required: Sequence[str], optional: Sequence[str] = (), max_samples: int | None = None
+) -> Table:
+    """All rows of all files, in order, or the first `max_samples` of them (None or -1: all)."""
+    files = _as_list(paths)
+    limit = None if max_samples is None or max_samples < 0 else max_samples
+    if limit == 0:
+        raise BatchError("max_samples=0 leaves no rows; use -1 for all")
+    opened = [_open(file) for file in files]
+    shared = _shared(opened)
+    rows: list[dict[str, Any]] = []
+    counts = []
+    for file, source in zip(files, opened, strict=True):
+        _check_columns(file, source.schema_arrow.names, required)
+        before = len(rows)
+        wanted = list(dict.fromkeys([*required, *(name for name in optional if name in shared)]))
+        for part in source.iter_batches(columns=wanted):
+            rows.extend(part.to_pylist())
+            if limit is not None and len(rows) >= limit:
+                del rows[limit:]
+                break
+        counts.append(len(rows) - before)
+        source.close()
+    return Table(rows, tuple(files), tuple(counts))
+
+
+def read_columns(paths: Paths) -> frozenset[str]:
+    """The columns that all of these files have."""
+    opened = [_open(file) for file in _as_list(paths)]
+    found = _shared(opened)
+    for source in opened:
+        source.close()
+    return found
+
+
+def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Rows of Python objects as one parquet file; the types are those of the values."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    return path
+
+
+def _as_list(paths: Paths) -> list[Path]:
+    files = [Path(p).expanduser() for p in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    if not files:
+        raise BatchError("no data files were given; name at least one parquet file")
+    return files
+
+
+def _shared(opened: Sequence[parquet.ParquetFile]) -> frozenset[str]:
+    return frozenset.intersection(*(frozenset(source.schema_arrow.names) for source in opened))
+
+
+def _open(file: Path) -> parquet.ParquetFile:
+    if not file.exists():
+        near = difflib.get_close_matches(file.name, _neighbours(file), n=1, cutoff=0.5)
+        hint = f" Did you mean {file.parent / near[0]}?" if near else ""
+        raise BatchError(f"there is no data file {file}.{hint}")
+    if file.is_dir():
+        names = ", ".join(_neighbours(file / "any")[:5]) or "none"
+        raise BatchError(f"{file} is a folder; name the parquet files themselves (there: {names})")
+    try:
+        source = parquet.ParquetFile(file)
+    except pyarrow.ArrowInvalid as error:
+        raise BatchError(
+            f"{file} is not a parquet file ({error}). JSON lines become one with "
+            f"pandas.read_json('{file.name}', lines=True).to_parquet('{file.stem}.parquet')"
+        ) from error
+    if source.metadata.num_rows == 0:
+        raise BatchError(f"{file} has no rows")
+    return source
+
+
+def _neighbours(file: Path) -> list[str]:
+    return sorted(p.name for p in file.parent.glob("*.parquet")) if file.parent.is_dir() else []
+
+
+def _check_columns(file: Path, found: Sequence[str], required: Sequence[str]) -> None:
+    for name in required:
+        if name not in found:
+            near = difflib.get_close_matches(name, found, n=1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise BatchError(f"{file} has no column '{name}'.{hint} Its columns: {', '.join(found)}")

@@ -1,0 +1,114 @@
+"""Prompts for reinforcement learning: parquet rows to the columns that a step begins with.
+
+    rows = load_prompts("train.parquet", tokenizer, PromptOptions(max_prompt_length=512))
+    rows.batch            # prompts, uid, data_source, ground_truth, extra_info
+    rows.num_dropped      # how many were too long, with filter_overlong
+
+`StatefulLoader` deals the batch out. Everything is tokenised once, before training starts, so that a bad
+row is an error in the first seconds and not in the third hour.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from camshaft.data.chat import Truncation, check_prompt, cut, encode_prompts
+from camshaft.data.parquet import Paths, Table, read_parquet
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import BatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """What to read from a row and how long a prompt may be; the keys of `data` in the config."""
+
+    max_prompt_length: int = 512
+    truncation: Truncation = "error"
+    filter_overlong: bool = False
+    """Leave out rows whose prompt is too long, and count them."""
+    prompt_key: str = "prompt"
+    reward_fn_key: str = "data_source"
+    """The column that says which data set a row is from."""
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """All prompts of some files."""
+
+    batch: DataProto
+    num_read: int
+    num_dropped: int
+    """Too long, left out by `filter_overlong`."""
+    num_truncated: int
+
+    def __str__(self) -> str:
+        text = f"{len(self.batch)} prompts"
+        if self.num_dropped:
+            text += f", {self.num_dropped} of {self.num_read} rows left out as too long"
+        return text + (f", {self.num_truncated} cut" if self.num_truncated else "")
+
+
+def load_prompts(
+    paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
+) -> PromptSet:
+    """Read, check, tokenise and cut or filter. `uid` is the row's number; the loader makes it unique per epoch."""
+    optional = ["reward_model", "ground_truth", "extra_info"]
+    table = read_parquet(paths, [options.prompt_key, options.reward_fn_key], optional, max_samples)
+    places = [table.place(i) for i in range(len(table))]
+    prompts = [
+        check_prompt(row[options.prompt_key], place, options.prompt_key)
+        for row, place in zip(table.rows, places, strict=True)
+    ]
+    ids = encode_prompts(prompts, tokenizer, places)
+    kept = _fitting(ids, table, options)
+    limit = options.max_prompt_length
+    columns: dict[str, Any] = {
+        "prompts": Ragged.from_rows([cut(ids[i], limit, options.truncation) for i in kept]),
+        "uid": [str(i) for i in kept],
+        "data_source": [table.rows[i][options.reward_fn_key] for i in kept],
+        "ground_truth": [_ground_truth(table.rows[i]) for i in kept],
+        "extra_info": [table.rows[i].get("extra_info") or {} for i in kept],
+    }
+    truncated = sum(len(ids[i]) > limit for i in kept)
+    found = PromptSet(DataProto.from_dict(columns), len(table), len(table) - len(kept), truncated)
+    logger.info("%s from %s", found, ", ".join(map(str, table.files)))
+    return found
+
+
+def _fitting(ids: list[list[int]], table: Table, options: PromptOptions) -> list[int]:
+    """The rows to keep; an error if one is too long and nothing says what to do with it, or if none is left."""
+    limit = options.max_prompt_length
+    long = [i for i, row in enumerate(ids) if len(row) > limit]
+    if options.filter_overlong:
+        dropped = set(long)
+        kept = [i for i in range(len(ids)) if i not in dropped]
+        if not kept:
+            raise BatchError(
+                f"data.filter_overlong_prompts leaves nothing: all {len(ids)} prompts are longer than "
+                f"data.max_prompt_length={limit}; the shortest has {min(map(len, ids))} tokens"
+            )
+        return kept
+    if long and options.truncation == "error":
+        first = long[0]
+        raise BatchError(
+            f"{table.place(first)}: the prompt has {len(ids[first])} tokens, data.max_prompt_length={limit} "
+            f"({len(long)} of {len(ids)} prompts are too long, the longest has {max(map(len, ids))} tokens). "
+            "Raise data.max_prompt_length, leave such rows out with data.filter_overlong_prompts=true, "
+            "or cut them with data.truncation=left, right or middle"
+        )
+    return list(range(len(ids)))
+
+
+def _ground_truth(row: Mapping[str, Any]) -> Any:
+    nested = row.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        return nested["ground_truth"]
+    return row.get("ground_truth")

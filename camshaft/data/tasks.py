@@ -1,0 +1,127 @@
+"""Small data sets made on the spot, in the ecosystem's parquet format.
+
+    paths = write_arithmetic("data/sums", operations=("addition",), num_train=2000, num_heldout=200)
+    paths.train           # prompt [{"role": "user", "content": "12+35="}], reward_model.ground_truth "47"
+    paths.sft_train       # the same problems with a column `response`, for a warm start
+
+Used by the demo, the tests and whoever wants to see a run learn in minutes. The same arguments write the
+same files.
+"""
+
+import math
+import operator
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from camshaft.data.parquet import write_parquet
+from camshaft.errors import ConfigError
+
+DATA_SOURCE = "camshaft/arithmetic"
+
+OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "addition": ("+", operator.add),
+    "subtraction": ("-", operator.sub),
+    "multiplication": ("*", operator.mul),
+}
+"""The sign of each operation and how to compute it."""
+
+_COMMUTES = {"addition", "multiplication"}
+
+Problem = tuple[str, int, int]
+
+
+@dataclass(frozen=True)
+class ArithmeticPaths:
+    """The files of one data set: prompts for reinforcement learning, and the same with responses."""
+
+    train: Path
+    heldout: Path
+    sft_train: Path
+    sft_heldout: Path
+
+
+def write_arithmetic(
+    folder: str | Path,
+    *,
+    operations: Sequence[str] = ("addition",),
+    left: tuple[int, int] = (0, 99),
+    right: tuple[int, int] = (0, 99),
+    num_train: int = 4000,
+    num_heldout: int = 500,
+    seed: int = 0,
+) -> ArithmeticPaths:
+    """Problems with operands in the ranges `left` and `right`, ends included.
+
+    No problem is in both splits, and neither is its mirror image: if 12+35 is held out, 35+12 is not trained.
+    """
+    train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
+    folder = Path(folder).expanduser()
+    files = {}
+    for split, problems in (("train", train), ("heldout", heldout)):
+        rows = [_row(problem, split, index) for index, problem in enumerate(problems)]
+        answered = [
+            {
+                "data_source": row["data_source"],
+                "prompt": row["prompt"],
+                "response": row["reward_model"]["ground_truth"],
+            }
+            for row in rows
+        ]
+        files[split] = write_parquet(folder / f"{split}.parquet", rows)
+        files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", answered)
+    return ArithmeticPaths(**files)
+
+
+def _split(
+    operations: Sequence[str], left: tuple[int, int], right: tuple[int, int], sizes: tuple[int, int], seed: int
+) -> tuple[list[Problem], list[Problem]]:
+    for name in operations:
+        if name not in OPERATIONS:
+            raise ConfigError(f"there is no operation '{name}'; known: {', '.join(OPERATIONS)}")
+    operations = list(dict.fromkeys(operations))
+    shape = (len(operations), left[1] - left[0] + 1, right[1] - right[0] + 1)
+    total = math.prod(shape) if min(shape) > 0 else 0
+    num_train, num_heldout = sizes
+    if min(sizes) < 1 or num_train + num_heldout > total:
+        raise ConfigError(
+            f"num_train={num_train} + num_heldout={num_heldout} problems were asked for; {shape[0]} operations with "
+            f"{max(shape[1], 0)} x {max(shape[2], 0)} operands make {total}, and each split needs at least one"
+        )
+    # Each held-out problem keeps at most one mirror image out of training, so this many are enough.
+    drawn = random.Random(seed).sample(range(total), min(total, num_train + 2 * num_heldout))
+    problems = [_problem(number, operations, left[0], right[0], shape) for number in drawn]
+    heldout = problems[:num_heldout]
+    kept_out = {_key(problem) for problem in heldout}
+    train = [problem for problem in problems[num_heldout:] if _key(problem) not in kept_out][:num_train]
+    if len(train) < num_train:
+        raise ConfigError(
+            f"num_train={num_train} problems were asked for; of {total}, {num_heldout} are held out with their mirror "
+            f"images and {len(train)} are left. Widen the operand ranges or lower num_train or num_heldout"
+        )
+    return train, heldout
+
+
+def _problem(number: int, operations: Sequence[str], left: int, right: int, shape: tuple[int, ...]) -> Problem:
+    rest, b = divmod(number, shape[2])
+    which, a = divmod(rest, shape[1])
+    return operations[which], left + a, right + b
+
+
+def _key(problem: Problem) -> Problem:
+    name, a, b = problem
+    return (name, min(a, b), max(a, b)) if name in _COMMUTES else problem
+
+
+def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    name, a, b = problem
+    sign, compute = OPERATIONS[name]
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{a}{sign}{b}="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(compute(a, b))},
+        "extra_info": {"split": split, "index": index, "operation": name, "left": a, "right": b},
+    }

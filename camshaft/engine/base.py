@@ -1,0 +1,190 @@
+"""The training-engine interface: what a backend implements, and what is written once for all of them.
+
+    engine = build_engine("reference", config)
+    engine.init_model()
+    engine.set_loss_fn(loss_fn)            # loss_fn(data, predictions, ctx) -> (loss, ctx)
+    with engine.train_mode():
+        result = engine.train_batch(batch) # zero_grad, forward + backward, optimizer step
+
+A batch is a `DataProto` with `input_ids` (whole sequences) and `loss_mask` (the tokens whose outputs are
+wanted and counted). Predictions are `Ragged` columns aligned with `input_ids`, zero outside `loss_mask`:
+the entry of token j speaks of token j given the tokens before it. Rows of `scores` are one per sequence.
+
+The rules that every engine keeps are proved by `engine/contract.py`:
+`camshaft check-engine my_pkg.my_engine:MyEngine`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict
+
+from torch import Tensor
+
+from camshaft.config.engine import EngineConfig
+from camshaft.dataproto import DataProto
+from camshaft.seat import Seat
+
+Output = Literal["log_probs", "entropy", "values", "scores"]
+Batch = DataProto | Mapping[str, Any]
+Predictions = Mapping[str, Any]
+"""Names to `Ragged` (one value per token) or tensors (one per row)."""
+
+
+class StepContext(TypedDict, total=False):
+    """What steers one call and what comes back from it. A key that nobody reads is an error."""
+
+    outputs: tuple[Output, ...]
+    """Which predictions are wanted; by default what the engine's head is for."""
+    temperature: float
+    """Divides the logits before log-probs and entropy; 1.0 by default."""
+    num_tokens: float
+    """Set by the engine: `loss_mask` tokens of the whole mini-batch, over all data-parallel ranks."""
+    num_sequences: float
+    """Set by the engine: rows with at least one such token, counted the same way."""
+    metrics: dict[str, Tensor]
+    """Added by the loss: each micro-batch's share, already divided by the counts. The engine adds them up."""
+    extras: dict[str, Any]
+    """For hooks and losses of the caller; the engine passes it along untouched."""
+
+
+PreprocessFn = Callable[[DataProto, StepContext], tuple[DataProto, StepContext]]
+PostprocessFn = Callable[[Predictions, StepContext], tuple[Any, StepContext]]
+LossFn = Callable[[DataProto, Any, StepContext], tuple[Tensor, StepContext]]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step. `grad_norm` is the norm before clipping; a skipped step changed no weight."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    predictions: Any = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class BaseEngine(ABC):
+    """One model, its optimizer and its layout, behind the same methods whatever the backend."""
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+
+    # -- what a backend implements ----------------------------------------------------------------
+
+    @abstractmethod
+    def init_model(self) -> None:
+        """Build the model; also the optimizer and the schedule unless the config is forward-only."""
+
+    @abstractmethod
+    def train_mode(self) -> AbstractContextManager[Any]:
+        """Load what is offloaded, `module.train()`; both undone on exit."""
+
+    @abstractmethod
+    def eval_mode(self) -> AbstractContextManager[Any]:
+        """Load the parameters, `module.eval()`; both undone on exit."""
+
+    @abstractmethod
+    def forward_backward_step(
+        self,
+        batch: Batch,
+        ctx: StepContext | None = None,
+        forward_only: bool = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Any, ...]:
+        """Run this rank's rows, of any number, in micro-batches that the engine makes itself.
+
+        The hooks run once per micro-batch: `preprocess_fn` before the model, `postprocess_fn` on its
+        outputs. Gradients are accumulated. Returns `(predictions, ctx)` if `forward_only`, else
+        `(predictions, loss, ctx)`, with predictions in the order of the rows and the loss of the
+        whole mini-batch over all data-parallel ranks.
+        """
+
+    @abstractmethod
+    def optimizer_zero_grad(self) -> None:
+        """Forget accumulated gradients."""
+
+    @abstractmethod
+    def optimizer_step(self) -> float:
+        """Clip and update; returns the gradient norm BEFORE clipping. Not finite: no update, counted."""
+
+    @abstractmethod
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one step; returns the rate that the next update will use."""
+
+    @abstractmethod
+    def shard_data(self, data: DataProto) -> DataProto:
+        """This rank's part of `data` inside its data-parallel slice (sequence parallelism); else `data`."""
+
+    @abstractmethod
+    def unshard_data(self, data: DataProto) -> DataProto:
+        """The whole again from what `shard_data` gave to each rank."""
+
+    @abstractmethod
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """`loss_fn(data, predictions, ctx) -> (loss, ctx)` for the micro-batches to come."""
+
+    @abstractmethod
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move the parameters, the optimizer state, or both."""
+
+    @abstractmethod
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write all state to the folder `local_path`, whole or not at all.
+
+        `max_ckpt_to_keep` removes the oldest folders that differ from `local_path` only in the number of
+        its `global_step_<n>` part.
+        """
+
+    @abstractmethod
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        """Read what `save_checkpoint` wrote, at any world size.
+
+        With `hdfs_path` the folder is first copied from there to `local_path`, and that copy (never a
+        checkpoint that was local to begin with) is removed again if `del_local_after_load`.
+        """
+
+    @property
+    @abstractmethod
+    def seat(self) -> Seat:
+        """Where this rank sits; known after `init_model`."""
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face names with full tensors, one at a time, the same order on every rank.
+
+        The receiver may keep a tensor: it is the live weight or a fresh copy, never a reused buffer.
+        """
+
+    @abstractmethod
+    def disable_adapter(self) -> AbstractContextManager[Any]:
+        """The base model without its adapter inside the context; an error if there is no adapter."""
+
+    @property
+    @abstractmethod
+    def skipped_steps(self) -> int:
+        """How many optimizer steps were skipped because the gradient was not finite."""
+
+    # -- written once, in terms of the above ------------------------------------------------------
+
+    def train_batch(self, batch: Batch, ctx: StepContext | None = None, loss_fn: LossFn | None = None) -> StepResult:
+        """One optimizer step on one mini-batch; call inside `train_mode`. The schedule is the caller's."""
+        if loss_fn is not None:
+            self.set_loss_fn(loss_fn)
+        self.optimizer_zero_grad()
+        predictions, loss, ctx = self.forward_backward_step(batch, ctx)
+        skipped_before = self.skipped_steps
+        grad_norm = self.optimizer_step()
+        metrics = {name: float(value) for name, value in ctx.get("metrics", {}).items()}
+        return StepResult(float(loss), grad_norm, self.skipped_steps > skipped_before, predictions, metrics)
+
+    def infer_batch(self, batch: Batch, ctx: StepContext | None = None) -> Predictions:
+        """Predictions without gradients; call inside `eval_mode` (or `train_mode`, at no extra move)."""
+        predictions, _ = self.forward_backward_step(batch, ctx, forward_only=True)
+        return predictions

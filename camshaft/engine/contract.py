@@ -1,0 +1,368 @@
+"""The contract of `BaseEngine` as a suite that runs on anybody's engine.
+
+    camshaft check-engine my_pkg.my_engine:MyEngine          # a table of what holds
+    for rule in RULES: rule.check(Lab(MyEngine, folder))     # one by one, raising Violation
+
+The oracle is not an engine: it is `transformers` itself on each row alone (`plain.py` beside this file).
+Gradients are read off the weights: with eps=1, no decay and no clipping the first AdamW update is
+lr * g / (|g| + 1), which can be solved for g, so no engine has to expose its gradients.
+
+A rule is a function of a `Lab`; what it proves is its docstring, and its name is what a report shows.
+Rules of the modes and the step are here, those of files in `contract_files.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from camshaft.config.engine import OptimConfig
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.base import BaseEngine, StepContext
+from camshaft.engine.lab import Lab, Violation, close, expect, expect_error, same_bits
+from camshaft.engine.plain import plain_outputs, plain_step
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One promise of the interface."""
+
+    name: str
+    check: Callable[[Lab], None]
+
+    @property
+    def meaning(self) -> str:
+        return inspect.getdoc(self.check) or ""
+
+
+def interface(lab: Lab) -> None:
+    """The engine is a BaseEngine with the specified signatures; a missing method fails at construction."""
+    for name, member in vars(BaseEngine).items():
+        if not inspect.isfunction(member) or name.startswith("_"):
+            continue
+        wanted, found = inspect.signature(member), inspect.signature(getattr(lab.engine_class, name))
+        ours = {n: p.default for n, p in wanted.parameters.items()}
+        theirs = {n: p.default for n, p in found.parameters.items()}
+        expect(ours.items() <= theirs.items(), f"{name}{found} does not take what BaseEngine.{name}{wanted} takes")
+    crippled = type("Crippled", (lab.engine_class,), {})
+    crippled.__abstractmethods__ = frozenset({"optimizer_step"})
+    expect_error(lambda: crippled(lab.config()), "optimizer_step", "a class that lacks optimizer_step was constructed")
+
+
+def predictions(lab: Lab) -> None:
+    """log_probs, entropy, values and scores equal a plain forward of each row alone; zero outside loss_mask."""
+    for head, outputs in (("causal_lm", ("log_probs", "entropy")), ("value", ("values",)), ("reward", ("scores",))):
+        engine = lab.build(head=head, random_init=head == "reward")
+        context = StepContext(outputs=outputs, temperature=0.7)
+        with engine.eval_mode():
+            found = engine.infer_batch(lab.batch, context)
+        oracle = plain_outputs(lab.plain_model(engine, head), lab.batch, head, temperature=0.7)
+        expect(set(found) == set(outputs), f"asked a {head} engine for {outputs}, got {sorted(found)}")
+        for name in outputs:
+            close(found[name], oracle[name], lab.tolerance, f"{name} of a {head} engine")
+
+
+def any_split_same_order(lab: Lab) -> None:
+    """Predictions come back in the order of the rows, for any micro-batch size and any token budget."""
+    engine = lab.build()
+    with engine.eval_mode():
+        whole = engine.infer_batch(lab.batch)["log_probs"]
+    for limits in lab.splits():
+        other = lab.build(**{f"infer_{name}": value for name, value in limits.items()})
+        with other.eval_mode():
+            close(other.infer_batch(lab.batch)["log_probs"], whole, lab.tolerance, f"log_probs with {limits}")
+            one = other.infer_batch(lab.batch.reorder([3]))["log_probs"]
+        close(one, whole.select([3]), lab.tolerance, f"one row alone with {limits}")
+
+
+def token_budget_is_hard(lab: Lab) -> None:
+    """No micro-batch holds more than `max_tokens` tokens; a longer row is refused, not squeezed in."""
+    budget = int(lab.batch["input_ids"].lengths.max()) + 2
+    seen: list[int] = []
+
+    def watch(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        seen.append(len(data["input_ids"].values))
+        return data, ctx
+
+    engine = lab.build(max_tokens=budget, infer_max_tokens=budget)
+    with engine.train_mode():
+        engine.forward_backward_step(lab.batch, preprocess_fn=watch)
+    expect(len(seen) > 1 and max(seen) <= budget, f"with max_tokens={budget} the micro-batches hold {seen} tokens")
+    tight = lab.build(max_tokens=budget - 3)
+    with tight.train_mode():
+        expect_error(
+            lambda: tight.forward_backward_step(lab.batch), str(budget - 3), "a row over the budget was accepted"
+        )
+
+
+def hooks(lab: Lab) -> None:
+    """preprocess_fn and postprocess_fn run once per micro-batch, in that order, and steer what they should."""
+    calls: list[str] = []
+
+    def before(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        calls.append("before")
+        ctx["extras"]["rows"] = len(data)
+        return data, ctx
+
+    def after(outputs: Any, ctx: StepContext) -> tuple[Any, StepContext]:
+        calls.append(f"after {ctx['extras']['rows']}")
+        return {"doubled": outputs["log_probs"].map(lambda v: 2 * v)}, ctx
+
+    engine = lab.build(infer_micro_batch_size=2)
+    with engine.eval_mode():
+        plain = engine.infer_batch(lab.batch)["log_probs"]
+        found, ctx = engine.forward_backward_step(
+            lab.batch, {"extras": {"mine": 1}}, forward_only=True, preprocess_fn=before, postprocess_fn=after
+        )
+    expect(calls == ["before", "after 2"] * (len(calls) // 2) and len(calls) == len(lab.batch), f"hooks ran as {calls}")
+    close(found["doubled"], plain.map(lambda v: 2 * v), 0.0, "predictions of postprocess_fn")
+    expect(ctx["extras"]["mine"] == 1, "ctx['extras'] did not come back")
+
+
+def step_equals_plain(lab: Lab) -> None:
+    """Loss, gradient norm (before clipping) and every gradient equal a plain loop over single rows."""
+    for head in ("causal_lm", "value"):
+        engine = lab.build(head=head)
+        loss, norm, gradients = plain_step(lab.plain_model(engine, head), lab.batch, head)
+        found = lab.step(engine, lab.batch)
+        close(torch.tensor(found.loss), torch.tensor(loss), lab.tolerance, f"loss of a {head} engine")
+        close(
+            torch.tensor(found.grad_norm), torch.tensor(norm), lab.tolerance * 10, f"gradient norm of a {head} engine"
+        )
+        for name, gradient in found.gradients.items():
+            close(gradient, gradients[name], lab.tolerance * 10, f"gradient of {name}")
+
+
+def norm_is_before_clipping(lab: Lab) -> None:
+    """optimizer_step clips what it applies and returns the norm before that."""
+    free, tight = lab.step(lab.build(), lab.batch), lab.step(lab.build(grad_clip=1e-3), lab.batch)
+    close(torch.tensor(tight.grad_norm), torch.tensor(free.grad_norm), lab.tolerance, "the norm with a tight clip")
+    clipped = math.sqrt(sum(float((g.double() ** 2).sum()) for g in tight.gradients.values()))
+    expect(abs(clipped - 1e-3) < 1e-4, f"grad_clip=0.001, but the gradient applied had norm {clipped:.6f}")
+
+
+def split_invariance(lab: Lab) -> None:
+    """Loss, metrics, gradient norm and gradients are the same for every way to split and to keep the batch."""
+    whole = lab.step(lab.build(), lab.batch)
+    variants: list[dict[str, Any]] = [*lab.splits(), {"enable_gradient_checkpointing": True}]
+    for changes in variants:
+        found = lab.step(lab.build(**changes), lab.batch)
+        told = f"with {changes}"
+        close(torch.tensor(found.loss), torch.tensor(whole.loss), lab.tolerance, f"loss {told}")
+        close(torch.tensor(found.grad_norm), torch.tensor(whole.grad_norm), lab.tolerance * 10, f"gradient norm {told}")
+        expect(found.metrics.keys() == whole.metrics.keys(), f"metrics {told}: {sorted(found.metrics)}")
+        for name, value in whole.metrics.items():
+            close(torch.tensor(found.metrics[name]), torch.tensor(value), lab.tolerance, f"metric {name} {told}")
+        for name, gradient in whole.gradients.items():
+            close(found.gradients[name], gradient, lab.tolerance * 10, f"gradient of {name} {told}")
+
+
+def offload_changes_nothing(lab: Lab) -> None:
+    """Moving model and optimizer to the CPU between phases leaves the numbers as they are."""
+    still, moved = lab.build(), lab.build()
+    for _ in range(2):
+        moved.to("cpu", model=True, optimizer=True)
+        a, b = lab.step(still, lab.batch), lab.step(moved, lab.batch)
+        expect(a.loss == b.loss and a.grad_norm == b.grad_norm, "a step after to('cpu') differs from one without")
+
+
+def context(lab: Lab) -> None:
+    """ctx holds the global counts, honours temperature and outputs, and refuses a key that nobody reads."""
+    engine = lab.build(infer_micro_batch_size=2)
+    mask: Ragged = lab.batch["loss_mask"]
+    with engine.eval_mode():
+        _, ctx = engine.forward_backward_step(lab.batch, forward_only=True)
+        expect_error(
+            lambda: engine.forward_backward_step(lab.batch, {"temprature": 1.0}, forward_only=True),  # pyright: ignore
+            "temprature", "an unknown ctx key was accepted",
+        )  # fmt: skip
+        expect_error(
+            lambda: engine.forward_backward_step(lab.batch, {"outputs": ("values",)}, forward_only=True),
+            "values", "a causal_lm engine accepted outputs=('values',)",
+        )  # fmt: skip
+    ranks = engine.seat.dp_size
+    counts = (float(mask.values.sum()) * ranks, float((mask.map(Tensor.float).sum() > 0).sum()) * ranks)
+    found = (ctx.get("num_tokens"), ctx.get("num_sequences"))
+    expect(found == counts, f"ctx counts (num_tokens, num_sequences) are {found}, the mini-batch has {counts}")
+
+
+def padded_border(lab: Lab) -> None:
+    """A padded mapping gives the same predictions as the ragged batch that it stands for."""
+    engine = lab.build()
+    ids: Ragged = lab.batch["input_ids"]
+    grids = {"input_ids": ids.padded("left"), "attention_mask": ids.mask("left")}
+    grids["loss_mask"] = lab.batch["loss_mask"].padded("left")
+    with engine.eval_mode():
+        close(
+            engine.infer_batch(grids)["log_probs"],
+            engine.infer_batch(lab.batch)["log_probs"],
+            0.0,
+            "a left-padded batch",
+        )
+
+
+def non_finite_gradient_is_skipped(lab: Lab) -> None:
+    """A gradient that is not finite changes no weight, is counted, and leaves the next step as it was."""
+    engine = lab.build()
+    before = lab.weights(engine)
+    engine.set_loss_fn(lambda data, found, ctx: (found["log_probs"].values.sum() * float("nan"), ctx))
+    with engine.train_mode():
+        result = engine.train_batch(lab.batch)
+    expect(result.skipped and engine.skipped_steps == 1, "a NaN gradient was not reported as a skipped step")
+    expect(not math.isfinite(result.grad_norm), f"the norm of a NaN gradient was reported as {result.grad_norm}")
+    same_bits(lab.weights(engine), before, "weights after a skipped step")
+    engine.set_loss_fn(lab.loss_fn("causal_lm"))
+    after, fresh = lab.step(engine, lab.batch), lab.step(lab.build(), lab.batch)
+    expect(after.loss == fresh.loss and after.grad_norm == fresh.grad_norm, "the step after a skipped one differs")
+
+
+class _ReadsOfNumbers(TorchDispatchMode):
+    """Counts reads of a number that training computed: on an accelerator each of them waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            value = args[0]
+            self.count += value.is_floating_point() or value.device.type != "cpu"
+        return func(*args, **(kwargs or {}))
+
+
+def no_wait_per_micro_batch(lab: Lab) -> None:
+    """How often numbers are read back from the device does not grow with the number of micro-batches."""
+    counts = []
+    for size in (4, 1):
+        engine = lab.build(micro_batch_size=size)
+        engine.set_loss_fn(lab.loss_fn("causal_lm"))
+        with engine.train_mode(), _ReadsOfNumbers() as reads:
+            engine.forward_backward_step(lab.batch)
+        counts.append(reads.count)
+    expect(counts[0] == counts[1], f"2 micro-batches read {counts[0]} numbers back, 8 read {counts[1]}")
+
+
+def modes(lab: Lab) -> None:
+    """train_mode has dropout, eval_mode has none, and both put back what they found."""
+    engine = lab.build(override_config={"attention_dropout": 0.5})
+    with engine.eval_mode():
+        first, second = engine.infer_batch(lab.batch)["log_probs"], engine.infer_batch(lab.batch)["log_probs"]
+        with engine.train_mode():
+            noisy = engine.infer_batch(lab.batch)["log_probs"]
+        third = engine.infer_batch(lab.batch)["log_probs"]
+    expect(not torch.equal(noisy.values, first.values), "train_mode has no dropout")
+    expect(torch.equal(first.values, second.values), "eval_mode has dropout")
+    expect(torch.equal(first.values, third.values), "leaving train_mode did not put eval_mode back")
+
+
+def schedule(lab: Lab) -> None:
+    """Linear warm-up from above 0, then cosine to min_lr_ratio; lr_scheduler_step returns the next rate."""
+    optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
+    engine = lab.build(optim=optim)
+    found = [engine.lr_scheduler_step() for _ in range(6)]
+    wave = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
+    close(torch.tensor(found), torch.tensor([1.0, *wave]), 1e-6, "rates of updates 1 to 6")
+
+
+def same_bits_twice(lab: Lab) -> None:
+    """Same seed, same batch, same layout: bitwise the same losses, norms and weights."""
+    runs = []
+    for _ in range(2):
+        engine = lab.build(random_init=True, micro_batch_size=3)
+        steps = [lab.step(engine, lab.batch) for _ in range(3)]
+        runs.append(([(s.loss, s.grad_norm) for s in steps], lab.weights(engine)))
+    expect(runs[0][0] == runs[1][0], f"two runs gave {runs[0][0]} and {runs[1][0]}")
+    same_bits(runs[0][1], runs[1][1], "weights of two runs")
+
+
+def seat_and_shards(lab: Lab) -> None:
+    """The seat fits its group; unshard_data gives back what shard_data took apart."""
+    engine = lab.build()
+    seat = engine.seat
+    expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"{seat} does not fit")
+    back = engine.unshard_data(engine.shard_data(lab.batch))
+    expect(torch.equal(back["input_ids"].values, lab.batch["input_ids"].values), "unshard_data(shard_data(x)) is not x")
+
+
+def errors_name_the_step(lab: Lab) -> None:
+    """Calls in the wrong order are errors that say what was forgotten."""
+    raw = lab.engine_class(lab.config())
+    expect_error(lambda: next(iter(raw.named_weights())), "init_model", "named_weights worked without init_model")
+    engine = lab.build(set_loss=False)
+    with engine.train_mode():
+        expect_error(lambda: engine.forward_backward_step(lab.batch), "set_loss_fn", "a step worked without a loss")
+    still = lab.build(forward_only=True)
+    expect_error(still.optimizer_step, "forward-only", "a forward-only engine took an optimizer step")
+    expect_error(lambda: engine.disable_adapter().__enter__(), "adapter", "disable_adapter worked without an adapter")
+
+
+def libraries_are_left_alone(lab: Lab) -> None:
+    """No function of torch or transformers is another one after building, stepping and saving."""
+    before = _functions()
+    engine = lab.build()
+    lab.step(engine, lab.batch)
+    changed = [name for name, function in _functions().items() if before.get(name, function) is not function]
+    expect(not changed, f"patched: {', '.join(changed)}")
+
+
+def _functions() -> dict[str, Any]:
+    import transformers.models.qwen2.modeling_qwen2 as modeling
+
+    found: dict[str, Any] = {}
+    for module in (modeling, torch.nn.functional, torch.distributed, torch.optim, torch):
+        found |= {f"{module.__name__}.{n}": f for n, f in vars(module).items() if callable(f)}
+    for cls in (modeling.Qwen2Attention, modeling.Qwen2Model, torch.nn.Module, torch.optim.AdamW, torch.nn.Linear):
+        found |= {f"{cls.__name__}.{n}": f for n, f in vars(cls).items() if callable(f)}
+    return found
+
+
+def _all_rules() -> tuple[Rule, ...]:
+    from camshaft.engine import contract_files as files
+
+    checks = (
+        interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
+        norm_is_before_clipping, split_invariance, offload_changes_nothing, context, padded_border,
+        non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, same_bits_twice, seat_and_shards,
+        errors_name_the_step, libraries_are_left_alone, files.weights_have_hugging_face_names,
+        files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy,
+    )  # fmt: skip
+    return tuple(Rule(check.__name__.replace("_", " "), check) for check in checks)
+
+
+RULES = _all_rules()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rule found: nothing wrong, or what."""
+
+    rule: Rule
+    problem: str | None
+
+
+def check_engine(
+    engine_class: type[BaseEngine],
+    folder: str,
+    on_finding: Callable[[Finding], None],
+    rules: Sequence[Rule] = RULES,
+) -> list[Finding]:
+    """Run the rules in `folder` (a scratch place), reporting each as it is done."""
+    findings = []
+    for number, rule in enumerate(rules):
+        try:
+            rule.check(Lab(engine_class, f"{folder}/{number:02d}"))
+            finding = Finding(rule, None)
+        except Violation as violation:
+            finding = Finding(rule, str(violation))
+        except Exception as error:  # an engine that crashes breaks the rule; the others still run
+            finding = Finding(rule, f"{type(error).__name__}: {error}")
+        findings.append(finding)
+        on_finding(finding)
+    return findings

@@ -1,0 +1,246 @@
+"""The reference engine: plain torch, one process. The oracle for the others, and the one to read first.
+
+    engine = ReferenceEngine(EngineConfig(model=EngineModel(path="models/tiny"), optim=OptimConfig(lr=1e-3)))
+    engine.init_model()
+
+Nothing is sharded, so a checkpoint is what it looks like: `model.safetensors` with Hugging Face names,
+`optimizer.safetensors` with the same names, and `state.json`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from camshaft import storage
+from camshaft.config.engine import EngineConfig
+from camshaft.dataproto import DataProto
+from camshaft.engine.base import BaseEngine, Batch, LossFn, PostprocessFn, PreprocessFn, StepContext
+from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
+from camshaft.engine.step import MicroBatchRun, packed_forward
+from camshaft.errors import CheckpointError, EngineError
+from camshaft.models.loader import load_model
+from camshaft.models.packed import PackedModel
+from camshaft.seat import Seat
+
+
+class ReferenceEngine(BaseEngine):
+    """One model on one device."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self._module: PackedModel | None = None
+        self._optimizer: torch.optim.AdamW | None = None
+        self._schedule: Schedule | None = None
+        self._loss_fn: LossFn | None = None
+        self._skipped = 0
+
+    def init_model(self) -> None:
+        config = self.config
+        self._module = load_model(config.model, config.dtype, config.device, config.seed)
+        self._module.eval()
+        if config.optim is not None:
+            self._optimizer = build_optimizer(self._module.parameters(), config.optim)
+            self._schedule = Schedule(self._optimizer, config.optim)
+
+    # -- parts, with the error that says which step was forgotten ---------------------------------
+
+    @property
+    def module(self) -> PackedModel:
+        if self._module is None:
+            raise EngineError("the engine has no model yet: call init_model() first")
+        return self._module
+
+    @property
+    def optimizer(self) -> torch.optim.AdamW:
+        if self._optimizer is None:
+            raise EngineError("this engine is forward-only (EngineConfig.optim is None) or init_model() was not called")
+        return self._optimizer
+
+    @property
+    def schedule(self) -> Schedule:
+        if self._schedule is None:
+            raise EngineError("this engine is forward-only (EngineConfig.optim is None) or init_model() was not called")
+        return self._schedule
+
+    @property
+    def seat(self) -> Seat:
+        return Seat()
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._skipped
+
+    # -- modes ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Iterator[None]:
+        with self._resident(optimizer=self._optimizer is not None):
+            before = self.module.training
+            self.module.train()
+            try:
+                yield
+            finally:
+                self.module.train(before)
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        with self._resident(optimizer=False):
+            before = self.module.training
+            self.module.eval()
+            try:
+                yield
+            finally:
+                self.module.train(before)
+
+    @contextlib.contextmanager
+    def _resident(self, optimizer: bool) -> Iterator[None]:
+        """Bring the parts that `to` moved away back to the engine's device, and away again at the end."""
+        home = torch.device(self.config.device)
+        parked = next(self.module.parameters()).device
+        if parked.type == home.type:
+            yield
+            return
+        self.to(self.config.device, model=True, optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.to(str(parked), model=True, optimizer=optimizer)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        self._loss_fn = loss_fn
+
+    def forward_backward_step(
+        self,
+        batch: Batch,
+        ctx: StepContext | None = None,
+        forward_only: bool = False,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Any, ...]:
+        if not forward_only and self._loss_fn is None:
+            raise EngineError("there is no loss: call set_loss_fn(loss_fn) first, or pass forward_only=True")
+        config, device = self.config, self.config.device
+        run = MicroBatchRun(
+            forward=lambda inputs, context: packed_forward(self.module, inputs, context, device),
+            backward=lambda loss: loss.backward(),
+            device=device,
+            head=config.model.head,
+            size=config.infer_micro_batch_size if forward_only else config.micro_batch_size,
+            max_tokens=config.infer_max_tokens if forward_only else config.max_tokens,
+        )
+        loss_fn = None if forward_only else self._loss_fn
+        predictions, loss, ctx = run(batch, ctx, loss_fn, preprocess_fn, postprocess_fn)
+        return (predictions, ctx) if forward_only else (predictions, loss, ctx)
+
+    def optimizer_zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        norm, done = clip_and_step(self.optimizer, self.config.grad_clip)
+        self._skipped += not done
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        return self.schedule.go_to(self.schedule.update + 1)
+
+    def shard_data(self, data: DataProto) -> DataProto:
+        return data
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        return data
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        if model:
+            self.module.to(device)
+        if optimizer and self._optimizer is not None:
+            for state in self._optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        state[name] = value.to(device)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.module.hf.named_parameters():
+            yield name, parameter.detach()
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        raise EngineError("disable_adapter: this model has no adapter")
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        with storage.new_folder(local_path, kind="engine", global_step=global_step) as folder:
+            save_file({n: t.contiguous() for n, t in self.named_weights()}, folder / "model.safetensors")
+            save_file(self._optimizer_tensors(), folder / "optimizer.safetensors")
+            facts = {"update": self._schedule.update if self._schedule else 0, "skipped_steps": self._skipped}
+            (folder / "state.json").write_text(json.dumps(facts), encoding="utf-8")
+        if hdfs_path is not None:
+            storage.copy_folder(local_path, hdfs_path)
+        if max_ckpt_to_keep is not None:
+            storage.prune(local_path, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        if hdfs_path is not None:
+            storage.copy_folder(hdfs_path, local_path)
+        folder = Path(local_path).expanduser()
+        storage.verify(folder)
+        self._load_model(load_file(folder / "model.safetensors"), folder)
+        facts = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        if self._optimizer is not None:
+            self._load_optimizer(load_file(folder / "optimizer.safetensors"))
+            self.schedule.go_to(facts["update"])
+        self._skipped = facts["skipped_steps"]
+        if hdfs_path is not None and del_local_after_load:
+            storage.remove(local_path)
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        """AdamW's state by parameter name, and the random state that dropout draws from."""
+        tensors = {"rng": torch.get_rng_state()}
+        if torch.device(self.config.device).type != "cpu":
+            tensors["rng_device"] = torch.get_device_module(self.config.device).get_rng_state()
+        if self._optimizer is not None:
+            for name, parameter in self.module.hf.named_parameters():
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    tensors[f"{name}/{key}"] = value.contiguous()
+        return tensors
+
+    def _load_model(self, tensors: dict[str, Tensor], folder: Path) -> None:
+        expected = dict(self.module.hf.named_parameters())
+        if tensors.keys() != expected.keys():
+            wrong = sorted(tensors.keys() ^ expected.keys())
+            raise CheckpointError(f"{folder} is of another model; names that differ: {', '.join(wrong[:5])}")
+        with torch.no_grad():
+            for name, parameter in expected.items():
+                if tensors[name].shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{folder}: '{name}' is {tuple(tensors[name].shape)}, the model has {tuple(parameter.shape)}"
+                    )
+                parameter.copy_(tensors[name])
+
+    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        torch.set_rng_state(tensors["rng"])
+        if "rng_device" in tensors and torch.device(self.config.device).type != "cpu":
+            torch.get_device_module(self.config.device).set_rng_state(tensors["rng_device"])
+        self.optimizer.state.clear()
+        for name, parameter in self.module.hf.named_parameters():
+            state = {
+                key: tensors[f"{name}/{key}"].clone()
+                for key in ("step", "exp_avg", "exp_avg_sq")
+                if f"{name}/{key}" in tensors
+            }
+            if state:
+                moved = {k: v if k == "step" else v.to(parameter.device) for k, v in state.items()}
+                self.optimizer.state[parameter] = moved

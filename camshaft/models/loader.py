@@ -1,0 +1,223 @@
+"""From a Hugging Face folder to a `PackedModel` with its tokenizer, and back to a folder.
+
+    model = load_model(EngineModel(path="models/tiny", head="value"), dtype="float32", device="cpu", seed=0)
+    tokenizer = load_tokenizer("models/tiny")
+    save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
+
+Every weight of the folder has to find its place, and every weight of the model has to come from the folder, by
+name. One exception: the head of a value model may be drawn from the seed. Nothing is downloaded.
+"""
+
+import difflib
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from camshaft.config.engine import EngineModel
+from camshaft.errors import EngineError
+from camshaft.models.attention import PACKED, refuse_unsupported
+from camshaft.models.packed import Head, PackedModel, logit_factor
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+CLASSES: dict[Head, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "value": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
+"""Which family of transformers' classes has each head."""
+
+
+def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
+    """The model that `model` describes, in eval mode on `device`; the caller's random state is left alone."""
+    import_external(model.external_lib)
+    folder = model_folder(model.path)
+    config = load_config(folder, model.trust_remote_code, model.override_config)
+    refuse_unsupported(config)
+    if model.head == "causal_lm":
+        logit_factor(config)
+    else:
+        config.num_labels = 1
+    # Built on the CPU, so that a seed gives the same weights whatever the device.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if model.random_init:
+            hf = _random_model(config, model, DTYPES[dtype])
+        else:
+            hf = _pretrained_model(folder, config, model, DTYPES[dtype])
+    packed = PackedModel(hf, model.head)
+    if model.enable_gradient_checkpointing:
+        packed.enable_gradient_checkpointing()
+    return packed.to(device).eval()
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder; without a pad token it pads with its end-of-sequence token."""
+    folder = model_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(
+            f"{folder} has no tokenizer that can be read: {error}\nPut tokenizer.json and tokenizer_config.json there"
+        ) from error
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise EngineError(f"the tokenizer in {folder} has neither pad_token nor eos_token; set one of them there")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write a folder that transformers loads by itself; the weights of `model` must be whole, not sharded.
+
+    Call it on rank 0: in a process group, transformers writes weights from there alone.
+    """
+    with quiet_transformers():
+        model.hf.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def import_external(modules: str | None) -> None:
+    """Import a comma-separated list of modules, which may register models with transformers."""
+    for name in (modules or "").split(","):
+        if not name.strip():
+            continue
+        try:
+            importlib.import_module(name.strip())
+        except ModuleNotFoundError as error:
+            raise EngineError(
+                f"external_lib names '{name.strip()}', but there is no module '{error.name}'; "
+                "install its package or put its folder on PYTHONPATH"
+            ) from error
+
+
+def model_folder(path: str) -> Path:
+    """The local folder behind `path`: a folder, or a hub name that is already in the local Hugging Face cache."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        folder = _cached(path)
+    if not (folder / "config.json").is_file():
+        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        raise EngineError(f"{folder} has no config.json (it holds {inside}); give a folder that save_pretrained wrote")
+    return folder
+
+
+def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, Any]) -> PreTrainedConfig:
+    """The model's own config with the keys of `override` changed; unknown keys are an error."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise EngineError(f"{folder}/config.json cannot be read: {error}") from error
+    if not override:
+        return config
+    values = config.to_dict()
+    known = {**{key: key for key in values}, **config.attribute_map}
+    for key in override:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(known))}"
+            raise EngineError(f"override_config: the {config.model_type} config has no '{key}'{hint}")
+    changes = {known[key]: value for key, value in override.items()}
+    if "num_hidden_layers" in changes and "layer_types" not in changes:
+        values.pop("layer_types", None)  # one entry per layer: derived again for the new number of layers
+    try:
+        return type(config).from_dict({**values, **changes})
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise EngineError(
+            f"override_config {dict(override)} does not fit a {config.model_type} model: {error}"
+        ) from error
+
+
+def _cached(name: str) -> Path:
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError) as error:
+        advice = f", or fetch it first: hf download {name} --local-dir models/{name}" if name.count("/") == 1 else ""
+        raise EngineError(
+            f"there is no folder '{name}' here and no such model in the local Hugging Face cache. "
+            f"Nothing is downloaded at this point: give the path of a folder with config.json{advice}"
+        ) from error
+
+
+def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
+    with _building(config, model.head):
+        return CLASSES[model.head].from_config(
+            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
+        )
+
+
+def _pretrained_model(
+    folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype
+) -> PreTrainedModel:
+    # Sizes that do not match are let through, so that all that is wrong with the weights is said at once.
+    with quiet_transformers(), _building(config, model.head):
+        hf, info = CLASSES[model.head].from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=PACKED,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    drawn = ("score.", "classifier.") if model.head == "value" else ()
+    unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(drawn)]
+    problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]
+    problems += [f"{key} is {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(info["mismatched_keys"])]
+    if problems:
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise EngineError(f"the weights in {folder} are not those of {type(hf).__name__} (head={model.head}): {shown}")
+    return hf
+
+
+@contextmanager
+def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
+    """What transformers raises where a model cannot be built or read, as errors that say what to do."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (PACKED,):
+            raise
+        raise EngineError(
+            f"{config.model_type} models compute attention by themselves: '{PACKED}' is unknown to them"
+        ) from error
+    except OSError as error:
+        raise EngineError(
+            f"cannot read the weights: {error}\nFor weights drawn from the seed set random_init=True"
+        ) from error
+    except ValueError as error:
+        raise EngineError(f"transformers cannot build a {config.model_type} model with head={head}: {error}") from error
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bar and no report of loaded weights: what matters of it is raised as an error."""
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bars:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,183 @@
+"""A transformers model that takes packed rows and gives the numbers reinforcement learning asks for.
+
+    model = PackedModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED), "causal_lm")
+    out = model(tokens, lengths=[5, 3], at=torch.tensor([3, 4, 7]), outputs=("log_probs", "entropy"))
+    out["log_probs"]            # (3,): of tokens[3], tokens[4], tokens[7], each given the tokens before it
+
+Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a folder. Weights keep the names that
+transformers gives them: `model.hf.named_parameters()`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from camshaft.errors import EngineError
+from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
+from camshaft.models.linear_logprob import linear_logprob
+
+Head = Literal["causal_lm", "value", "reward"]
+
+OUTPUTS: dict[Head, tuple[str, ...]] = {
+    "causal_lm": ("log_probs", "entropy"),
+    "value": ("values",),
+    "reward": ("scores",),
+}
+"""What each head can give."""
+
+LOGIT_FACTORS = {
+    "cohere": ("logit_scale", 1),
+    "cohere2": ("logit_scale", 1),
+    "granite": ("logits_scaling", -1),
+    "granitemoe": ("logits_scaling", -1),
+    "granitemoeshared": ("logits_scaling", -1),
+}
+"""Model types that multiply (1) or divide (-1) their logits by a number, and the config key that has it."""
+
+CHANGES_LOGITS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
+"""Config keys by which a model changes its logits after the output head."""
+
+
+class PackedModel(nn.Module):
+    """A transformers model with one of three heads, called on rows packed side by side."""
+
+    def __init__(self, hf: PreTrainedModel, head: Head):
+        super().__init__()
+        self.hf = hf
+        self.head: Head = head
+        _refuse_model(hf)
+        output = output_layer(hf, head)
+        if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
+            raise EngineError(
+                f"a {head} head gives one number, but that of {type(hf).__name__} gives {output.out_features}; "
+                "load it with num_labels=1"
+            )
+        self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
+
+    def enable_gradient_checkpointing(self) -> None:
+        """Keep only the input of each layer and compute the rest again in the backward pass (in train mode)."""
+        if not self.hf.supports_gradient_checkpointing:
+            raise EngineError(f"{type(self.hf).__name__} has no gradient checkpointing; turn it off for this model")
+        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def forward(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float = 1.0,
+    ) -> dict[str, Tensor]:
+        """`tokens` (N,) are the packed rows of these `lengths`; `at` (M,) says which tokens are spoken of.
+
+        "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
+        so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
+        do not look at `at`. All are float32, or float64 for a float64 model. The values of `at` are checked on
+        the CPU only: elsewhere a check would wait for the device.
+        """
+        self._check(tokens, lengths, at, outputs)
+        hidden = self.hf.base_model(input_ids=tokens[None], **packed_kwargs(lengths, tokens.device))
+        hidden = hidden.last_hidden_state[0]
+        output = output_layer(self.hf, self.head)
+        if self.head == "reward":
+            ends = torch.tensor(lengths).cumsum(0) - 1
+            return {"scores": _one_number(output, hidden[ends.to(tokens.device, non_blocking=True)])}
+        before = hidden.index_select(0, at - 1)
+        if self.head == "value":
+            return {"values": _one_number(output, before)}
+        if not isinstance(output, nn.Linear):
+            raise EngineError(
+                f"the projection on the vocabulary is a {type(output).__name__}, not a plain nn.Linear; "
+                "leave lm_head out of the layers that an adapter or a quantiser replaces"
+            )
+        log_probs, entropy = linear_logprob(
+            before,
+            output.weight,
+            tokens[at],
+            bias=output.bias,
+            temperature=temperature / self.logit_factor,
+            need_entropy="entropy" in outputs,
+        )
+        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        return {name: found[name] for name in outputs}
+
+    def _check(self, tokens: Tensor, lengths: Sequence[int], at: Tensor, outputs: Sequence[str]) -> None:
+        unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
+        if unknown or not outputs:
+            raise EngineError(
+                f"a {self.head} model gives {', '.join(OUTPUTS[self.head])}; asked for {list(outputs)}. "
+                "The head is chosen by EngineModel.head"
+            )
+        if tokens.ndim != 1 or sum(lengths) != len(tokens):
+            raise EngineError(f"tokens of shape {tuple(tokens.shape)} are not rows of {sum(lengths)} tokens in all")
+        if at.ndim != 1 or at.dtype != torch.int64 or at.device != tokens.device:
+            raise EngineError(
+                f"`at` must be int64 of shape (M,) on {tokens.device}, got {at.dtype} {tuple(at.shape)} on {at.device}"
+            )
+        if self.head != "reward" and at.device.type == "cpu" and len(at):
+            if int(at.min()) < 0 or int(at.max()) >= len(tokens):
+                raise EngineError(f"`at` must lie in 0..{len(tokens) - 1}, got {int(at.min())}..{int(at.max())}")
+            starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+            first = at[torch.isin(at, starts)]
+            if len(first):
+                raise EngineError(
+                    f"`at` names {int(first[0])}, the first token of a row: nothing comes before it. "
+                    "Clear loss_mask on the first token of each row"
+                )
+
+
+def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
+    """The layer on top of the hidden states: the projection on the vocabulary, or the one to a single number."""
+    if head == "causal_lm":
+        output = hf.get_output_embeddings()
+        if output is None:
+            raise EngineError(f"{type(hf).__name__} has no projection on the vocabulary; load it as a causal LM")
+        return output
+    for name in ("score", "classifier"):
+        if name in hf._modules:
+            return hf.get_submodule(name)
+    raise EngineError(f"{type(hf).__name__} has no layer called 'score' or 'classifier' to read one number from")
+
+
+def logit_factor(config: PreTrainedConfig) -> float:
+    """The number by which a model of this config multiplies its logits; `EngineError` if it does more to them."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    known, power = LOGIT_FACTORS.get(text.model_type, ("", 1))
+    for key, value in values.items():
+        if key != known and CHANGES_LOGITS.search(key) and value not in (None, 1.0):
+            raise EngineError(
+                f"{text.model_type} models change their logits after the output head ({key}={value}), "
+                "which the fused log-probs would miss; choose another model family"
+            )
+    return float(values[known]) ** power if known else 1.0
+
+
+def _refuse_model(hf: PreTrainedModel) -> None:
+    """What packed rows would get wrong in this model, read off its config, its class and its weights."""
+    name = type(hf).__name__
+    refuse_unsupported(hf.config)
+    if hf._is_stateful:
+        raise EngineError(f"{name} carries a recurrent state, which would leak from one packed row into the next")
+    if not hf.is_backend_compatible():
+        raise EngineError(f"{name} computes attention by itself and would ignore the borders of packed rows")
+    sinks = next((weight for weight, _ in hf.named_parameters() if weight.endswith(".sinks")), None)
+    if sinks is not None:
+        raise EngineError(f"{name} has attention sinks ({sinks}), which packed attention would leave out")
+    if hf.config._attn_implementation != PACKED:
+        raise EngineError(
+            f"{name} was built with attn_implementation='{hf.config._attn_implementation}'; build it with '{PACKED}'"
+        )
+
+
+def _one_number(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """One number per row of `hidden`, computed in float32 or wider: half precision would round large values."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if not isinstance(layer, nn.Linear):
+        return layer(hidden).to(wide)[:, 0]
+    bias = None if layer.bias is None else layer.bias.to(wide)
+    return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0]

@@ -1,0 +1,72 @@
+"""Finding a class by name: a dict of ours, an entry point of somebody's package, or `module:Class`.
+
+    load("reference", ENGINES, "camshaft.engines", BaseEngine)
+
+The classes are imported only when they are asked for. A module that needs a library which is not
+installed gives one sentence with the command that installs it.
+"""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+from typing import Any, TypeVar
+
+from camshaft.errors import ConfigError
+
+T = TypeVar("T")
+
+BROUGHT_BY = {
+    "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
+    "tensorboard": "camshaft[tensorboard]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
+    "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
+}  # fmt: skip
+"""What to install for each optional library: an extra of this package, or the library's own name."""
+
+
+def find(name: str, known: Mapping[str, str], group: str) -> str | None:
+    """The `module:attribute` behind `name`, or None if nobody offers it."""
+    if ":" in name:
+        return name
+    if name in known:
+        return known[name]
+    return next((point.value for point in entry_points(group=group) if point.name == name), None)
+
+
+def names(known: Mapping[str, str], group: str) -> list[str]:
+    """All names that `load` takes."""
+    return sorted({*known, *(point.name for point in entry_points(group=group))})
+
+
+def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type[T]:
+    """The class called `name`, imported now; it must derive from `base`."""
+    target = find(name, known, group)
+    if target is None:
+        choices = names(known, group)
+        close = difflib.get_close_matches(name, choices, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        raise ConfigError(
+            f"there is no '{name}' in {group}.{hint} Known: {', '.join(choices)}, or package.module:Class"
+        )
+    found = import_attribute(target)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise ConfigError(f"{target} is not a {base.__name__} class")
+    return found
+
+
+def import_attribute(target: str) -> Any:
+    """`package.module:attribute`, with errors that say what to type next."""
+    module_name, _, attribute = target.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(f"'{target}' should be package.module:Class")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing in BROUGHT_BY:
+            raise ConfigError(f"{target} needs '{missing}': pip install '{BROUGHT_BY[missing]}'") from error
+        raise ConfigError(f"{target}: there is no module '{error.name}'; is its package installed?") from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError as error:
+        raise ConfigError(f"module {module_name} has no '{attribute}'") from error

@@ -1,0 +1,251 @@
+"""Rows of different lengths, stored as one flat tensor: no pad token anywhere.
+
+    r = Ragged.from_rows([torch.tensor([1, 2]), torch.tensor([3])])
+    r.values      # tensor([1, 2, 3])
+    r.lengths     # tensor([2, 1])
+    r.padded()    # tensor([[1, 2], [3, 0]])
+
+`lengths` always lives on the CPU, whatever device `values` are on: slicing and splitting never wait
+for an accelerator. Operations return new objects; slices of consecutive rows share storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from camshaft.errors import BatchError
+
+Rows = slice | Sequence[int] | Tensor
+"""Which rows: numbers (repeats allowed, negative ones from the end), or a slice."""
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged:
+    """A flat tensor of all tokens (any trailing shape) and the length of each row."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        lengths = torch.as_tensor(self.lengths, dtype=torch.int64, device="cpu")
+        object.__setattr__(self, "lengths", lengths)
+        if lengths.ndim != 1 or self.values.ndim < 1:
+            raise BatchError(f"Ragged needs flat values and 1-D lengths, got {self.values.shape} and {lengths.shape}")
+        total = int(lengths.sum())
+        if total != self.values.shape[0]:
+            raise BatchError(f"Ragged: the lengths add up to {total}, but there are {self.values.shape[0]} values")
+        if len(lengths) and int(lengths.min()) < 0:
+            raise BatchError(f"Ragged: a length is negative: {lengths.tolist()}")
+
+    # -- making -----------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_rows(rows: Sequence[Tensor | Sequence[int] | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
+        """One row per item; without `dtype`, that of the first row that is not empty (int64 if all are)."""
+        if dtype is None:
+            dtype = next((torch.as_tensor(row).dtype for row in rows if len(row)), torch.int64)
+        tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
+        flat = torch.cat(tensors) if tensors else torch.empty(0, dtype=dtype)
+        return Ragged(flat, torch.tensor([len(t) for t in tensors], dtype=torch.int64))
+
+    @staticmethod
+    def from_padded(tensor: Tensor, mask: Tensor) -> Ragged:
+        """Keep the entries of `tensor` (B, W, ...) where `mask` (B, W) is set, row by row."""
+        keep = mask.bool()
+        if keep.shape != tensor.shape[:2]:
+            raise BatchError(f"from_padded: mask {tuple(mask.shape)} does not fit tensor {tuple(tensor.shape)}")
+        return Ragged(tensor[keep], keep.sum(dim=1).cpu())
+
+    @staticmethod
+    def concat(parts: Sequence[Ragged]) -> Ragged:
+        """All rows of all parts, one after the other."""
+        if not parts:
+            raise BatchError("concat: no parts")
+        return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+    @staticmethod
+    def join(left: Ragged, right: Ragged) -> Ragged:
+        """Row by row: the tokens of `left`, then those of `right` (a prompt and its response).
+
+        The dtype is one that holds both.
+        """
+        if len(left) != len(right):
+            raise BatchError(f"join: {len(left)} rows on the left, {len(right)} on the right")
+        lengths = left.lengths + right.lengths
+        starts = lengths.cumsum(0) - lengths
+        shape = (len(left.values) + len(right.values), *left.values.shape[1:])
+        values = left.values.new_empty(shape, dtype=torch.promote_types(left.values.dtype, right.values.dtype))
+        values[_spans(starts, left.lengths).to(values.device)] = left.values.to(values.dtype)
+        values[_spans(starts + left.lengths, right.lengths).to(values.device)] = right.values.to(values.dtype)
+        return Ragged(values, lengths)
+
+    def like(self, values: Tensor) -> Ragged:
+        """Other values in rows of the same lengths."""
+        return Ragged(values, self.lengths)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __repr__(self) -> str:
+        return f"Ragged({len(self)} rows, {len(self.values)} tokens, {self.values.dtype}, {self.values.device})"
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """(B + 1,) where each row starts, and the end of the last one."""
+        return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
+
+    def rows(self) -> list[Tensor]:
+        """One tensor per row, sharing storage."""
+        return list(self.values.split(self.lengths.tolist()))
+
+    def row_ids(self) -> Tensor:
+        """(N,) the row each token belongs to, on the device of the values."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.values.device)
+
+    def positions(self) -> Tensor:
+        """(N,) the place of each token in its row, counted from 0, on the device of the values."""
+        return _spans(torch.zeros_like(self.lengths), self.lengths).to(self.values.device)
+
+    # -- rearranging ------------------------------------------------------------------------------
+
+    def select(self, index: Rows) -> Ragged:
+        """Rows by number (repeats allowed) or by slice; a slice of step 1 copies nothing."""
+        rows = row_index(index, len(self))
+        lengths = self.lengths[rows]
+        if isinstance(rows, slice):
+            return Ragged(self.values[int(self.offsets[rows.start]) : int(self.offsets[rows.stop])], lengths)
+        return Ragged(self.values[_spans(self.offsets[rows], lengths).to(self.values.device)], lengths)
+
+    def split(self, sizes: Sequence[int]) -> list[Ragged]:
+        """Consecutive groups of rows; `sizes` must add up to the number of rows."""
+        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+            raise BatchError(f"split: the sizes {list(sizes)} do not add up to {len(self)} rows")
+        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
+        return [self.select(slice(a, b)) for a, b in pairwise(ends)]
+
+    def suffix(self, lengths: Tensor) -> Ragged:
+        """The last `lengths[i]` tokens of each row (the response part of a whole sequence)."""
+        lengths = self._within("suffix", lengths)
+        return Ragged(self.values[_spans(self.offsets[1:] - lengths, lengths).to(self.values.device)], lengths)
+
+    def prefix(self, lengths: Tensor) -> Ragged:
+        """The first `lengths[i]` tokens of each row."""
+        lengths = self._within("prefix", lengths)
+        return Ragged(self.values[_spans(self.offsets[:-1], lengths).to(self.values.device)], lengths)
+
+    def _within(self, what: str, lengths: Tensor) -> Tensor:
+        lengths = lengths.to("cpu", torch.int64)
+        if len(lengths) != len(self):
+            raise BatchError(f"{what}: {len(lengths)} lengths for {len(self)} rows")
+        wrong = ((lengths > self.lengths) | (lengths < 0)).nonzero().flatten().tolist()
+        if wrong:
+            asked, there = int(lengths[wrong[0]]), int(self.lengths[wrong[0]])
+            raise BatchError(f"{what}: asked for {asked} of the {there} tokens of row {wrong[0]}")
+        return lengths
+
+    def to(self, device: torch.device | str) -> Ragged:
+        return Ragged(self.values.to(device), self.lengths)
+
+    def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
+        """Apply `fn` to the flat values; it must keep the number of tokens."""
+        return Ragged(fn(self.values), self.lengths)
+
+    def padded(self, side: Literal["left", "right"] = "right", value: float = 0, width: int | None = None) -> Tensor:
+        """(B, W, ...) a padded copy, for readers that think in grids; W is the longest row unless given."""
+        longest = int(self.lengths.max()) if len(self) else 0
+        width = longest if width is None else width
+        if width < longest:
+            raise BatchError(f"padded: width={width} is below the longest row, {longest}")
+        grid = self.values.new_full((len(self), width, *self.values.shape[1:]), value)
+        grid[self.mask(side, width)] = self.values
+        return grid
+
+    def mask(self, side: Literal["left", "right"] = "right", width: int | None = None) -> Tensor:
+        """(B, W) bool: where `padded` holds a token."""
+        width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
+        columns = torch.arange(width)
+        columns = columns if side == "right" else columns.flip(0)
+        return (columns[None] < self.lengths[:, None]).to(self.values.device)
+
+    # -- adding up --------------------------------------------------------------------------------
+
+    def sum(self) -> Tensor:
+        """(B, ...) the sum of each row, int64 for integers and bool, at least float32 else; 0 for an empty row."""
+        values, lengths = self.values, self.lengths.to(self.values.device)
+        if not len(self):
+            return values.clone()
+        if not values.is_floating_point():
+            values = values.long()
+            return values.new_zeros((len(self), *values.shape[1:])).index_add(0, self.row_ids(), values)
+        values = values.float() if values.itemsize < 4 else values
+        return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
+
+    def mean(self) -> Tensor:
+        """(B, ...) the mean of each row, float32 unless the values are float64; an empty row gives 0."""
+        counts = self.lengths.clamp(min=1).to(self.values.device)
+        return self.sum() / counts.reshape(-1, *[1] * (self.values.ndim - 1))
+
+    # -- moving -----------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as flat numpy buffers, see `to_buffer`."""
+        return _rebuild, (to_buffer(self.values), to_buffer(self.lengths))
+
+
+def row_index(index: Rows, count: int) -> slice | Tensor:
+    """`index` into `count` rows as a slice of step 1, or as (K,) int64 numbers on the CPU, none negative."""
+    if isinstance(index, slice):
+        start, stop, step = index.indices(count)
+        if step == 1:
+            return slice(start, max(start, stop))
+        index = range(start, stop, step)
+    rows = torch.as_tensor(index, device="cpu")
+    if rows.ndim != 1 or (rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point())):
+        raise BatchError(f"rows are chosen by a list of numbers, not by {index}; for a mask: mask.nonzero().flatten()")
+    rows = rows.long()
+    wrong = rows[(rows >= count) | (rows < -count)]
+    if len(wrong):
+        raise BatchError(f"there is no row {int(wrong[0])}: the batch has {count} rows")
+    return torch.where(rows < 0, rows + count, rows)
+
+
+Buffer = tuple[np.ndarray, str, tuple[int, ...]]
+
+
+def to_buffer(tensor: Tensor) -> Buffer:
+    """A tensor for pickle: its bytes (out of band in protocol 5, and never more than it shows), dtype, shape.
+
+    It comes back on the CPU and without gradient.
+    """
+    plain = tensor.detach().cpu().contiguous()
+    flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return flat.numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def from_buffer(buffer: Buffer) -> Tensor:
+    """What went into `to_buffer`."""
+    flat, dtype, shape = buffer
+    if not flat.size:
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    writable = flat if flat.flags.writeable else flat.copy()
+    return torch.from_numpy(writable).view(getattr(torch, dtype)).reshape(shape)
+
+
+def _rebuild(values: Buffer, lengths: Buffer) -> Ragged:
+    return Ragged(from_buffer(values), from_buffer(lengths))
+
+
+def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The integers start, start + 1, ..., start + length - 1 of each pair, one after the other."""
+    firsts = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
+    return firsts + torch.arange(len(firsts))

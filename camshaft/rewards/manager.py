@@ -1,0 +1,162 @@
+"""Scores a batch with the user's reward function, in processes that can be killed.
+
+    with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0, num_workers=8) as rewards:
+        result = rewards.score(batch, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
+        batch = batch.with_columns(token_level_scores=result.token_level_scores)
+        metrics |= result.metrics
+
+A function that raises, hangs, dies or returns something that is not a finite number costs one sample: it
+is counted, shown in the log, and scored 0 (`on_error="zero"`) or made an error (`on_error="raise"`).
+The scores do not depend on `num_workers`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import RewardError
+from camshaft.rewards.pool import Outcome, WorkerPool
+from camshaft.rewards.wire import Sample, Spec
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+COUNTS = {"error": "errors", "invalid": "invalid", "timeout": "timeouts", "crash": "crashes"}
+"""The metric that counts each kind of failure."""
+
+_NUM_SHOWN = 3
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardFailure:
+    """One sample that could not be scored."""
+
+    row: int
+    kind: str
+    data_source: Any
+    message: str
+    trace: str
+
+    def __str__(self) -> str:
+        head = f"row {self.row} (data_source {self.data_source!r}): {self.kind}: {self.message}"
+        return f"{head}\n{self.trace}" if self.trace else head
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The scores of one batch, row by row."""
+
+    token_level_scores: Ragged
+    """float32, aligned with `responses`: the score on the last token, 0 elsewhere."""
+    scores: Tensor
+    """(B,) float32."""
+    metrics: dict[str, float]
+    """`reward/errors`, `invalid`, `timeouts`, `crashes`; and the mean of each part of dict results."""
+    failures: tuple[RewardFailure, ...]
+    """The first few samples that failed."""
+
+    @property
+    def num_failed(self) -> int:
+        return int(sum(self.metrics[f"reward/{name}"] for name in COUNTS.values()))
+
+
+class RewardManager:
+    """A reward function and the processes that it runs in. Close it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        path: str | None = None,
+        name: str | None = None,
+        reward_kwargs: Mapping[str, Any] | None = None,
+        *,
+        timeout: float = 30.0,
+        num_workers: int = 4,
+        on_error: Literal["zero", "raise"] = "zero",
+    ):
+        """`path` is a .py file or a module and `name` a function in it ("compute_score" if not given).
+
+        Without `path`, `name` is one of `REWARDS`, an entry point, or `module:function`; with neither, each
+        row is scored by its `data_source`. The function is loaded now, in a worker, so that a wrong path or
+        a syntax error ends the run before anything else starts. `timeout` is in seconds, for one sample.
+        """
+        if num_workers < 1 or timeout <= 0:
+            raise RewardError(f"num_workers={num_workers} must be at least 1 and timeout={timeout} above 0")
+        self.on_error = on_error
+        chosen = name or ("compute_score" if path else "auto")
+        spec = Spec(path, chosen, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry])
+        self._pool = WorkerPool(spec, num_workers)
+        self._pool.check()
+
+    def score(self, batch: DataProto, decode: Decode) -> RewardResult:
+        """Call the function for each row of `batch` (responses, data_source, ground_truth, extra_info).
+
+        `decode` gets the token ids of all responses and gives their texts.
+        """
+        batch.require("data_source", "ground_truth")
+        responses = batch.ragged("responses")
+        texts = decode([row.tolist() for row in responses.rows()])
+        if len(texts) != len(responses):
+            raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
+        extras = batch["extra_info"] if "extra_info" in batch else [{}] * len(batch)
+        columns = zip(batch["data_source"], texts, batch["ground_truth"], extras, strict=True)
+        samples = [Sample(*row) for row in columns]
+        outcomes = self._pool.run(samples, stop_at_failure=self.on_error == "raise")
+        failures = [
+            RewardFailure(row, outcome.kind, samples[row].data_source, outcome.message, outcome.trace)
+            for row, outcome in enumerate(outcomes)
+            if outcome is not None and outcome.kind != "ok"
+        ]
+        if failures and self.on_error == "raise":
+            raise RewardError(f"the reward function failed at {failures[0]}")
+        settled = [outcome for outcome in outcomes if outcome is not None]
+        _warn(failures, len(settled))
+        scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
+        return RewardResult(_on_last_token(scores, responses), scores, _metrics(settled), tuple(failures[:_NUM_SHOWN]))
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
+    def __enter__(self) -> RewardManager:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
+    """Each row's score on its last token; a row without tokens has no place for one."""
+    values = torch.zeros(len(responses.values), dtype=torch.float32)
+    filled = responses.lengths > 0
+    values[responses.offsets[1:][filled] - 1] = scores[filled]
+    return Ragged(values.to(responses.values.device), responses.lengths)
+
+
+def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    metrics = {
+        f"reward/{name}": float(sum(outcome.kind == kind for outcome in outcomes)) for kind, name in COUNTS.items()
+    }
+    parts: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.parts.items():
+            parts.setdefault(name, []).append(value)
+    # fsum: the mean is the same to the last bit whatever the order in which dicts name their parts.
+    return metrics | {f"reward/{name}/mean": math.fsum(parts[name]) / len(parts[name]) for name in sorted(parts)}
+
+
+def _warn(failures: Sequence[RewardFailure], num_rows: int) -> None:
+    if failures:
+        shown = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
+        logger.warning(
+            "%d of %d samples could not be scored and count as 0; the first ones:\n%s", len(failures), num_rows, shown
+        )

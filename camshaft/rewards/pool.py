@@ -1,0 +1,252 @@
+"""The processes that reward functions run in: started when needed, killed when late, replaced when dead.
+
+    pool = WorkerPool(spec, num_workers=8)
+    outcomes = pool.run(samples)         # one per sample, in order, whatever happened
+    pool.close()
+
+One thread, no locks: the driver sends each worker a few samples at a time and waits on all their pipes
+at once. A worker answers sample by sample, so the time limit is that of one call and it is known which
+call hangs. Used by `manager.py` only.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import camshaft
+from camshaft.errors import RewardError
+from camshaft.rewards.wire import FrameReader, Loaded, Reply, Sample, Spec, pack
+
+Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
+
+LOAD_SECONDS = 120.0
+"""A worker that has not loaded its function by then is not going to."""
+
+_MAX_CHUNK = 64
+_EXIT_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one sample. `score` and `parts` are what the function gave, if `kind` is "ok"."""
+
+    kind: Kind
+    score: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    message: str = ""
+    trace: str = ""
+
+
+class WorkerPool:
+    """At most `num_workers` processes, each with the function of `spec` loaded."""
+
+    def __init__(self, spec: Spec, num_workers: int):
+        self.spec = spec
+        self.num_workers = num_workers
+        self._workers: list[_Worker] = []
+        # Also runs at the end of the interpreter. A forked child has these objects, but they are not its own.
+        self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
+        """End all workers, for good. Happens by itself when the pool is dropped or the interpreter exits."""
+
+    def check(self) -> None:
+        """Start one worker and see that the function loads, or raise why not."""
+        with self._all_stopped_on_error():
+            self._workers.append(_Worker(self.spec))
+            while not self._workers[0].ready:
+                self._wait(_Job([]))
+
+    def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome | None]:
+        """The outcome of each sample; with `stop_at_failure` those after the first failed one may be None."""
+        if not self.close.alive:
+            raise RewardError("the reward workers have been closed")
+        self._stop([worker for worker in self._workers if worker.is_dead])
+        job = _Job(samples, stop_at_failure)
+        with self._all_stopped_on_error():
+            while not job.done:
+                for _ in range(min(job.num_queued, self.num_workers) - len(self._workers)):
+                    self._workers.append(_Worker(self.spec))
+                for worker in self._workers:
+                    if worker.ready and not worker.rows and job.num_queued:
+                        worker.assign(job, job.take(self.num_workers))
+                self._wait(job)
+        self._stop([worker for worker in self._workers if worker.rows])
+        return job.outcomes
+
+    @contextlib.contextmanager
+    def _all_stopped_on_error(self) -> Iterator[None]:
+        """Whatever interrupts us, no worker may still hold a sample whose answer nobody takes."""
+        try:
+            yield
+        except BaseException:
+            self._stop(list(self._workers))
+            raise
+
+    def _wait(self, job: "_Job") -> None:
+        """Until something arrives or a limit passes; then act on it."""
+        watched = {worker.outbox: worker for worker in self._workers if worker.rows or not worker.ready}
+        until = min(worker.deadline for worker in watched.values())
+        arrived = wait(list(watched), timeout=max(0.0, until - time.monotonic()))
+        for fd in arrived:
+            worker = watched.pop(fd)  # pyright: ignore[reportArgumentType]
+            if not worker.receive(job):
+                self._lost(worker, job, "crash")
+        for worker in watched.values():
+            if time.monotonic() >= worker.deadline:
+                self._lost(worker, job, "timeout")
+
+    def _lost(self, worker: "_Worker", job: "_Job", kind: Literal["crash", "timeout"]) -> None:
+        """A worker is gone: its current sample is to blame, the others go back to the queue."""
+        self._stop([worker])
+        if not worker.ready:
+            how = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
+            raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {how}")
+        late = f"no answer within {self.spec.timeout:g} s; the process was killed"
+        job.settle(worker.rows.popleft(), Outcome(kind, message=late if kind == "timeout" else f"it {worker.fate()}"))
+        job.put_back(worker.rows)
+
+    def _stop(self, workers: "Sequence[_Worker]") -> None:
+        for worker in workers:
+            worker.kill()
+            self._workers.remove(worker)
+
+
+class _Job:
+    """The samples of one `run`, which of them wait, and what became of the others."""
+
+    def __init__(self, samples: Sequence[Sample], stop_at_failure: bool = False):
+        self.samples = samples
+        self.outcomes: list[Outcome | None] = [None] * len(samples)
+        self._queue = deque(range(len(samples)))
+        self._stop_at_failure = stop_at_failure
+        self._end = len(samples)
+        """Rows from here on do not matter any more."""
+        self._num_open = len(samples)
+        """Rows before `_end` that have no outcome."""
+
+    @property
+    def done(self) -> bool:
+        return self._num_open == 0
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def take(self, num_workers: int) -> list[int]:
+        """The next rows for one worker: many at first, single ones towards the end, so that all end together."""
+        count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
+        return [self._queue.popleft() for _ in range(count)]
+
+    def put_back(self, rows: Sequence[int] | deque[int]) -> None:
+        self._queue.extendleft(reversed([row for row in rows if row < self._end]))
+
+    def settle(self, row: int, outcome: Outcome) -> None:
+        self.outcomes[row] = outcome
+        if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
+            # Rows before this one were handed out before it; their outcomes decide which failure is the first.
+            self._end = row
+            self._queue = deque(queued for queued in self._queue if queued < row)
+            self._num_open = self.outcomes[:row].count(None)
+        elif row < self._end:
+            self._num_open -= 1
+
+
+class _Worker:
+    """One process and what it is busy with."""
+
+    def __init__(self, spec: Spec):
+        self._timeout = spec.timeout
+        self._frames = FrameReader()
+        self.rows: deque[int] = deque()
+        """Sent and not yet answered; the first one is being computed."""
+        self.ready = False
+        self.deadline = time.monotonic() + LOAD_SECONDS
+        home = str(Path(camshaft.__file__).resolve().parent.parent)
+        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "camshaft.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": paths},
+            start_new_session=True,  # so that it can be killed with whatever it has started
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        self.outbox = self._stdout.fileno()
+        self._send(spec)
+
+    def assign(self, job: _Job, rows: list[int]) -> None:
+        self._send([job.samples[row].packed() for row in rows])
+        self.rows.extend(rows)
+        self.deadline = time.monotonic() + self._timeout
+
+    def receive(self, job: _Job) -> bool:
+        """Take in what has arrived; False if the process has closed its end."""
+        data = os.read(self.outbox, 1 << 20)
+        for message in self._frames.feed(data):
+            self._take(message, job)
+        return bool(data)
+
+    def _take(self, message: Loaded | Reply, job: _Job) -> None:
+        if isinstance(message, Loaded):
+            if message.problem is not None:
+                raise RewardError(message.problem)
+            self.ready = True
+            return
+        job.settle(self.rows.popleft(), Outcome(**message._asdict()))
+        self.deadline = time.monotonic() + self._timeout
+
+    def _send(self, message: Any) -> None:
+        data = memoryview(pack(message))
+        # A process that died while it was idle: the end of its output tells, at the next wait.
+        with contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(self._stdin.fileno(), data) :]
+
+    @property
+    def is_dead(self) -> bool:
+        return self._process.poll() is not None
+
+    def let_go(self) -> None:
+        """Tell it that nothing more will come; it exits by itself if it is idle."""
+        self._stdin.close()
+
+    def kill(self, patience: float = 0.0) -> None:
+        """End the process and all that it started, after `patience` seconds in which it may end by itself."""
+        if patience:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(patience)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._stdin.close()
+        self._stdout.close()
+
+    def fate(self) -> str:
+        """How the process ended, for messages."""
+        code = self._process.returncode
+        if code is not None and code < 0:
+            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+        return f"ended its process (exit code {code})"
+
+
+def _close_all(workers: list[_Worker], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for worker in workers:
+        worker.let_go()
+    for worker in workers:
+        worker.kill(patience=_EXIT_SECONDS)
+    workers.clear()

@@ -1,0 +1,84 @@
+"""The actor: the policy that is trained.
+
+Reads `prompts`, `responses`, `response_mask`; for an update also `old_log_probs`, `advantages` and, with a
+KL loss, `ref_log_prob`. Writes `old_log_probs` and `entropy`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from camshaft.algorithms import POLICY_LOSSES, Clip, entropy_loss, kl_loss
+from camshaft.config import PPOConfig, Topology, actor_engine
+from camshaft.controller import Dispatch, register
+from camshaft.dataproto import DataProto
+from camshaft.engine import StepContext, build_engine
+from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, metric, of_responses
+
+
+class ActorWorker(EngineRole):
+    """Policy, optimizer and PPO update."""
+
+    def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
+        super().__init__()
+        self.config, self.topology = config, topology
+        self.actor = config.actor_rollout_ref.actor
+        self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
+
+    @property
+    def temperature(self) -> float:
+        return self.config.actor_rollout_ref.rollout.temperature
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropy` of the responses, at the temperature they were sampled with."""
+        found = self.infer(data, StepContext(outputs=("log_probs", "entropy"), temperature=self.temperature))
+        return DataProto.from_dict(
+            {
+                "old_log_probs": of_responses(found, "log_probs", data).to("cpu"),
+                "entropy": of_responses(found, "entropy", data).to("cpu"),
+            }
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        """PPO on the batch; `meta_info["metrics"]` of the result says what happened."""
+        wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
+        if self.actor.use_kl_loss:
+            wanted.append("ref_log_prob")
+        plan = UpdatePlan(
+            mini_batch_size=self.config.actor_mini_batch_per_rank(self.topology),
+            epochs=self.actor.ppo_epochs,
+            seed=data.meta_info["update_seed"] if self.actor.shuffle else None,
+        )
+        outputs = ("log_probs", "entropy") if self.actor.entropy_coeff else ("log_probs",)
+        ctx = StepContext(outputs=outputs, temperature=self.temperature)
+        metrics = self.update(data.select(*wanted), self._loss, ctx, plan)
+        return DataProto({}, {"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+
+    def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+        """Policy loss, minus entropy, plus KL to the reference, each aggregated in the same way."""
+        actor, mode = self.actor, self.actor.loss_agg_mode
+        counts = counts_of(data, ctx, horizon=self.config.data.max_response_length)
+        log_probs = of_responses(predictions, "log_probs", data).values
+        low, high = actor.clip_range()
+        loss, metrics = POLICY_LOSSES[actor.policy_loss.loss_mode](
+            log_probs,
+            data["old_log_probs"].values,
+            data["advantages"].values,
+            counts,
+            clip=Clip(low, high, actor.clip_ratio_c),
+            mode=mode,
+        )
+        metrics["pg_loss"] = metric(loss)
+        if actor.entropy_coeff:
+            entropy = entropy_loss(of_responses(predictions, "entropy", data).values, counts, mode=mode)
+            loss = loss - actor.entropy_coeff * entropy
+        if actor.use_kl_loss:
+            distance = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)
+            loss = loss + actor.kl_loss_coef * distance
+            metrics["kl_loss"] = metric(distance)
+        ctx["metrics"] = metrics
+        return loss, ctx

@@ -1,0 +1,108 @@
+"""What roles share: whole sequences for the engine, mini-batches, metrics of an update.
+
+A role that trains says which outputs it wants and what the loss is; `update` does the rest:
+
+    metrics = self.update(data, self._loss, mini_batch_size=..., epochs=..., shuffle=...)
+
+The batch of a role has `prompts` and `responses`; an engine sees `input_ids` and `loss_mask`. What comes
+back from an engine is per token of the whole sequence; `of_responses` takes the part that a role means.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from camshaft.algorithms import Counts
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine import BaseEngine, StepContext
+from camshaft.engine.base import LossFn
+from camshaft.seat import Seat
+
+
+def as_sequences(data: DataProto) -> DataProto:
+    """`data` with `input_ids` and `loss_mask`: prompt and response as one row, outputs wanted of the response."""
+    prompts, responses, mask = data.ragged("prompts"), data.ragged("responses"), data.ragged("response_mask")
+    nothing = prompts.like(mask.values.new_zeros(len(prompts.values)))
+    return data.with_columns(input_ids=Ragged.join(prompts, responses), loss_mask=Ragged.join(nothing, mask))
+
+
+def of_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
+    """The part of a prediction that speaks of the response tokens."""
+    return predictions[name].suffix(data.ragged("responses").lengths)
+
+
+def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
+    """What a loss divides by: the mask of this micro-batch, the counts of the whole mini-batch."""
+    mask = data.ragged("response_mask")
+    lengths = mask.lengths.to(mask.values.device)
+    return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a role goes through its batch; sizes are this rank's."""
+
+    mini_batch_size: int
+    epochs: int
+    seed: int | None
+    """Shuffles each epoch; None keeps the order."""
+
+
+class EngineRole(Worker):
+    """A role with an engine."""
+
+    engine: BaseEngine
+
+    @property
+    def seat(self) -> Seat:
+        return self.engine.seat
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the engine's model."""
+        self.engine.init_model()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write the engine's whole state to the folder `local_path`."""
+        self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        """Read what `save_checkpoint` wrote."""
+        self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
+        """Predictions for `data`, without gradients."""
+        with self.engine.eval_mode():
+            return self.engine.infer_batch(as_sequences(data), ctx)
+
+    def update(self, data: DataProto, loss_fn: LossFn, ctx: StepContext, plan: UpdatePlan) -> dict[str, float]:
+        """One optimizer step per mini-batch; returns metrics averaged over the steps, and the learning rate.
+
+        The schedule moves once per call: its steps are iterations of the trainer.
+        """
+        sums: dict[str, float] = defaultdict(float)
+        steps = skipped = 0
+        batch = as_sequences(data)
+        with self.engine.train_mode():
+            for mini_batch in batch.make_iterator(plan.mini_batch_size, plan.epochs, plan.seed):
+                result = self.engine.train_batch(mini_batch, ctx, loss_fn)
+                steps, skipped = steps + 1, skipped + result.skipped
+                for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
+                    sums[name] += value
+        metrics = {name: value / steps for name, value in sums.items()}
+        return metrics | {"lr": self.engine.lr_scheduler_step(), "skipped_steps": float(skipped)}
+
+
+def metric(value: Tensor) -> Tensor:
+    """A share of a metric, cut off from the graph."""
+    return value.detach().float()

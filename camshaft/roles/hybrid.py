@@ -1,0 +1,76 @@
+"""Actor, rollout and reference in one worker, by composition: nothing here branches on a role.
+
+The reference is optional: without a KL in the reward or the loss nobody asks for it and its weights are
+not loaded.
+"""
+
+from __future__ import annotations
+
+from camshaft.config import PPOConfig, Topology
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.errors import EngineError
+from camshaft.roles.actor import ActorWorker
+from camshaft.roles.ref import RefWorker
+from camshaft.roles.rollout import RolloutWorker
+from camshaft.seat import Seat
+
+
+class ActorRolloutRefWorker(Worker):
+    """The policy on one device: it generates, is trained, and remembers where it came from."""
+
+    def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
+        super().__init__()
+        self.actor = ActorWorker(config, topology, total_steps)
+        self.ref = RefWorker(config, topology) if config.needs_reference() else None
+        self.rollout = RolloutWorker(config, topology, self.actor.engine)
+
+    @property
+    def seat(self) -> Seat:
+        return self.actor.seat
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the models; the rollout's memory comes last, out of what is left."""
+        self.actor.init_model()
+        if self.ref is not None:
+            self.ref.init_model()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generate, then recompute the old log-probs with the actor.
+
+        The second half is left out when `meta_info["recompute_log_prob"]` is false: the trainer calls
+        `compute_log_prob` as a phase of its own, and validation needs none.
+        """
+        generated = self.rollout.generate_sequences(prompts)
+        if not prompts.meta_info.get("recompute_log_prob", True):
+            return generated
+        return generated.union(self.actor.compute_log_prob(prompts.select("prompts").union(generated)))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        return self.actor.compute_log_prob(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        if self.ref is None:
+            raise EngineError(
+                "there is no reference model: set algorithm.use_kl_in_reward=True or "
+                "actor_rollout_ref.actor.use_kl_loss=True"
+            )
+        return self.ref.compute_ref_log_prob(data)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto) -> DataProto:
+        return self.actor.update_actor(data)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        self.actor.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        self.actor.load_checkpoint(local_path, hdfs_path, del_local_after_load)

@@ -1,0 +1,28 @@
+"""The reference: the policy that the KL is measured from. It never changes.
+
+Reads `prompts`, `responses`, `response_mask`; writes `ref_log_prob`.
+"""
+
+from __future__ import annotations
+
+from camshaft.config import PPOConfig, Topology, ref_engine
+from camshaft.controller import Dispatch, register
+from camshaft.dataproto import DataProto
+from camshaft.engine import StepContext, build_engine
+from camshaft.roles.base import EngineRole, of_responses
+
+
+class RefWorker(EngineRole):
+    """The actor's model as it was at the start, without an optimizer."""
+
+    def __init__(self, config: PPOConfig, topology: Topology):
+        super().__init__()
+        self.config = config
+        self.engine = build_engine(config.actor_rollout_ref.actor.strategy, ref_engine(config, topology))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` of the responses, at the temperature they were sampled with."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        found = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
+        return DataProto.from_dict({"ref_log_prob": of_responses(found, "log_probs", data).to("cpu")})

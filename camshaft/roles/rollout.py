@@ -1,0 +1,53 @@
+"""The rollout role: generation with the weights of somebody's engine.
+
+Reads `prompts` (and `sampling_seed` where the trainer wrote it); writes `responses`, `response_mask`,
+`rollout_log_probs`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from camshaft.config import PPOConfig, Topology, rollout_engine, sampling
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.engine import BaseEngine
+from camshaft.reshard import rollout_mode
+from camshaft.rollout import SamplingParams, build_rollout
+from camshaft.seat import Seat
+
+
+class RolloutWorker(Worker):
+    """A generator that takes its weights from `engine` at each call."""
+
+    def __init__(self, config: PPOConfig, topology: Topology, engine: BaseEngine):
+        super().__init__()
+        self.config, self.engine = config, engine
+        self.rollout = build_rollout(config.actor_rollout_ref.rollout.name, rollout_engine(config, topology))
+
+    @property
+    def seat(self) -> Seat:
+        return self.engine.seat
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row; `meta_info["validate"]` chooses the sampling of validation."""
+        params = SamplingParams(**sampling(self.config, validate=prompts.meta_info.get("validate", False)))
+        seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
+        start = time.perf_counter()
+        with rollout_mode(self.engine, self.rollout) as sync:
+            out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, seeds)
+        seconds = time.perf_counter() - start
+        metrics = out.metrics | sync.metrics()
+        metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
+        responses = out.responses.to("cpu")
+        chosen = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+        columns = {
+            "responses": responses,
+            "response_mask": chosen,
+            "rollout_log_probs": out.log_probs.to("cpu"),
+            "finished": out.finished.cpu(),
+        }
+        return DataProto.from_dict(columns, {"metrics": metrics})

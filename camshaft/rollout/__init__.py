@@ -1,0 +1,33 @@
+"""Rollout engines: one interface, one file per generator.
+
+    from camshaft.rollout import SamplingParams, build_rollout
+
+`torch` is the built-in generator (continuous batching on the training weights), `hf` is
+`transformers.generate`, the plain one. Roles import from here and never from a generator.
+"""
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.plugins import load
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+
+__all__ = [
+    "ROLLOUTS",
+    "BaseRollout",
+    "Generation",
+    "RolloutEngineConfig",
+    "SamplingParams",
+    "build_rollout",
+    "rollout_class",
+]
+
+ROLLOUTS = {"hf": "camshaft.rollout.hf:HFRollout", "torch": "camshaft.rollout.torch_rollout:TorchRollout"}
+
+
+def rollout_class(name: str) -> type[BaseRollout]:
+    """The class called `name`: a name above, an entry point, or `package.module:Class`."""
+    return load(name, ROLLOUTS, "camshaft.rollouts", BaseRollout)
+
+
+def build_rollout(name: str, config: RolloutEngineConfig) -> BaseRollout:
+    """A generator of the class called `name`; it has no weights before `load_weights`."""
+    return rollout_class(name)(config)

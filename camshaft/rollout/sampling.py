@@ -1,0 +1,149 @@
+"""Choosing the next token: pure functions of logits and of one uniform number per row.
+
+    scores = restrict(logits, temperature=0.8, top_k=50, top_p=0.95)
+    tokens, log_probs = draw(scores, uniform(seeds, positions))
+    tokens, log_probs = greedy(logits)
+
+Temperature comes first, then `top_k`, then `top_p`; what they remove has score -inf, and `log_probs` are those
+of the distribution that is left, the very one that is sampled from. The uniforms are a hash of a row's seed and
+of the token's position, so that a row's samples do not depend on the batch it rides in.
+
+Generators of this package import from here, and so may a test or a generator of somebody else.
+"""
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+"""A row of at most this many probabilities is searched at once, a longer one in blocks of this size."""
+
+CANDIDATES = 256
+"""So many of the likeliest tokens usually hold `top_p`; only where they do not is the whole row sorted."""
+
+UNITS = 2.0**48
+"""Probabilities are added up as integers, in units of 1 / UNITS."""
+
+
+def restrict(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+    """(B, V) scores of the distribution to sample from, float32 or better; -inf for what may not be sampled.
+
+    `top_k` < 1 and `top_p` >= 1 keep everything. Of the tokens that tie at the edge, all are kept: which of them
+    would go is nothing that a second computation could know.
+    """
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    size = scores.shape[-1]
+    kept = min(top_k, size) if top_k > 0 else size
+    if kept < size:
+        scores = scores.masked_fill(scores < scores.topk(kept, dim=-1).values[:, -1:], -torch.inf)
+    if top_p < 1.0:
+        scores = scores.masked_fill(scores < _edge_of_nucleus(scores, top_p, kept), -torch.inf)
+    return scores
+
+
+def _edge_of_nucleus(scores: Tensor, top_p: float, kept: int) -> Tensor:
+    """(B, 1) the lowest score of the likeliest tokens that together hold `top_p`; at most `kept` are alive."""
+    total = scores.double().logsumexp(-1, keepdim=True)
+    for width in (min(kept, CANDIDATES), kept):
+        best = scores.topk(width, dim=-1).values  # in order, the likeliest first
+        shares = (best.double() - total).exp()
+        until = shares.cumsum(-1)
+        if width == kept or bool((until[:, -1] >= top_p).all()):
+            break
+    last = (until - shares < top_p).sum(-1, keepdim=True).clamp(min=1) - 1
+    return best.gather(-1, last)
+
+
+def draw(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """One token per row by inverse CDF, `uniforms` (B,) float64 in [0, 1); -> (B,) tokens, (B,) float32 log-probs.
+
+    A token of probability zero is never drawn. Scores that are not finite numbers give log-probs that are not.
+    """
+    probs = scores.softmax(-1)
+    size = probs.shape[-1]
+    if size <= BLOCK:
+        tokens, _ = _pick(probs, uniforms)
+    else:
+        tokens = _pick_in_blocks(probs, uniforms)
+    # Where scores are NaN the search finds nothing and points behind the end.
+    tokens = tokens.clamp(max=size - 1)
+    return tokens, probs.gather(-1, tokens[:, None])[:, 0].log().float()
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token per row, the first of equals, and its log-prob under the model: at temperature 1."""
+    tokens = logits.argmax(-1)
+    probs = restrict(logits, temperature=1.0).softmax(-1)
+    return tokens, probs.gather(-1, tokens[:, None])[:, 0].log().float()
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """(B,) float64 in [0, 1), a fixed function of two (B,) int64.
+
+    Number `positions` of the stream of splitmix64 whose state is mix(seeds + g): with g = 0x9E3779B97F4A7C15,
+
+        uniform = (mix(mix(seed + g) + (position + 1) * g) >> 11) * 2^-53
+
+    where mix is the finaliser of splitmix64 (see `_mix`) and all arithmetic is modulo 2^64.
+    """
+    return _shift(_mix(_mix(seeds + _GOLDEN) + (positions + 1) * _GOLDEN), 11).double() * 2.0**-53
+
+
+def row_seeds(seed: int, call: int, num_rows: int) -> Tensor:
+    """(num_rows,) int64 seeds for the rows of call number `call`; all different for all practical purposes."""
+    streams = _mix(_mix(torch.tensor([seed]) + _GOLDEN) + torch.tensor([call + 1]) * _GOLDEN)
+    return _mix(streams + (torch.arange(num_rows) + 1) * _GOLDEN)
+
+
+def combined_seed(seeds: Tensor) -> int:
+    """One seed for a generator that takes no more than one, made of all `seeds` and their order."""
+    return int(_mix(seeds.cpu() + (torch.arange(len(seeds)) + 1) * _GOLDEN).sum()) & (2**63 - 1)
+
+
+def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) index drawn in proportion to `weights` (B, W), and (B,) how far into its share the uniform fell.
+
+    Sums of integers are exact in any order, so that the CDF never decreases, and it stands still exactly where
+    the weight is zero.
+    """
+    cdf = (weights.double() * UNITS).long().cumsum(-1)
+    point = uniforms * cdf[:, -1]
+    index = torch.searchsorted(cdf, point.long()[:, None], right=True)
+    bounds = torch.nn.functional.pad(cdf, (1, 1)).gather(-1, torch.cat([index, index + 1], dim=1))
+    return index[:, 0], (point - bounds[:, 0]) / (bounds[:, 1] - bounds[:, 0])
+
+
+def _pick_in_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """(B,) index drawn in proportion to `probs` (B, V): first a block, then a token in it.
+
+    A large vocabulary is read once, to sum up its blocks, instead of being converted and summed to the end.
+    """
+    size = probs.shape[-1]
+    whole = size - size % BLOCK
+    totals = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
+    if whole < size:
+        totals = torch.cat([totals, probs[:, whole:].sum(-1, keepdim=True)], dim=-1)
+    block, rest = _pick(totals, uniforms)
+    block = block.clamp(max=totals.shape[-1] - 1)
+    index = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
+    inside = probs.gather(-1, index.clamp(max=size - 1)).masked_fill(index >= size, 0)
+    # Scaled to one: the units of the integers are for sums of about one.
+    token, _ = _pick(inside / inside.sum(-1, keepdim=True), rest.clamp(0, 1 - 2.0**-53))
+    return block * BLOCK + token
+
+
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
+"""The increment of splitmix64, as a signed integer."""
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 on int64, whose products wrap around as those of uint64 do."""
+    x = (x ^ _shift(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shift(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Shift right and fill with zeros; torch itself fills int64 with the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)

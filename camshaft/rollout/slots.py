@@ -1,0 +1,175 @@
+"""Keys and values of unfinished rows: a slot for each row, and attention over the slots.
+
+    pool = SlotPool(hf.config, max_model_len=1024)
+    pool.reserve(num_slots=65, length=128)
+    hf(..., slots=PromptStep(pool, lengths, sources, targets, device))   # packed prompts -> slots
+    hf(..., slots=TokenStep(pool, positions, length))                    # one token of each row, slots 0..B-1
+    pool.copy(sources=[7], targets=[2], length=20)
+
+A model built with the "packed" attention calls `attend` of the object given as `slots=` in each of its layers.
+What shape keys and values have is learnt from the first call, so nothing here depends on the model's family.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from camshaft.errors import RolloutError
+from camshaft.models.attention import packed_attention, packed_kwargs
+
+GRAIN = 64
+"""Slots have a multiple of this many places."""
+
+SPAN = 16
+"""Attention looks at a multiple of this many places: masks that are aligned suit the kernels."""
+
+Layer = tuple[Tensor, Tensor]
+"""Keys and values, each (slots, heads, places, dim)."""
+
+
+class SlotPool:
+    """The memory, one block for keys and one for values in each layer; grows, and is freed by `clear`."""
+
+    def __init__(self, config: PretrainedConfig, max_model_len: int):
+        text = config.get_text_config()
+        values = text.to_dict()
+        self.name = text.model_type
+        self.num_layers: int = text.num_hidden_layers
+        self.max_length = -(-max_model_len // GRAIN) * GRAIN
+        window = values.get("sliding_window")
+        types = values.get("layer_types") or ["sliding_attention"] * self.num_layers
+        shorter = window is not None and window < max_model_len
+        self.windows = [window if shorter and kind == "sliding_attention" else None for kind in types]
+        self.layers: dict[int, Layer] = {}
+        self.num_slots = self.length = 0
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Have at least so many slots of at least so many places; what they hold stays."""
+        if num_slots <= self.num_slots and length <= self.length:
+            return
+        if length > self.length:
+            # Half as much again: each place is copied a few times at most while responses grow.
+            grown = max(length, self.length * 3 // 2)
+            self.length = min(-(-grown // GRAIN) * GRAIN, self.max_length)
+        self.num_slots = max(self.num_slots, num_slots)
+        for index, (keys, values) in self.layers.items():
+            self.layers[index] = self._larger(keys), self._larger(values)
+
+    def _larger(self, old: Tensor) -> Tensor:
+        # Zeros, since a masked place must not hold what is not a number.
+        new = old.new_zeros(self.num_slots, old.shape[1], self.length, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:
+        """The block of the layer that `module` belongs to, made for keys and values like these."""
+        index: Any = module.layer_idx
+        if index not in self.layers:
+            self.layers[index] = (
+                key.new_zeros(self.num_slots, key.shape[1], self.length, key.shape[3]),
+                value.new_zeros(self.num_slots, value.shape[1], self.length, value.shape[3]),
+            )
+        return self.layers[index]
+
+    def check_window(self, module: nn.Module, window: int | None) -> None:
+        """Refuse a layer that the config gives a window which the layer does not pass on."""
+        index: Any = module.layer_idx
+        if self.windows[index] is not None and self.windows[index] != window:
+            raise RolloutError(
+                f"layer {index} of {self.name} has a sliding window of {self.windows[index]} tokens, but tells its "
+                f"attention {window}; set max_model_len to at most the window, or generate with rollout.name=hf"
+            )
+
+    def check_layers(self) -> None:
+        """Refuse a model in which not every layer came here: the others would forget the tokens before."""
+        if len(self.layers) != self.num_layers:
+            raise RolloutError(
+                f"{self.name} has {self.num_layers} layers, of which {len(self.layers)} use plain attention; "
+                "generate with rollout.name=hf"
+            )
+
+    def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
+        """The first `length` places of slots `sources` also to slots `targets`; no slot is in both."""
+        for keys, values in self.layers.values():
+            keys[targets, :, :length] = keys[sources, :, :length]
+            values[targets, :, :length] = values[sources, :, :length]
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self.layers.clear()
+        self.num_slots = self.length = 0
+
+
+class PromptStep:
+    """One model call on packed prompts; the keys and values of prompt sources[i] go to slot targets[i]."""
+
+    def __init__(
+        self, pool: SlotPool, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
+    ):
+        self.pool = pool
+        self.kwargs = packed_kwargs(lengths, device)
+        sizes = torch.tensor(lengths)
+        starts = (sizes.cumsum(0) - sizes)[sources]
+        copied = sizes[sources]
+        positions = torch.arange(int(copied.sum())) - torch.repeat_interleave(copied.cumsum(0) - copied, copied)
+        self.positions = positions.to(device)
+        self.tokens = (positions + torch.repeat_interleave(starts, copied)).to(device)
+        self.slots = torch.repeat_interleave(torch.tensor(targets), copied).to(device)
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Attention inside each prompt; see `camshaft.models.attention.Slots`."""
+        self.pool.check_window(module, sliding_window)
+        keys, values = self.pool.layer(module, key, value)
+        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
+        values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
+        mixed, _ = packed_attention(
+            module, query, key, value, scaling=scaling, sliding_window=sliding_window, **self.kwargs
+        )
+        return mixed
+
+
+class TokenStep:
+    """One model call on one token of each row; the row in slot i has its token at positions[i]."""
+
+    def __init__(self, pool: SlotPool, positions: Tensor, length: int):
+        self.pool = pool
+        self.positions = positions
+        self.rows = torch.arange(len(positions), device=positions.device)
+        self.length = min(-(-length // SPAN) * SPAN, pool.length)
+        self.distance = positions[:, None] - torch.arange(self.length, device=positions.device)
+        self.masks: dict[int | None, Tensor] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        """Attention of each new token over the places of its slot; see `camshaft.models.attention.Slots`."""
+        keys, values = self.pool.layer(module, key, value)
+        keys[self.rows, :, self.positions] = key[:, :, 0]
+        values[self.rows, :, self.positions] = value[:, :, 0]
+        num_rows, num_heads, _, dim = query.shape
+        # The query heads that share a key head stand in for a longer query: no key is repeated.
+        grouped = query.reshape(num_rows, key.shape[1], -1, dim)
+        mixed = F.scaled_dot_product_attention(
+            grouped,
+            keys[:num_rows, :, : self.length],
+            values[:num_rows, :, : self.length],
+            attn_mask=self._mask(sliding_window, query.dtype),
+            scale=scaling,
+        )
+        return mixed.reshape(num_rows, 1, num_heads, -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """(B, 1, 1, places) zero for what a token sees, -inf for the rest; made once for all layers."""
+        if window not in self.masks:
+            hidden = self.distance < 0
+            if window is not None:
+                hidden |= self.distance >= window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self.masks[window] = mask[:, None, None]
+        return self.masks[window]

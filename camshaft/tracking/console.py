@@ -1,0 +1,101 @@
+"""The run on the screen: a live line on a terminal, one line per step elsewhere, a table at the end.
+
+    step 12/100  reward 0.531  kl 0.0012  tok/s 18,402  left 0:03:21
+
+Colours and movement follow the terminal; NO_COLOR is respected.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from camshaft.tracking.base import RunInfo, Tracker
+
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "reward": ("critic/score/mean",),
+    "loss": ("train/loss",),
+    "val": ("val/reward/mean", "val/loss"),
+    "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+    "tok/s": ("perf/throughput",),
+}
+"""What is worth a place on the line, and the metrics that tell it; the first that is there counts."""
+
+_WINDOW = 20
+"""Steps that the time left is estimated from."""
+
+
+class ConsoleTracker(Tracker):
+    """Writes to standard output, or to another rich console."""
+
+    def __init__(self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        self._run = run
+        self._console = console or Console()
+        self._clock = clock
+        self._began = clock()
+        self._moments: deque[tuple[int, float]] = deque([(run.resumed_step or 0, self._began)], maxlen=_WINDOW + 1)
+        self._history: dict[str, list[float]] = {}
+        self._num_steps = 0
+        self._live: Progress | None = None
+        self._task = TaskID(0)
+        if self._console.is_terminal:
+            self._live = Progress(
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=20),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[facts]}", markup=False),
+                console=self._console,
+            )
+            self._task = self._live.add_task(
+                run.experiment, total=run.total_steps, completed=run.resumed_step or 0, facts=""
+            )
+            self._live.start()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._num_steps += 1
+        self._moments.append((step, self._clock()))
+        there = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
+        found = {label: metrics[name] for label, name in there.items() if name}
+        for label, value in found.items():
+            self._history.setdefault(label, []).append(float(value))
+        facts = [f"{label} {_short(value)}" for label, value in found.items()]
+        facts.append(f"left {self._time_left(step)}")
+        if self._live:
+            self._live.update(self._task, completed=step, facts="  ".join(facts))
+        else:
+            self._line("  ".join([f"step {step}/{self._run.total_steps}", *facts]))
+
+    def finish(self) -> None:
+        if self._live:
+            self._live.stop()
+        if not self._num_steps:
+            return
+        elapsed = timedelta(seconds=round(self._clock() - self._began))
+        table = Table("", "first", "last", "lowest", "highest", title=f"{self._num_steps} steps in {elapsed}")
+        for label, values in self._history.items():
+            cells = (values[0], values[-1], min(values), max(values))
+            table.add_row(label, *(_short(value) for value in cells))
+        self._console.print(table)
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def _time_left(self, step: int) -> str:
+        (first, began), (last, now) = self._moments[0], self._moments[-1]
+        if last <= first:
+            return "?"
+        return str(timedelta(seconds=round((now - began) / (last - first) * (self._run.total_steps - step))))
+
+
+def _short(value: float) -> str:
+    """Four digits that matter, as a person would write them."""
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

@@ -1,0 +1,10 @@
+"""The trainers: the step of reinforcement learning, and supervised fine-tuning, on the same engines.
+
+ppo.py         PPOTrainer: the step, and the loop around it. Read this first
+parts.py       what a run is made of, built from the config
+advantages.py  scores -> rewards -> advantages, on the driver
+validate.py    scores on held-out prompts, and what was said
+metrics.py     the numbers of a step
+sft.py         SFTTrainer
+main_ppo.py, main_sft.py   the entry points: python -m camshaft.trainer.main_ppo key=value ...
+"""

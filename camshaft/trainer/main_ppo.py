@@ -1,0 +1,39 @@
+"""Train with PPO and its kin.
+
+    python -m camshaft.trainer.main_ppo data.train_files=train.parquet actor_rollout_ref.model.path=... key=value ...
+
+All keys: `camshaft config show`; one key: `camshaft config explain KEY`. `--cfg job` prints the composed
+config and starts nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.config import PPOConfig, run_with_hydra
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compose the config from the command line and run; returns the exit status."""
+    return run_with_hydra(list(sys.argv[1:] if argv is None else argv), "ppo_trainer", PPOConfig, run_ppo)
+
+
+def run_ppo(config: PPOConfig) -> int:
+    """One run. Nothing heavy is imported before the config was found good."""
+    from camshaft.config import Topology, batch_table, render_batch_table
+    from camshaft.trainer.parts import PPOParts
+    from camshaft.trainer.ppo import PPOTrainer
+    from camshaft.trainer.session import session
+
+    with session(config.trainer) as run, PPOParts(config) as parts:
+        run.say(render_batch_table(batch_table(config, Topology(config.trainer.world_size))))
+        trainer = PPOTrainer(config, parts)
+        saved = trainer.prepare()
+        with run.tracking(config, parts.total_steps, saved) as tracking:
+            trainer.fit(tracking)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

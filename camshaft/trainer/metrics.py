@@ -1,0 +1,110 @@
+"""The numbers of one step: timers, what workers report, what the batch shows.
+
+    metrics = StepMetrics()
+    with metrics.phase("gen"):                                  # timing_s/gen
+        batch = metrics.union(batch, actor.generate_sequences(batch))
+    metrics.add(batch_metrics(batch))
+
+Names are those that the ecosystem's dashboards know: `critic/score/mean`, `response_length/mean`,
+`actor/grad_norm`, `timing_s/gen`, `perf/throughput`, ...
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from camshaft.dataproto import DataProto
+from camshaft.trainer.advantages import mean_of_rows
+
+
+class StepMetrics:
+    """Collects the metrics of one step in the order of its phases."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a whole phase of the step."""
+        start = time.perf_counter()
+        yield
+        self.values[f"timing_s/{name}"] = time.perf_counter() - start
+
+    def add(self, values: Mapping[str, float]) -> None:
+        self.values.update(values)
+
+    def union(self, batch: DataProto, result: DataProto) -> DataProto:
+        """`batch` with the columns of a worker's result; the worker's metrics are kept here."""
+        self.add(result.meta_info.get("metrics", {}))
+        return batch.union(DataProto(result.columns))
+
+    def finished(self, batch: DataProto) -> dict[str, float]:
+        """All of them, with the time of the step and its throughput."""
+        seconds = time.perf_counter() - self._start
+        tokens = float(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
+        self.add({"timing_s/step": seconds, "perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds})
+        return self.values
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Rewards, advantages, lengths, and how far the rollout's log-probs are from the trainer's."""
+    mask = batch["response_mask"].values
+    responses, prompts = batch["responses"].lengths.float(), batch["prompts"].lengths.float()
+    found = {
+        **_spread("critic/score", batch["token_level_scores"].sum()),
+        **_spread("critic/rewards", batch["token_level_rewards"].sum()),
+        **_spread("critic/advantages", batch["advantages"].values[mask]),
+        **_spread("critic/returns", batch["returns"].values[mask]),
+        **_spread("response_length", responses),
+        **_spread("prompt_length", prompts),
+        "response_length/clip_ratio": 1.0 - float(batch["finished"].float().mean()),
+    }
+    if "values" in batch:
+        found |= _spread("critic/values", batch["values"].values[mask])
+        found["critic/vf_explained_var"] = _explained(batch["values"].values[mask], batch["returns"].values[mask])
+    if "entropy" in batch:
+        found["actor/entropy"] = float(batch["entropy"].values[mask].mean())
+    return found | mismatch(batch)
+
+
+def mismatch(batch: DataProto) -> dict[str, float]:
+    """What the rollout said of its tokens against what the trainer says of them.
+
+    With d = log pi_train - log pi_rollout: the largest and the mean |d|, the KL of the rollout's policy from
+    the trainer's by k1 (-d) and k3 (exp(d) - d - 1), and the effective share of the samples under the
+    sequence weights exp(sum d).
+    """
+    mask, train = batch["response_mask"], batch["old_log_probs"]
+    difference = train.like(torch.where(mask.values, train.values - batch["rollout_log_probs"].values, 0))
+    counted = difference.values[mask.values]
+    weights = torch.softmax(difference.sum().double(), dim=0)
+    k3 = difference.map(lambda d: torch.exp(d.clamp(-20, 20)) - d.clamp(-20, 20) - 1)
+    return {
+        "rollout/log_prob_diff_max": float(counted.abs().max()),
+        "rollout/log_prob_diff_mean": float(counted.abs().mean()),
+        "rollout/kl_k1": float(-counted.mean()),
+        "rollout/kl_k3": float(mean_of_rows(k3, mask).mean()),
+        "rollout/effective_sample_share": float(1 / (weights.square().sum() * len(weights))),
+    }
+
+
+def _spread(name: str, values: Tensor) -> dict[str, float]:
+    values = values.float()
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _explained(values: Tensor, returns: Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows only the mean."""
+    spread = float(returns.var())
+    return 1 - float((returns - values).var()) / spread if spread > 0 else math.nan

@@ -1,0 +1,84 @@
+"""What a PPO run is made of, built from its config. Everything that can fail early fails here.
+
+    with PPOParts(config) as parts:
+        PPOTrainer(config, parts).fit()
+
+In this order: tokenizer and data (a bad row ends the run before a model is loaded), the reward function
+(loaded in a worker process), then the roles. Leaving the context ends every process that was started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from camshaft.checkpoint import CheckpointManager
+from camshaft.config import PPOConfig, Topology
+from camshaft.controller import shutdown, spawn
+from camshaft.data import PromptOptions, StatefulLoader, load_prompts
+from camshaft.models.loader import load_tokenizer
+from camshaft.rewards.manager import RewardManager
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker
+
+if TYPE_CHECKING:
+    from camshaft.dataproto import DataProto
+
+
+class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
+    """Tokenizer, data, rewards, roles and checkpoints of one run."""
+
+    def __init__(self, config: PPOConfig):
+        self._exit = contextlib.ExitStack()
+        self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
+        self.loader = StatefulLoader(
+            self._prompts(config, train=True),
+            config.data.train_batch_size,
+            total_epochs=config.trainer.total_epochs,
+            shuffle=config.data.shuffle,
+            seed=config.data_seed(),
+        )
+        self.val_prompts = self._prompts(config, train=False)
+        self.total_steps = config.trainer.total_training_steps or len(self.loader)
+        self.checkpoints = CheckpointManager(config.trainer.default_local_dir)
+        self.topology = Topology(config.trainer.world_size)
+        with self._exit as undo:  # if a later part fails, the earlier ones are ended
+            self.rewards = self._rewards(config)
+            undo.callback(self.rewards.close)
+            self.actor = spawn(ActorRolloutRefWorker, config, self.topology, self.total_steps, name="actor_rollout_ref")
+            undo.callback(shutdown, self.actor)
+            self.critic: CriticWorker | None = None
+            if config.needs_critic():
+                self.critic = spawn(CriticWorker, config, self.topology, self.total_steps, name="critic")
+                undo.callback(shutdown, self.critic)
+            self._exit = undo.pop_all()
+
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
+
+    def decode(self, ids: list[list[int]]) -> list[str]:
+        """Texts of token ids, without special tokens."""
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+    def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
+        data = config.data
+        options = PromptOptions(
+            max_prompt_length=data.max_prompt_length,
+            truncation=data.truncation,
+            filter_overlong=data.filter_overlong_prompts,
+            prompt_key=data.prompt_key,
+            reward_fn_key=data.reward_fn_key,
+        )
+        paths, most = (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
+        return load_prompts([Path(path) for path in paths], self.tokenizer, options, None if most == -1 else most).batch
+
+    def _rewards(self, config: PPOConfig) -> RewardManager:
+        custom = config.custom_reward_function
+        return RewardManager(
+            custom.path,
+            custom.function_name(),
+            custom.reward_kwargs,
+            timeout=custom.timeout,
+            num_workers=custom.num_workers,
+            on_error=custom.on_error,
+        )

@@ -1,0 +1,153 @@
+"""PPO and its kin: the step, and the loop around it.
+
+    with PPOParts(config) as parts, Tracking(...) as tracking:
+        PPOTrainer(config, parts, tracking).fit()
+
+`step` is the algorithm, phase by phase; each phase adds columns to the batch (the table is in
+`columns.py`). The roles decide how a phase is computed, `advantages.py` holds what the driver computes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from camshaft.checkpoint import Saved
+from camshaft.config import PPOConfig
+from camshaft.dataproto import DataProto
+from camshaft.tracking import Tracking
+from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
+from camshaft.trainer.metrics import StepMetrics, batch_metrics
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
+from camshaft.trainer.validate import save_samples, validate
+
+logger = logging.getLogger(__name__)
+
+SEQUENCES = ("prompts", "responses", "response_mask")
+"""The columns that a role needs to run its model over the batch."""
+
+
+class PPOTrainer:
+    """One run."""
+
+    def __init__(self, config: PPOConfig, parts: PPOParts):
+        self.config, self.parts = config, parts
+        self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
+        self.kl = build_kl_controller(config.algorithm)
+        self.global_step = 0
+
+    # -- the algorithm ----------------------------------------------------------------------------
+
+    def step(self, prompts: DataProto) -> dict[str, float]:
+        """One iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
+        config, metrics = self.config, StepMetrics()
+        with metrics.phase("gen"):
+            batch = self._one_row_per_response(prompts)
+            batch = metrics.union(batch, self.actor.generate_sequences(batch.select("prompts", "sampling_seed")))
+        with metrics.phase("reward"):
+            scored = self.rewards.score(batch, self.parts.decode)
+            batch = batch.with_columns(token_level_scores=scored.token_level_scores)
+            metrics.add(scored.metrics)
+        with metrics.phase("old_log_prob"):
+            batch = metrics.union(batch, self.actor.compute_log_prob(batch.select(*SEQUENCES)))
+        if config.needs_reference():
+            with metrics.phase("ref"):
+                batch = metrics.union(batch, self.actor.compute_ref_log_prob(batch.select(*SEQUENCES)))
+        if self.critic is not None:
+            with metrics.phase("values"):
+                batch = metrics.union(batch, self.critic.compute_values(batch.select(*SEQUENCES)))
+        with metrics.phase("adv"):
+            rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
+            batch = batch.union(rewards)
+            batch = batch.union(estimate(batch, config.algorithm))
+            metrics.add(penalty)
+        learn = batch.drop("uid", "data_source", "ground_truth", "extra_info", "sampling_seed")
+        learn = learn.with_meta(update_seed=shuffle_seed(config.trainer.seed, self.global_step))
+        if self.critic is not None:
+            with metrics.phase("update_critic"):
+                metrics.add(self.critic.update_critic(learn).meta_info["metrics"])
+        if self.global_step > config.trainer.critic_warmup:
+            with metrics.phase("update_actor"):
+                metrics.add(self.actor.update_actor(learn).meta_info["metrics"])
+        metrics.add(batch_metrics(batch))
+        return metrics.finished(batch)
+
+    def _one_row_per_response(self, prompts: DataProto) -> DataProto:
+        """Each prompt `rollout.n` times, with a seed for each response."""
+        rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
+        seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows))
+        return rows.with_columns(sampling_seed=seeds).with_meta(recompute_log_prob=False)
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def prepare(self) -> Saved | None:
+        """Build the models and, if there is something to resume from, load it."""
+        self.actor.init_model()
+        if self.critic is not None:
+            self.critic.init_model()
+        saved = self._saved()
+        if saved is not None:
+            self.actor.load_checkpoint(saved.role("actor"))
+            if self.critic is not None:
+                self.critic.load_checkpoint(saved.role("critic"))
+            self.parts.loader.load_state_dict(saved.state["loader"])
+            self.kl.load_state_dict(saved.state["kl"])
+            self.global_step = saved.step
+            logger.info("resumed from %s", saved.folder)
+        return saved
+
+    def fit(self, tracking: Tracking) -> dict[str, float]:
+        """Train to the end; returns the metrics of the last step."""
+        trainer, total = self.config.trainer, self.parts.total_steps
+        metrics: dict[str, float] = {}
+        if trainer.val_before_train and trainer.test_freq > 0 and self.global_step == 0:
+            tracking.log(self.validate(), step=0)
+        for prompts in self.parts.loader:
+            if self.global_step >= total:
+                break
+            self.global_step += 1
+            metrics = self.step(prompts)
+            last = self.global_step == total
+            if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
+                metrics |= self.validate()
+            tracking.log(metrics, step=self.global_step)
+            if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
+                self.save()
+        return metrics
+
+    def validate(self) -> dict[str, float]:
+        """Score the held-out prompts; the first responses go to `validation/step_<n>.jsonl`."""
+        metrics, samples = validate(self.parts, self.config)
+        if samples:
+            folder = Path(self.config.trainer.default_local_dir) / "validation"
+            save_samples(samples, folder / f"step_{self.global_step}.jsonl")
+        return metrics
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """All state of the run, whole or not at all."""
+        trainer, step = self.config.trainer, self.global_step
+        roles = {"actor": self._writer(self.actor.save_checkpoint, "actor", trainer.max_actor_ckpt_to_keep)}
+        if self.critic is not None:
+            keep = trainer.max_critic_ckpt_to_keep
+            roles["critic"] = self._writer(self.critic.save_checkpoint, "critic", keep)
+        state = {"loader": self.parts.loader.state_dict(), "kl": self.kl.state_dict()}
+        self.parts.checkpoints.save(step, roles, state)
+
+    def _writer(self, save: Callable[..., None], role: str, keep: int | None) -> Callable[[str], None]:
+        remote = self.config.trainer.default_hdfs_dir
+        second = None if remote is None else f"{remote}/global_step_{self.global_step}/{role}"
+        return partial(save, hdfs_path=second, global_step=self.global_step, max_ckpt_to_keep=keep)
+
+    def _saved(self) -> Saved | None:
+        trainer, checkpoints = self.config.trainer, self.parts.checkpoints
+        if trainer.resume_mode == "disable":
+            return None
+        if trainer.resume_mode == "resume_path":
+            assert trainer.resume_from_path is not None, "the config was checked"
+            return checkpoints.open(trainer.resume_from_path)
+        return checkpoints.latest()

@@ -1,0 +1,62 @@
+"""Sizes that make a reader's day: guides, not laws. An exception is listed here with its reason."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2] / "camshaft"
+FILES = sorted(ROOT.rglob("*.py"))
+
+LONG_FILES: dict[str, str] = {}
+LONG_FUNCTIONS: dict[str, str] = {}
+MANY_PARAMETERS = {"models/tiny.py:make_tiny_model": "one per size of the model, all named at the call"}
+
+
+def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    found = []
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                found.append((f"{path.relative_to(ROOT)}:{node.name}", node))
+    return found
+
+
+def test_files_hold_one_idea() -> None:
+    sizes = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
+    long = {name: size for name, size in sizes.items() if size > 420 and name not in LONG_FILES}
+    assert not long, f"over 420 lines; which idea wants to leave home? {long}"
+
+
+def test_functions_fit_on_a_screen() -> None:
+    sizes = {name: (node.end_lineno or 0) - node.lineno + 1 for name, node in functions()}
+    long = {name: size for name, size in sizes.items() if size > 60 and name not in LONG_FUNCTIONS}
+    assert not long, long
+
+
+def test_functions_take_few_parameters() -> None:
+    counts = {name: len(node.args.args) + len(node.args.kwonlyargs) for name, node in functions()}
+    wide = {name: count for name, count in counts.items() if count > 8 and name not in MANY_PARAMETERS}
+    assert not wide, wide
+
+
+def test_modules_open_with_a_map() -> None:
+    missing = [
+        str(path.relative_to(ROOT))
+        for path in FILES
+        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    assert not missing, missing
+
+
+def test_no_module_is_called_utils() -> None:
+    assert not [path for path in FILES if path.stem in ("utils", "util", "helpers", "misc", "common")]
+
+
+def test_the_source_is_plain_ascii() -> None:
+    odd = [str(p.relative_to(ROOT)) for p in FILES if not p.read_text(encoding="utf-8").isascii()]
+    assert not odd, odd
+
+
+def test_torch_load_never_runs_code_from_a_file() -> None:
+    for path in FILES:
+        text = path.read_text(encoding="utf-8")
+        assert "weights_only=False" not in text.replace("torch.load with weights_only=False", ""), path

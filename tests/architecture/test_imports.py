@@ -1,0 +1,163 @@
+"""Who may import whom, read from the source: the order of the house is a test, not a diagram."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "camshaft"
+
+LEVELS = [
+    {"errors", "config", "seat", "storage", "plugins"},
+    {"ragged", "columns", "dataproto", "algorithms"},
+    {"models"},
+    {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
+    {"reshard"},
+    {"roles"},
+    {"trainer"},
+    {"cli", "__main__"},
+]
+"""Low to high. Lower never imports higher; parts of one level do not import each other."""
+
+ALLOWED_ON_ONE_LEVEL = {
+    ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
+    ("config", "errors"), ("config", "plugins"), ("__main__", "cli"), ("ragged", "columns"),
+}  # fmt: skip
+"""Within the two lowest levels, what is built from what; `python -m camshaft` is the command line."""
+
+HOMES = {
+    "ray": ["controller/ray.py"],
+    "vllm": ["rollout/vllm.py"],
+    "sglang": ["rollout/sglang.py"],
+    "torchtitan": ["engine/torchtitan"],
+    "megatron": ["engine/megatron"],
+    "wandb": ["tracking/wandb.py"],
+    "tensorboard": ["tracking/tensorboard.py"],
+    "peft": ["models/lora.py"],
+    "fsspec": ["storage.py", "checkpoint/remote.py"],
+    "hydra": ["config"],
+    "omegaconf": ["config"],
+    "pydantic": ["config"],
+    "pyarrow": ["data"],
+}
+"""Third-party libraries with one home each."""
+
+
+def level_of(part: str) -> int:
+    return next(i for i, parts in enumerate(LEVELS) if part in parts)
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, int]]:
+    """(dotted name, line) of everything that a file imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the whole name"
+            module = node.module or ""
+            yield from (
+                (f"{module}.{alias.name}" if module == "camshaft" else module, node.lineno) for alias in node.names
+            )
+
+
+def test_every_part_of_the_package_has_its_level() -> None:
+    known = set().union(*LEVELS)
+    assert {part_of(path) for path in modules()} - {"__init__"} <= known
+
+
+def test_lower_never_imports_higher_and_neighbours_do_not_import_each_other() -> None:
+    wrong = []
+    for path in modules():
+        here = part_of(path)
+        if here == "__init__":
+            continue
+        for name, line in imports(path):
+            if not name.startswith("camshaft.") or name == "camshaft.__version__":
+                continue
+            there = name.split(".")[1]
+            if there == here or (here, there) in ALLOWED_ON_ONE_LEVEL:
+                continue
+            if level_of(there) >= level_of(here):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_is_imported_in_its_home_only(library: str) -> None:
+    strangers = []
+    for path in modules():
+        relative = str(path.relative_to(ROOT))
+        at_home = any(relative == home or relative.startswith(home + "/") for home in HOMES[library])
+        if not at_home:
+            strangers += [f"{relative}:{line}" for name, line in imports(path) if name.split(".")[0] == library]
+    assert not strangers, f"{library} is imported outside {HOMES[library]}: {strangers}"
+
+
+def test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only() -> None:
+    facades = {"camshaft.engine", "camshaft.engine.base", "camshaft.rollout", "camshaft.rollout.base"}
+    wrong = []
+    for path in modules():
+        if part_of(path) in ("roles", "reshard", "trainer"):
+            wrong += [
+                f"{path.relative_to(ROOT)}:{line} imports {name}"
+                for name, line in imports(path)
+                if name.startswith(("camshaft.engine.", "camshaft.rollout.")) and name not in facades
+            ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nobody_compares_a_strategy_outside_a_facade() -> None:
+    wrong = []
+    for path in modules():
+        if part_of(path) == "config":
+            continue  # which features are there yet is a fact about names
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+                names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                if "strategy" in names:
+                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert not wrong, wrong
+
+
+def test_algorithms_import_nothing_of_the_package() -> None:
+    for path in (ROOT / "algorithms").glob("*.py"):
+        names = [name for name, _ in imports(path) if name.startswith("camshaft") and "camshaft.algorithms" not in name]
+        assert not names, f"{path.name}: {names}"
+
+
+@pytest.mark.parametrize(
+    "module", ["camshaft", "camshaft.config", "camshaft.cli", "camshaft.columns", "camshaft.rewards.worker"]
+)
+def test_light_modules_leave_torch_out(module: str) -> None:
+    run(f"import sys, {module}; heavy = {{'torch', 'transformers', 'pyarrow'}} & set(sys.modules); assert not heavy")
+
+
+def test_the_command_line_answers_without_torch() -> None:
+    code = """
+import sys
+from camshaft.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
+    assert "check-engine" in run(code)
+
+
+def run(code: str) -> str:
+    """What a fresh Python prints for `code`, which must end well."""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    return done.stdout

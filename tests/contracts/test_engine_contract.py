@@ -1,0 +1,60 @@
+"""Every engine of this package keeps every rule of the contract, and the contract notices who does not."""
+
+from pathlib import Path
+
+import pytest
+from support.broken_engines import CAUGHT_BY, PatchesTransformers
+
+from camshaft.engine import ENGINES, engine_class
+from camshaft.engine.contract import RULES, Lab, Rule, check_engine
+from camshaft.engine.lab import Violation
+from camshaft.engine.reference import ReferenceEngine
+
+BY_NAME = {rule.name: rule for rule in RULES}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+@pytest.mark.parametrize("strategy", ENGINES)
+def test_engine_keeps_rule(strategy: str, rule: Rule, tmp_path: Path) -> None:
+    rule.check(Lab(engine_class(strategy), tmp_path))
+
+
+@pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
+def test_contract_names_the_rule_that_a_broken_engine_breaks(
+    broken: type[ReferenceEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if broken is PatchesTransformers:
+        import transformers.models.qwen2.modeling_qwen2 as modeling
+
+        monkeypatch.setattr(modeling.Qwen2Attention, "forward", modeling.Qwen2Attention.forward)
+    with pytest.raises(Violation):
+        BY_NAME[CAUGHT_BY[broken]].check(Lab(broken, tmp_path))
+
+
+def test_every_rule_has_a_meaning_of_one_line_and_its_own_name() -> None:
+    assert len(BY_NAME) == len(RULES)
+    for rule in RULES:
+        assert rule.meaning.splitlines()[0].endswith("."), rule.name
+
+
+def test_an_engine_that_crashes_breaks_rules_and_the_others_still_run(tmp_path: Path) -> None:
+    class Crashes(ReferenceEngine):
+        def optimizer_step(self) -> float:
+            raise ZeroDivisionError("boom")
+
+    told: list[str] = []
+    rules = [BY_NAME["step equals plain"], BY_NAME["predictions"]]
+    findings = check_engine(Crashes, str(tmp_path), lambda f: told.append(f.rule.name), rules)
+    assert told == ["step equals plain", "predictions"]
+    assert findings[0].problem == "ZeroDivisionError: boom"
+    assert findings[1].problem is None
+
+
+def test_an_engine_without_a_method_fails_at_construction_and_by_name(tmp_path: Path) -> None:
+    from camshaft.engine.base import BaseEngine
+
+    class Half(BaseEngine):
+        def init_model(self) -> None: ...
+
+    with pytest.raises(TypeError, match="forward_backward_step"):
+        Half(Lab(ReferenceEngine, tmp_path).config())  # pyright: ignore[reportAbstractUsage]

@@ -1,0 +1,376 @@
+"""PPO once more, written from the definitions: slow, padded, one file, nothing shared with the package.
+
+    for step in train(Settings(actor="models/tiny", critic="models/tiny_value", data="train.parquet"), reward):
+        step.metrics["actor/pg_loss"]
+
+The oracle of `test_parity.py`. Prompts are padded on the left and responses on the right, a forward pass is a
+call of `transformers` on whole mini-batches, tokens are drawn with a full forward pass for each of them, and
+advantages are computed by loops over Python floats. Read from the bottom up: `train` is the algorithm.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+Reward = Callable[[str, str, Any, dict[str, Any]], float]
+Rows = list[list[float]]
+WORD = 2**64
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. Batch sizes count prompts; each brings `n` sequences."""
+
+    actor: str
+    data: str
+    critic: str | None = None
+    dtype: str = "float32"
+    seed: int = 1
+    steps: int = 10
+    batch_size: int = 8
+    mini_batch_size: int = 4
+    epochs: int = 2
+    n: int = 1
+    response_length: int = 8
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    estimator: str = "gae"
+    gamma: float = 1.0
+    lam: float = 1.0
+    kl_in_reward: bool = False
+    kl_penalty: str = "kl"
+    kl_control: str = "fixed"
+    kl_coef: float = 0.005
+    kl_target: float = 0.1
+    kl_horizon: int = 10000
+    kl_loss: bool = False
+    kl_loss_type: str = "low_var_kl"
+    kl_loss_coef: float = 0.001
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float = 3.0
+    clip_value: float = 0.5
+    entropy_coeff: float = 0.001
+    aggregation: str = "token-mean"
+    actor_lr: float = 1e-6
+    actor_lr_warmup: int = 0
+    critic_lr: float = 1e-5
+    critic_lr_warmup: int = 0
+    critic_warmup: int = 0
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did; weights are those after it."""
+
+    metrics: dict[str, float]
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    rollout_log_probs: Rows
+    actor: dict[str, Tensor]
+    critic: dict[str, Tensor]
+
+
+@dataclass
+class Batch:
+    """B sequences: prompts on the left of column P, responses of up to T tokens from there."""
+
+    ids: Tensor
+    """(B, P + T)"""
+    attention: Tensor
+    """(B, P + T) 1 where there is a token"""
+    mask: Tensor
+    """(B, T) bool: response tokens"""
+    columns: dict[str, Tensor]
+    """(B, T) each, 0 where there is no token"""
+
+    def rows(self, index: Tensor) -> "Batch":
+        return Batch(
+            self.ids[index], self.attention[index], self.mask[index], {k: v[index] for k, v in self.columns.items()}
+        )
+
+
+# -- models -----------------------------------------------------------------------------------------
+
+
+def load(path: str, head: Any, dtype: str) -> Any:
+    return head.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+
+
+def logits(model: Any, batch: Batch) -> Tensor:
+    """(B, T, ...) what the model says before each response token."""
+    positions = (batch.attention.cumsum(1) - 1).clamp(min=0)
+    found = model(batch.ids, attention_mask=batch.attention, position_ids=positions, use_cache=False).logits
+    return found[:, batch.ids.shape[1] - batch.mask.shape[1] - 1 : -1]
+
+
+def log_probs_and_entropy(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
+    logp = torch.log_softmax(logits(model, batch) / temperature, dim=-1)
+    chosen = batch.ids[:, -batch.mask.shape[1] :]
+    entropy = -(logp.exp() * logp).sum(-1)
+    return logp.gather(-1, chosen[:, :, None])[:, :, 0] * batch.mask, entropy * batch.mask
+
+
+def values_of(model: Any, batch: Batch) -> Tensor:
+    return logits(model, batch)[:, :, 0] * batch.mask
+
+
+def weights(model: Any) -> dict[str, Tensor]:
+    return {} if model is None else {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+# -- data and sampling --------------------------------------------------------------------------------
+
+
+def prompts_of(settings: Settings, tokenizer: Any) -> Iterator[list[tuple[list[int], dict[str, Any]]]]:
+    """Prompts with their rows, for one step after another; an epoch that does not fill a batch ends early."""
+    rows = pq.read_table(settings.data).to_pylist()
+    ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
+    for epoch in range(settings.steps):
+        order = np.random.default_rng((settings.seed, epoch)).permutation(len(rows))
+        for start in range(0, len(rows) - settings.batch_size + 1, settings.batch_size):
+            yield [(ids[i], rows[i]) for i in order[start : start + settings.batch_size] for _ in range(settings.n)]
+
+
+def mix(x: int) -> int:
+    """The finaliser of splitmix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
+    return x ^ x >> 31
+
+
+def uniform(seed: int, position: int) -> float:
+    """In [0, 1): number `position` of the stream of `seed`."""
+    return (mix((mix((seed + GOLDEN) % WORD) + (position + 1) * GOLDEN) % WORD) >> 11) * 2.0**-53
+
+
+def draw(scores: Tensor, settings: Settings, u: float) -> tuple[int, float]:
+    """A token by inverse CDF and its log-prob, from (V,) logits: temperature, then top_k, then top_p."""
+    scores = scores.double() / settings.temperature
+    if settings.top_k > 0:
+        scores[scores < scores.sort(descending=True).values[settings.top_k - 1]] = -math.inf
+    if settings.top_p < 1:
+        probs, order = scores.softmax(0).sort(descending=True)
+        before = probs.cumsum(0) - probs
+        scores[order[before >= settings.top_p]] = -math.inf
+    probs = scores.softmax(0)
+    token = int((probs.cumsum(0) <= u).sum())
+    return token, math.log(float(probs[token]))
+
+
+@torch.no_grad()
+def generate(model: Any, prompts: list[list[int]], settings: Settings, step: int, stop: int) -> tuple[Batch, Rows]:
+    """Responses up to the end-of-sequence token or the length limit, and the log-probs they were drawn with."""
+    width, seeds = max(map(len, prompts)), [(settings.seed * 2**20 + step) * 2**24 + row for row in range(len(prompts))]
+    ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+    attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    log_probs: Rows = [[] for _ in prompts]
+    going = [True] * len(prompts)
+    for t in range(settings.response_length):
+        positions = (attention.cumsum(1) - 1).clamp(min=0)
+        found = model(ids, attention_mask=attention, position_ids=positions, use_cache=False).logits[:, -1]
+        column = [0] * len(prompts)
+        alive = list(going)
+        for row in (row for row in range(len(prompts)) if alive[row]):
+            u = uniform(seeds[row], len(prompts[row]) + t)
+            column[row], log_prob = draw(found[row], settings, u)
+            log_probs[row].append(log_prob)
+            going[row] = column[row] != stop
+        ids = torch.cat([ids, torch.tensor(column)[:, None]], dim=1)
+        attention = torch.cat([attention, torch.tensor(alive).long()[:, None]], dim=1)
+    return Batch(ids, attention, attention[:, width:].bool(), {}), log_probs
+
+
+# -- rewards and advantages: loops over rows of response tokens ------------------------------------------
+
+
+def rows_of(column: Tensor, mask: Tensor) -> Rows:
+    return [values[: int(m.sum())].tolist() for values, m in zip(column, mask, strict=True)]
+
+
+def grid(rows: Rows, like: Tensor) -> Tensor:
+    return torch.tensor([row + [0.0] * (like.shape[1] - len(row)) for row in rows], dtype=like.dtype)
+
+
+def kl(d: Tensor, kind: str) -> Tensor:
+    """Of d = log pi - log pi_ref."""
+    if kind == "low_var_kl":
+        d = d.clamp(-20, 20)
+        return ((-d).exp() + d - 1).clamp(-10, 10)
+    return {"kl": d, "abs": d.abs(), "mse": d * d / 2}[kind]
+
+
+def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    """Whitened advantages, and returns."""
+    advantages: Rows = []
+    for r, v in zip(rewards, values, strict=True):
+        row, carried, after = [0.0] * len(r), 0.0, 0.0
+        for t in range(len(r) - 1, -1, -1):
+            carried = r[t] + gamma * after - v[t] + gamma * lam * carried
+            row[t], after = carried, v[t]
+        advantages.append(row)
+    returns = [[a + x for a, x in zip(row, v, strict=True)] for row, v in zip(advantages, values, strict=True)]
+    every = [a for row in advantages for a in row]
+    mean, root = statistics.fmean(every), math.sqrt(statistics.variance(every) + 1e-8)
+    return [[(a - mean) / root for a in row] for row in advantages], returns
+
+
+def grpo(rewards: Rows, n: int) -> tuple[Rows, Rows]:
+    """Each row's total against those of its group, on every token."""
+    totals = [math.fsum(r) for r in rewards]
+    advantages: Rows = []
+    for row, r in enumerate(rewards):
+        group = totals[row // n * n : row // n * n + n]
+        advantages.append([(totals[row] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)] * len(r))
+    return advantages, [[total] * len(r) for total, r in zip(totals, rewards, strict=True)]
+
+
+# -- losses -------------------------------------------------------------------------------------------
+
+
+def aggregate(x: Tensor, mask: Tensor, mode: str) -> Tensor:
+    x = x * mask
+    if mode == "token-mean":
+        return x.sum() / mask.sum()
+    if mode == "seq-mean-token-mean":
+        return (x.sum(1) / mask.sum(1)).mean()
+    assert mode == "seq-mean-token-sum"
+    return x.sum(1).mean()
+
+
+def actor_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
+    old, advantages = batch.columns["old_log_probs"], batch.columns["advantages"]
+    log_probs, entropy = log_probs_and_entropy(model, batch, settings.temperature)
+    difference = (log_probs - old).clamp(-20, 20)
+    ratio = difference.exp()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    worse = torch.maximum(plain, clipped)
+    per_token = torch.where(advantages < 0, torch.minimum(worse, -advantages * settings.clip_dual), worse)
+    policy = aggregate(per_token, batch.mask, settings.aggregation)
+    loss = policy - settings.entropy_coeff * aggregate(entropy, batch.mask, settings.aggregation)
+    lower = (advantages < 0) & (worse > -advantages * settings.clip_dual)
+    metrics = {
+        "pg_loss": policy,
+        "ppo_kl": aggregate(-difference, batch.mask, "token-mean"),
+        "pg_clipfrac": aggregate((clipped > plain).to(ratio), batch.mask, "token-mean"),
+        "pg_clipfrac_lower": aggregate(lower.to(ratio), batch.mask, "token-mean"),
+    }
+    if settings.kl_loss:
+        distance = kl(log_probs - batch.columns["ref_log_prob"], settings.kl_loss_type)
+        metrics["kl_loss"] = aggregate(distance, batch.mask, settings.aggregation)
+        loss = loss + settings.kl_loss_coef * metrics["kl_loss"]
+    return loss, metrics
+
+
+def critic_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
+    old, returns = batch.columns["values"], batch.columns["returns"]
+    values = values_of(model, batch)
+    near = torch.minimum(torch.maximum(values, old - settings.clip_value), old + settings.clip_value)
+    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
+    loss = aggregate(torch.maximum(plain, clipped) / 2, batch.mask, settings.aggregation)
+    fraction = aggregate((clipped > plain).to(values), batch.mask, "token-mean")
+    return loss, {"vf_loss": loss, "vf_clipfrac": fraction, "vpred_mean": aggregate(values, batch.mask, "token-mean")}
+
+
+# -- training -----------------------------------------------------------------------------------------
+
+
+class Learner:
+    """A model with its optimizer and its learning rate, which warms up over calls of `update`."""
+
+    def __init__(self, model: Any, loss: Any, lr: float, warmup: int, settings: Settings):
+        self.model, self.loss, self.lr, self.warmup, self.settings = model, loss, lr, warmup, settings
+        self.optimizer = torch.optim.AdamW(model.parameters(), weight_decay=settings.weight_decay)
+        self.updates = 0
+
+    def update(self, batch: Batch, step: int) -> dict[str, float]:
+        """Some epochs over the batch; metrics are means over the optimizer steps."""
+        settings, size = self.settings, self.settings.mini_batch_size * self.settings.n
+        self.updates += 1
+        self.optimizer.param_groups[0]["lr"] = self.lr * min(1.0, self.updates / max(self.warmup, 1))
+        shuffle = torch.Generator().manual_seed(settings.seed * 2**20 + step)
+        found: list[dict[str, float]] = []
+        for _ in range(settings.epochs):
+            for index in torch.randperm(len(batch.ids), generator=shuffle).split(size):
+                loss, metrics = self.loss(self.model, batch.rows(index), settings)
+                self.optimizer.zero_grad()
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
+                self.optimizer.step()
+                found.append({name: float(value) for name, value in (metrics | {"grad_norm": norm}).items()})
+        return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+
+
+def train(settings: Settings, reward: Reward) -> Iterator[Step]:
+    """The algorithm."""
+    tokenizer = AutoTokenizer.from_pretrained(settings.actor)
+    policy = load(settings.actor, AutoModelForCausalLM, settings.dtype)
+    reference = load(settings.actor, AutoModelForCausalLM, settings.dtype)
+    critic = load(settings.critic, AutoModelForTokenClassification, settings.dtype) if settings.critic else None
+    learner = Learner(policy, actor_loss, settings.actor_lr, settings.actor_lr_warmup, settings)
+    critic_learner = critic and Learner(critic, critic_loss, settings.critic_lr, settings.critic_lr_warmup, settings)
+    beta = settings.kl_coef
+    for step, asked in zip(range(1, settings.steps + 1), prompts_of(settings, tokenizer), strict=False):
+        prompts = [ids for ids, _ in asked]
+        batch, rollout_log_probs = generate(policy, prompts, settings, step, tokenizer.eos_token_id)
+        mask, columns = batch.mask, batch.columns
+        responses = [ids[m].tolist() for ids, m in zip(batch.ids[:, -mask.shape[1] :], mask, strict=True)]
+        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        scores = [
+            reward(row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+            for text, (_, row) in zip(texts, asked, strict=True)
+        ]
+        with torch.no_grad():
+            columns["old_log_probs"], entropy = log_probs_and_entropy(policy, batch, settings.temperature)
+            columns["ref_log_prob"], _ = log_probs_and_entropy(reference, batch, settings.temperature)
+            if critic:
+                columns["values"] = values_of(critic, batch)
+        rewards = [[0.0] * (len(tokens) - 1) + [score] for tokens, score in zip(responses, scores, strict=True)]
+        metrics = {
+            "critic/score/mean": statistics.fmean(scores),
+            "actor/entropy": float(entropy.sum() / mask.sum()),
+            "response_length/mean": statistics.fmean(map(len, responses)),
+        }
+        if settings.kl_in_reward:
+            penalty = kl(columns["old_log_probs"] - columns["ref_log_prob"], settings.kl_penalty)
+            distances = rows_of(penalty, mask)
+            rewards = [
+                [r - beta * d for r, d in zip(*row, strict=True)] for row in zip(rewards, distances, strict=True)
+            ]
+            # What the controller follows is the mean over sequences of each one's mean over its tokens.
+            current = statistics.fmean(statistics.fmean(row) for row in distances)
+            metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+            if settings.kl_control == "adaptive":
+                error = min(max(current / settings.kl_target - 1, -0.2), 0.2)
+                beta *= 1 + error * len(prompts) / settings.kl_horizon
+        if critic:
+            values = rows_of(columns["values"], mask)
+            advantages, returns = gae(rewards, values, settings.gamma, settings.lam)
+            metrics["critic/values/mean"] = statistics.fmean(v for row in values for v in row)
+        else:
+            advantages, returns = grpo(rewards, settings.n)
+        columns["advantages"] = grid(advantages, columns["old_log_probs"])
+        columns["returns"] = grid(returns, columns["old_log_probs"])
+        metrics |= {
+            "critic/rewards/mean": statistics.fmean(map(math.fsum, rewards)),
+            "critic/advantages/max": max(map(max, advantages)),
+            "critic/returns/mean": statistics.fmean(r for row in returns for r in row),
+        }
+        if critic_learner:
+            metrics |= {f"critic/{name}": value for name, value in critic_learner.update(batch, step).items()}
+        if step > settings.critic_warmup:
+            metrics |= {f"actor/{name}": value for name, value in learner.update(batch, step).items()}
+        yield Step(metrics, prompts, responses, rollout_log_probs, weights(policy), weights(critic))

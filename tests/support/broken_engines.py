@@ -1,0 +1,231 @@
+"""Engines with one mistake each, of the kind that real backends have had. The contract must find every one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from camshaft.dataproto import DataProto
+from camshaft.engine import step
+from camshaft.engine.base import Batch, StepContext
+from camshaft.engine.reference import ReferenceEngine
+
+
+def _as_ever(engine: ReferenceEngine, *args: Any, **kwargs: Any) -> Any:
+    return ReferenceEngine.forward_backward_step(engine, *args, **kwargs)
+
+
+class LocalCounts(ReferenceEngine):
+    """Divides by the counts of the micro-batch instead of those of the mini-batch."""
+
+    def set_loss_fn(self, loss_fn: Any) -> None:
+        def local(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+            mask = data["loss_mask"]
+            ctx["num_tokens"] = max(float(mask.values.sum()), 1.0)
+            ctx["num_sequences"] = max(float((mask.map(Tensor.float).sum() > 0).sum()), 1.0)
+            return loss_fn(data, predictions, ctx)
+
+        super().set_loss_fn(local)
+
+
+class MeanOfMicroBatches(ReferenceEngine):
+    """Averages the micro-batches' losses, as gradient accumulation does that counts micro-batches."""
+
+    def forward_backward_step(
+        self, batch: Batch, ctx: Any = None, forward_only: bool = False, *hooks: Any, **k: Any
+    ) -> Any:
+        if forward_only or self.config.micro_batch_size is None:
+            return _as_ever(self, batch, ctx, forward_only, *hooks, **k)
+        parts = -(-len(batch) // self.config.micro_batch_size)
+        predictions, loss, ctx = _as_ever(self, batch, ctx, forward_only, *hooks, **k)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= parts
+        return predictions, loss / parts, ctx
+
+
+class ForgetsOrder(ReferenceEngine):
+    """Returns predictions in the order in which the micro-batches ran."""
+
+    def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(step, "restore_order", _in_order_of_running):
+            return _as_ever(self, *args, **kwargs)
+
+
+def _in_order_of_running(plan: Any, parts: Any) -> Any:
+    return parts[0].concat(list(parts)) if hasattr(parts[0], "lengths") else torch.cat(list(parts))
+
+
+class SoftBudget(ReferenceEngine):
+    """Takes the token budget for a wish."""
+
+    def __init__(self, config: Any):
+        loose = {n: getattr(config, n) and 10 * getattr(config, n) for n in ("max_tokens", "infer_max_tokens")}
+        super().__init__(config.model_copy(update=loose))
+
+
+class NormAfterClipping(ReferenceEngine):
+    """Reports the norm that is left."""
+
+    def optimizer_step(self) -> float:
+        return min(super().optimizer_step(), self.config.grad_clip)
+
+
+class NoClipping(ReferenceEngine):
+    """Reports the norm and does not clip."""
+
+    def __init__(self, config: Any):
+        super().__init__(config.model_copy(update={"grad_clip": 1e9}))
+
+
+class StepsIntoNaN(ReferenceEngine):
+    """Updates whatever the gradient is."""
+
+    def optimizer_step(self) -> float:
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.grad_clip)
+        self.optimizer.step()
+        return float(norm)
+
+
+class ReadsEachLoss(ReferenceEngine):
+    """Reads the loss of every micro-batch back from the device."""
+
+    def set_loss_fn(self, loss_fn: Any) -> None:
+        def reading(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+            loss, ctx = loss_fn(data, predictions, ctx)
+            assert loss.item() == loss.item()
+            return loss, ctx
+
+        super().set_loss_fn(reading)
+
+
+class AlwaysTrains(ReferenceEngine):
+    """Leaves dropout on in eval_mode."""
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        with self.train_mode():
+            yield
+
+
+class IgnoresTemperature(ReferenceEngine):
+    """Takes log-probs at temperature 1, whatever was sampled."""
+
+    def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
+        ctx = None if ctx is None else {k: v for k, v in ctx.items() if k != "temperature"}
+        return _as_ever(self, batch, ctx, *args, **kwargs)
+
+
+class SwallowsKeys(ReferenceEngine):
+    """Drops ctx keys that it does not know."""
+
+    def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
+        known = StepContext.__annotations__
+        ctx = None if ctx is None else {k: v for k, v in ctx.items() if k in known}
+        return _as_ever(self, batch, ctx, *args, **kwargs)
+
+
+class ForgetsOptimizer(ReferenceEngine):
+    """Saves the weights and calls it a checkpoint."""
+
+    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+        self.optimizer.state.clear()
+
+
+class ForgetsRandomState(ReferenceEngine):
+    """Does not restore what dropout draws from."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(*args, **kwargs)
+        torch.manual_seed(12345)
+
+
+class TrustsFiles(ReferenceEngine):
+    """Loads what is there without looking at the checksums."""
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with mock.patch("camshaft.storage.verify", return_value={}):
+            super().load_checkpoint(*args, **kwargs)
+
+
+class KeepsEverything(ReferenceEngine):
+    """Accepts max_ckpt_to_keep and keeps all."""
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
+    ) -> None:
+        super().save_checkpoint(local_path, hdfs_path, global_step, None)
+
+
+class DeletesOriginals(ReferenceEngine):
+    """Removes the folder it loaded, wherever it came from."""
+
+    def load_checkpoint(self, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = True) -> None:
+        super().load_checkpoint(local_path, hdfs_path, False)
+        if del_local_after_load and Path(local_path).exists():
+            __import__("shutil").rmtree(local_path)
+
+
+class OwnNames(ReferenceEngine):
+    """Streams weights under the names of its wrapper."""
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().named_weights():
+            yield f"module.{name}", weight
+
+
+class WarmsUpTooLow(ReferenceEngine):
+    """Half the rate during warm-up."""
+
+    def lr_scheduler_step(self) -> float:
+        rate = super().lr_scheduler_step()
+        return 0.5 * rate if self.schedule.update < 2 else rate
+
+
+class OtherSignature(ReferenceEngine):
+    """Renames a parameter of the interface."""
+
+    def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:  # pyright: ignore
+        super().to(where, model, optimizer)
+
+
+class PatchesTransformers(ReferenceEngine):
+    """Replaces a method of the model class."""
+
+    def init_model(self) -> None:
+        super().init_model()
+        import transformers.models.qwen2.modeling_qwen2 as modeling
+
+        plain = modeling.Qwen2Attention.forward
+        modeling.Qwen2Attention.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+
+
+CAUGHT_BY: dict[type[ReferenceEngine], str] = {
+    LocalCounts: "split invariance",
+    MeanOfMicroBatches: "split invariance",
+    ForgetsOrder: "any split same order",
+    SoftBudget: "token budget is hard",
+    NormAfterClipping: "norm is before clipping",
+    NoClipping: "norm is before clipping",
+    StepsIntoNaN: "non finite gradient is skipped",
+    ReadsEachLoss: "no wait per micro batch",
+    AlwaysTrains: "modes",
+    IgnoresTemperature: "predictions",
+    SwallowsKeys: "context",
+    ForgetsOptimizer: "resume is bitwise",
+    ForgetsRandomState: "resume is bitwise",
+    TrustsFiles: "half a checkpoint is none",
+    KeepsEverything: "retention",
+    DeletesOriginals: "remote copy",
+    OwnNames: "weights have hugging face names",
+    WarmsUpTooLow: "schedule",
+    OtherSignature: "interface",
+    PatchesTransformers: "libraries are left alone",
+}
+"""Each mistake, and the rule that must name it."""

@@ -1,0 +1,62 @@
+"""Tiny models and batches for tests: folders are made once per session and shared, so never write into them.
+
+folder = tiny_folder("llama", sliding_window=4)
+batch = tiny_batch([5, 1, 7])                # DataProto with input_ids and loss_mask
+"""
+
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
+
+# Removed by its finaliser when the interpreter ends.
+_HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
+
+
+@cache
+def tiny_tokenizer_folder() -> Path:
+    """A folder with the tokenizer alone."""
+    folder = Path(_HOME.name) / "tokenizer"
+    make_tiny_tokenizer(folder)
+    return folder
+
+
+def tiny_folder(family: str = "qwen2", **sizes: Any) -> Path:
+    """A model folder with the given arguments of `make_tiny_model`; equal arguments share one folder."""
+    return _tiny_folder(family, tuple(sorted((key, _frozen(value)) for key, value in sizes.items())))
+
+
+@cache
+def _tiny_folder(family: str, sizes: tuple[tuple[str, Any], ...]) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-", dir=_HOME.name))
+    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes}
+    return make_tiny_model(folder, family, **arguments)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def tiny_rows(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
+    """Rows of random tokens of a tiny model."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, VOCABULARY_ROWS, (length,), generator=generator) for length in lengths]
+
+
+def wanted(lengths: Sequence[int]) -> Tensor:
+    """`at` of all tokens that have one before them in their row."""
+    ids = Ragged(torch.zeros(sum(lengths)), torch.tensor(lengths))
+    return ids.positions().nonzero().squeeze(-1)
+
+
+def tiny_batch(lengths: Sequence[int] = (5, 3, 9, 1), seed: int = 0) -> DataProto:
+    """Random rows of these lengths; the loss counts all tokens but the first two of each row."""
+    ids = Ragged.from_rows(tiny_rows(lengths, seed), dtype=torch.int64)
+    return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() >= 2)})

@@ -1,0 +1,149 @@
+"""Roles that learn nothing, for the tests of the controller."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.seat import Seat
+
+
+class Toy(Worker):
+    """Data-parallel over all ranks."""
+
+    def __init__(self, factor: float = 2.0, fail_on: int | None = None):
+        if fail_on == self.rank:
+            raise ValueError("no such model")
+        self.factor = factor
+        self.child: subprocess.Popen[bytes] | None = None
+
+    # -- DP_COMPUTE_PROTO
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def scale(self, batch: DataProto, shift: float = 0.0) -> DataProto:
+        scaled = batch["tokens"].map(lambda values: values * self.factor + shift)
+        return DataProto({"scaled": scaled, "uid": batch["uid"]}, {"said_by": self.seat.dp_rank})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def rows_seen(self, batch: DataProto) -> DataProto:
+        return batch.with_columns(seen=torch.full((len(batch),), len(batch)))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def keep(self, batch: DataProto) -> None:
+        self.kept = batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def same(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def mean(self, batch: DataProto) -> DataProto:
+        return float(batch["x"].mean())  # pyright: ignore[reportReturnType]
+
+    # -- ONE_TO_ALL
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_factor(self, factor: float) -> float:
+        self.factor = factor
+        return factor + 100 * self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sum_over_ranks(self, value: float) -> float:
+        total = torch.tensor(value + self.rank)
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.item()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self, on_rank: int) -> None:
+        if self.rank == on_rank:
+            raise KeyError("weights of layer 3")
+        if self.world > 1:
+            dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail_everywhere(self) -> None:
+        raise KeyError("weights of layer 3")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stall(self, on_rank: int, seconds: float = 120.0) -> None:
+        if self.rank == on_rank:
+            time.sleep(seconds)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def kill(self, on_rank: int) -> None:
+        if self.rank == on_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.barrier()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def crash(self, on_rank: int) -> None:
+        if self.rank == on_rank:
+            os.kill(os.getpid(), signal.SIGSEGV)
+            time.sleep(60)
+
+    # -- RANK_ZERO, ALL_TO_ALL
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def calls_of_rank_zero(self) -> int:
+        self.count = vars(self).get("count", 0) + 1
+        return self.count
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def counts(self) -> Any:
+        return vars(self).get("count", 0)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def echo(self, value: Any) -> Any:
+        return self.rank, value
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def pids(self) -> Any:
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def environment(self) -> Any:
+        return os.environ.get("TOY"), os.environ.get("RANK"), torch.get_num_threads()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def start_child(self) -> Any:
+        self.child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)"])
+        return self.child.pid
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def give_a_lambda(self) -> Any:
+        return lambda: None
+
+    def helper(self) -> None:
+        """Not for the driver."""
+
+
+class PairedToy(Toy):
+    """Two neighbours hold one model together: they read the same rows, and the second does not collect."""
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.rank, self.world, self.rank // 2, self.world // 2, collects=self.rank % 2 == 0)
+
+
+class LateToy(Toy):
+    """Like a role whose engine knows its seat only after the model is built."""
+
+    ready = False
+
+    @property
+    def seat(self) -> Seat:
+        if not self.ready:
+            raise RuntimeError("init_model comes first")
+        return Seat(self.rank, self.world, self.world - 1 - self.rank, self.world)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        self.ready = True

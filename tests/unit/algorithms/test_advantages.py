@@ -1,0 +1,340 @@
+"""Advantage estimators: hand-worked numbers, plain loops as an oracle, and what must not matter."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from camshaft.algorithms.advantages import (
+    gae,
+    grpo,
+    opo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+)
+
+NAN = float("nan")
+F64 = torch.float64
+
+# Four rows, two groups, ragged: R = 1, 3, 2, 6 and lengths 2, 1, 3, 1.
+REWARDS = torch.tensor([[0.0, 1.0, NAN], [3.0, NAN, NAN], [1.0, 0.0, 1.0], [6.0, NAN, NAN]], dtype=F64)
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]], dtype=torch.bool)
+GROUPS = torch.tensor([7, 7, 3, 3])
+
+
+def spread(*rows):
+    """Per-row numbers on the grid of MASK."""
+    return torch.where(MASK, torch.tensor(rows, dtype=F64)[:, None], 0.0)
+
+
+def whitened(grid, mask):
+    """By the standard library, over the counted entries."""
+    kept = grid[mask].tolist()
+    mean, var = statistics.fmean(kept), statistics.variance(kept)
+    return torch.where(mask, (grid - mean) / math.sqrt(var + 1e-8), 0.0)
+
+
+# -- by hand ------------------------------------------------------------------------------------------
+
+
+def test_gae_by_hand_with_a_tool_token_in_the_middle():
+    rewards = torch.tensor([[0.0, NAN, 1.0]], dtype=F64)
+    values = torch.tensor([[0.5, NAN, 0.25]], dtype=F64)
+    mask = torch.tensor([[True, False, True]])
+    # t=2: delta = 1 - 0.25 = 0.75 = A_2
+    # t=1: passes through
+    # t=0: delta = 0 + 0.8 * 0.25 - 0.5 = -0.3;  A_0 = -0.3 + 0.8 * 0.5 * 0.75 = 0
+    # returns = (0 + 0.5, 0.75 + 0.25);  whitening (0, 0.75): mean 0.375, variance 2 * 0.375^2
+    advantages, returns = gae(rewards, values, mask, gamma=0.8, lam=0.5)
+    torch.testing.assert_close(returns, torch.tensor([[0.5, 0.0, 1.0]], dtype=F64))
+    half = 0.375 / math.sqrt(2 * 0.375**2 + 1e-8)
+    torch.testing.assert_close(advantages, torch.tensor([[-half, 0.0, half]], dtype=F64))
+
+
+def test_gae_with_lambda_one_learns_from_the_plain_return():
+    rewards = torch.tensor([[1.0, 2.0, 4.0]], dtype=F64)
+    values = torch.tensor([[9.0, -3.0, 0.5]], dtype=F64)
+    _, returns = gae(rewards, values, torch.ones(1, 3, dtype=torch.bool), gamma=1.0, lam=1.0)
+    torch.testing.assert_close(returns, torch.tensor([[7.0, 6.0, 4.0]], dtype=F64))
+
+
+def test_gae_of_one_token_cannot_be_whitened():
+    with pytest.raises(ValueError, match="at least 2 counted tokens"):
+        gae(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), gamma=1.0, lam=1.0)
+
+
+def test_grpo_by_hand():
+    # group 7: R = 1, 3, mean 2, std sqrt(2);  group 3: R = 2, 6, mean 4, std sqrt(8)
+    a, b = 1 / (math.sqrt(2) + 1e-6), 2 / (math.sqrt(8) + 1e-6)
+    advantages, returns = grpo(REWARDS, MASK, GROUPS, norm_by_std=True)
+    torch.testing.assert_close(advantages, spread(-a, a, -b, b))
+    torch.testing.assert_close(returns, spread(1.0, 3.0, 2.0, 6.0))
+
+
+def test_grpo_without_the_standard_deviation_only_centres():
+    advantages, _ = grpo(REWARDS, MASK, GROUPS, norm_by_std=False)
+    torch.testing.assert_close(advantages, spread(-1.0, 1.0, -2.0, 2.0))
+
+
+def test_equal_rewards_have_no_advantage_not_even_a_rounding_error():
+    # 0.1 is not a binary fraction; what rounding leaves would be divided by std + 1e-6
+    rewards, mask = torch.full((7, 1), 0.1), torch.ones(7, 1, dtype=torch.bool)
+    advantages, _ = grpo(rewards, mask, torch.zeros(7, dtype=torch.int64))
+    assert (advantages == 0).all()
+
+
+def test_rloo_by_hand():
+    # the other row of the group is the baseline: 1 - 3, 3 - 1, 2 - 6, 6 - 2
+    advantages, _ = rloo(REWARDS, MASK, GROUPS)
+    torch.testing.assert_close(advantages, spread(-2.0, 2.0, -4.0, 4.0))
+
+
+def test_rloo_of_three():
+    rewards = torch.tensor([[1.0], [2.0], [6.0]], dtype=F64)
+    advantages, _ = rloo(rewards, torch.ones(3, 1, dtype=torch.bool), torch.zeros(3, dtype=torch.int64))
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2
+    torch.testing.assert_close(advantages, torch.tensor([[-3.0], [-1.5], [4.5]], dtype=F64))
+
+
+def test_opo_by_hand():
+    # group 7: lengths 2, 1, b = (2 * 1 + 1 * 3) / 3 = 5/3;  group 3: lengths 3, 1, b = (3 * 2 + 1 * 6) / 4 = 3
+    advantages, _ = opo(REWARDS, MASK, GROUPS)
+    torch.testing.assert_close(advantages, spread(1 - 5 / 3, 3 - 5 / 3, -1.0, 3.0))
+
+
+def test_reinforce_plus_plus_by_hand():
+    # gamma 1/2: row 0: (0 + 1/2, 1); row 1: 3; row 2: (1 + 1/4, 1/2, 1); row 3: 6
+    returns = torch.tensor([[0.5, 1.0, 0.0], [3.0, 0.0, 0.0], [1.25, 0.5, 1.0], [6.0, 0.0, 0.0]], dtype=F64)
+    advantages, found = reinforce_plus_plus(REWARDS, MASK, gamma=0.5)
+    torch.testing.assert_close(found, returns)
+    torch.testing.assert_close(advantages, whitened(returns, MASK))
+
+
+def test_reinforce_plus_plus_carries_the_return_over_a_tool_token():
+    rewards = torch.tensor([[0.0, NAN, NAN, 2.0]], dtype=F64)
+    _, returns = reinforce_plus_plus(rewards, torch.tensor([[True, False, False, True]]), gamma=0.5)
+    torch.testing.assert_close(returns, torch.tensor([[1.0, 0.0, 0.0, 2.0]], dtype=F64))
+
+
+def test_reinforce_plus_plus_baseline_by_hand():
+    advantages, returns = reinforce_plus_plus_baseline(REWARDS, MASK, GROUPS)
+    torch.testing.assert_close(advantages, whitened(spread(-1.0, 1.0, -2.0, 2.0), MASK))
+    torch.testing.assert_close(returns, spread(1.0, 3.0, 2.0, 6.0))
+
+
+def test_remax_by_hand():
+    # reward-to-go (1, 1), (3), (2, 1, 1), (6) less the greedy rewards 1, 2, 0, 7
+    to_go = torch.tensor([[1.0, 1.0, 0.0], [3.0, 0.0, 0.0], [2.0, 1.0, 1.0], [6.0, 0.0, 0.0]], dtype=F64)
+    advantages, returns = remax(REWARDS, MASK, torch.tensor([1.0, 2.0, 0.0, 7.0], dtype=F64))
+    expected = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [2.0, 1.0, 1.0], [-1.0, 0.0, 0.0]], dtype=F64)
+    torch.testing.assert_close(advantages, expected)
+    torch.testing.assert_close(returns, to_go)
+
+
+@pytest.mark.parametrize("fn", [grpo, rloo, opo])
+def test_a_group_of_one_has_no_baseline(fn):
+    rewards = torch.tensor([[5.0], [1.0], [3.0]], dtype=F64)
+    advantages, _ = fn(rewards, torch.ones(3, 1, dtype=torch.bool), torch.tensor([9, 4, 4]))
+    torch.testing.assert_close(advantages[0, 0], torch.tensor(5.0, dtype=F64), rtol=1e-5, atol=0)
+
+
+def test_rows_without_a_counted_token_give_zeros():
+    mask = MASK.clone()
+    mask[1] = False
+    for name, estimator in ESTIMATORS.items():
+        advantages, returns = estimator(inputs_of(REWARDS, mask), AdvantageOptions())
+        assert (advantages[1] == 0).all(), name
+        assert (returns[1] == 0).all(), name
+        assert advantages.isfinite().all(), name
+
+
+# -- one calling convention -----------------------------------------------------------------------------
+
+
+def inputs_of(rewards, mask, rows=slice(None)):
+    """Everything that any estimator could need; values and baselines are made from the rewards."""
+    clean = torch.where(mask, rewards, 0.0)
+    return AdvantageInputs(
+        rewards[rows],
+        mask[rows],
+        values=torch.where(mask, clean / 2 + 0.25, NAN)[rows],
+        groups=GROUPS[rows] if len(rewards) == len(GROUPS) else (torch.arange(len(rewards)) // 2)[rows],
+        baselines=(clean.sum(1) / 3)[rows],
+    )
+
+
+def test_names_are_those_of_the_config():
+    assert set(ESTIMATORS) == {
+        "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
+    }  # fmt: skip
+
+
+def test_an_estimator_says_what_it_needs():
+    assert {name for name, e in ESTIMATORS.items() if e.needs_critic} == {"gae"}
+    groups = {name for name, e in ESTIMATORS.items() if e.needs_groups}
+    assert groups == {"grpo", "rloo", "reinforce_plus_plus_baseline", "opo"}
+    assert {name for name, e in ESTIMATORS.items() if e.needs_baselines} == {"remax"}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_what_an_estimator_says_it_needs_is_what_it_fails_without(name):
+    estimator = ESTIMATORS[name]
+    bare = AdvantageInputs(REWARDS, MASK)
+    needs = {
+        "values": estimator.needs_critic,
+        "groups": estimator.needs_groups,
+        "baselines": estimator.needs_baselines,
+    }
+    missing = [what for what, needed in needs.items() if needed]
+    if not missing:
+        estimator(bare, AdvantageOptions())
+        return
+    with pytest.raises(ValueError, match=f"`{missing[0]}`"):
+        estimator(bare, AdvantageOptions())
+
+
+def test_options_reach_the_formulas():
+    inputs = inputs_of(REWARDS, MASK)
+    options = AdvantageOptions(gamma=0.5, lam=0.25, norm_by_std=False)
+    expected = {
+        "gae": gae(REWARDS, inputs.values, MASK, gamma=0.5, lam=0.25),
+        "grpo": grpo(REWARDS, MASK, GROUPS, norm_by_std=False),
+        "reinforce_plus_plus": reinforce_plus_plus(REWARDS, MASK, gamma=0.5),
+    }
+    for name, (advantages, returns) in expected.items():
+        found = ESTIMATORS[name](inputs, options)
+        assert torch.equal(found[0], advantages), name
+        assert torch.equal(found[1], returns), name
+
+
+# -- against plain loops ----------------------------------------------------------------------------------
+
+
+def loop_gae(rewards, values, mask, gamma, lam):
+    """Rows as Python lists of the counted tokens only."""
+    raw = torch.zeros_like(rewards)
+    for i in range(len(rewards)):
+        kept = [t for t in range(rewards.shape[1]) if mask[i, t]]
+        for k, start in enumerate(kept):
+            total, factor = 0.0, 1.0
+            for position, t in enumerate(kept[k:], start=k):
+                after = values[i, kept[position + 1]] if position + 1 < len(kept) else 0.0
+                total += factor * (rewards[i, t] + gamma * after - values[i, t])
+                factor *= gamma * lam
+            raw[i, start] = total
+    return whitened(raw, mask), torch.where(mask, raw + values, 0.0)
+
+
+def loop_group(name, rewards, mask, groups):
+    totals = [
+        sum(r for r, m in zip(rs, ms, strict=True) if m) for rs, ms in zip(rewards.tolist(), mask.tolist(), strict=True)
+    ]
+    lengths = mask.sum(1).tolist()
+    result = []
+    for i, group in enumerate(groups.tolist()):
+        members = [j for j, other in enumerate(groups.tolist()) if other == group]
+        alone = len(members) == 1
+        mean = 0.0 if alone else statistics.fmean(totals[j] for j in members)
+        if name == "grpo":
+            std = 1.0 if alone else statistics.stdev([totals[j] for j in members])
+            result.append((totals[i] - mean) / (std + 1e-6))
+        elif name == "rloo":
+            others = [totals[j] for j in members if j != i]
+            result.append(totals[i] - (statistics.fmean(others) if others else 0.0))
+        elif name == "opo":
+            weighed = sum(lengths[j] * totals[j] for j in members) / max(sum(lengths[j] for j in members), 1)
+            result.append(totals[i] - (0.0 if alone else weighed))
+        else:
+            result.append(totals[i] - mean)
+    grid = torch.where(mask, torch.tensor(result, dtype=F64)[:, None], 0.0)
+    return whitened(grid, mask) if name == "reinforce_plus_plus_baseline" else grid
+
+
+@st.composite
+def batches(draw):
+    """Rewards on a coarse lattice (so that groups tie at times), any mask with two tokens or more."""
+    num_rows, width = draw(st.integers(1, 6)), draw(st.integers(2, 6))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randint(-4, 5, (num_rows, width), generator=generator).to(F64) / 4
+    mask = torch.rand(num_rows, width, generator=generator) < draw(st.sampled_from([0.3, 0.7, 1.0]))
+    mask[0, :2] = True
+    values = torch.randn(num_rows, width, dtype=F64, generator=generator)
+    groups = torch.randint(0, 3, (num_rows,), generator=generator) * 5 - 3
+    baselines = torch.randn(num_rows, dtype=F64, generator=generator)
+    return AdvantageInputs(rewards, mask, values, groups, baselines)
+
+
+@settings(deadline=None, max_examples=60)
+@given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
+def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
+    expected = loop_gae(batch.rewards, batch.values, batch.mask, gamma, lam)
+    found = gae(batch.rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+@settings(deadline=None, max_examples=40)
+@given(batch=batches())
+def test_group_estimators_are_those_of_a_loop_over_rows(name, batch):
+    advantages, _ = ESTIMATORS[name](batch, AdvantageOptions())
+    expected = loop_group(name, batch.rewards, batch.mask, batch.groups)
+    torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+
+
+# -- what must not matter -----------------------------------------------------------------------------------
+
+OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None, max_examples=25)
+@given(batch=batches(), padding=st.integers(0, 4), junk=st.sampled_from([NAN, math.inf, -1e30]))
+def test_padding_and_what_stands_at_masked_tokens_do_not_matter(name, batch, padding, junk):
+    width = batch.mask.shape[1]
+
+    def spoil(grid):
+        spoilt = torch.where(batch.mask, grid, junk)
+        return torch.cat([spoilt, torch.full((len(grid), padding), junk, dtype=grid.dtype)], dim=1)
+
+    mask = torch.cat([batch.mask, torch.zeros(len(batch.mask), padding, dtype=torch.bool)], dim=1)
+    spoilt = AdvantageInputs(spoil(batch.rewards), mask, spoil(batch.values), batch.groups, batch.baselines)
+    for expected, found in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](spoilt, OPTIONS), strict=True):
+        torch.testing.assert_close(found[:, :width], expected)
+        assert (found[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@settings(deadline=None, max_examples=25)
+@given(batch=batches(), seed=st.integers(0, 1000))
+def test_rows_may_come_in_any_order(name, batch, seed):
+    order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
+    shuffled = AdvantageInputs(
+        batch.rewards[order], batch.mask[order], batch.values[order], batch.groups[order], batch.baselines[order]
+    )
+    for expected, found in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](shuffled, OPTIONS), strict=True):
+        torch.testing.assert_close(found, expected[order], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_results_have_the_dtype_and_shape_of_the_rewards_and_no_gradient(name):
+    whole = inputs_of(REWARDS.float(), MASK)
+    inputs = AdvantageInputs(whole.rewards, MASK, whole.values.requires_grad_(), whole.groups, whole.baselines)
+    for grid in ESTIMATORS[name](inputs, AdvantageOptions()):
+        assert grid.dtype == torch.float32
+        assert grid.shape == MASK.shape
+        assert not grid.requires_grad
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+def test_names_of_groups_do_not_matter(name):
+    renamed = AdvantageInputs(REWARDS, MASK, groups=torch.tensor([-(2**40), -(2**40), 2**40, 2**40]))
+    expected = ESTIMATORS[name](inputs_of(REWARDS, MASK), OPTIONS)
+    torch.testing.assert_close(ESTIMATORS[name](renamed, OPTIONS), expected)

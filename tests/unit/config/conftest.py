@@ -1,0 +1,41 @@
+"""Words that make a config which passes every check: one process, files that exist."""
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> list[str]:
+    """Overrides for an RL run."""
+    _files(tmp_path)
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"critic.model.path={tmp_path}/model",
+        "actor_rollout_ref.actor.strategy=reference",
+        "actor_rollout_ref.rollout.name=torch",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+    ]
+
+
+@pytest.fixture
+def sft_words(tmp_path: Path) -> list[str]:
+    """Overrides for a supervised run."""
+    _files(tmp_path)
+    return [
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        f"model.path={tmp_path}/model",
+        "strategy=reference",
+        "trainer.device=cpu",
+    ]
+
+
+def _files(folder: Path) -> None:
+    for name in ("train.parquet", "val.parquet"):
+        (folder / name).touch()
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")

@@ -1,0 +1,101 @@
+"""Older names mean what the new ones mean, are told once, and may not contradict them."""
+
+import logging
+
+import pytest
+
+from camshaft.config import PPOConfig, SFTConfig, from_container, load_ppo, load_sft
+from camshaft.config.aliases import KEYS, VALUES
+from camshaft.config.tree import fields, get
+from camshaft.errors import ConfigError
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.WARNING, "camshaft.config")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        ("actor_rollout_ref.model.external_libs=my_pkg", "actor_rollout_ref.model.external_lib", "my_pkg"),
+        ("actor_rollout_ref.model.external_libs=[one,two]", "actor_rollout_ref.model.external_lib", "one,two"),
+        (
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+            "actor_rollout_ref.actor.optim.lr_scheduler_type",
+            "cosine",
+        ),
+        ("actor_rollout_ref.actor.optim.clip_grad=0.3", "actor_rollout_ref.actor.grad_clip", 0.3),
+        ("critic.optim.grad_clip=0.3", "critic.grad_clip", 0.3),
+        ("algorithm.gemma=0.9", "algorithm.gamma", 0.9),
+        ("reward.custom_reward_function.timeout=3.0", "custom_reward_function.timeout", 3.0),
+        ("reward.custom_reward_function.reward_kwargs.a=1", "custom_reward_function.reward_kwargs", {"a": 1}),
+        ("trainer.logger=[console,file]", "trainer.logger", ("console", "jsonl")),
+        ("trainer.logger=file", "trainer.logger", ("jsonl",)),
+        ("actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.rollout.dtype", "bfloat16"),
+    ],
+)
+def test_an_older_name_sets_the_new_key_and_is_told_once(words, warnings, word, key, value):
+    config = load_ppo([*words, word])
+    assert get(config.model_dump(), key) == value
+    assert len(warnings.messages) == 1
+    assert "older" in warnings.messages[0]
+
+
+def test_what_follows_from_a_key_follows_its_older_name(words):
+    config = load_ppo([*words, "actor_rollout_ref.model.external_libs=my_pkg"])
+    assert config.critic.model.external_lib == "my_pkg"
+
+
+def test_older_names_work_in_files(words, warnings, tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "algorithm: {gemma: 0.5}\nactor_rollout_ref: {actor: {optim: {warmup_style: cosine}}}"
+    )
+    config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
+    assert config.algorithm.gamma == 0.5
+    assert config.actor_rollout_ref.actor.optim.lr_scheduler_type == "cosine"
+    assert len(warnings.messages) == 2
+
+
+def test_older_names_work_in_supervised_runs(sft_words, warnings):
+    config = load_sft([*sft_words, "optim.warmup_style=constant", "optim.clip_grad=2.0"])
+    assert (config.optim.lr_scheduler_type, config.grad_clip) == ("constant", 2.0)
+    assert len(warnings.messages) == 2
+
+
+def test_an_older_name_that_says_the_same_is_fine(words):
+    config = load_ppo([*words, "algorithm.gemma=0.9", "algorithm.gamma=0.9"])
+    assert config.algorithm.gamma == 0.9
+
+
+@pytest.mark.parametrize("newer", ["0.8", "1.0"])  # another value, and the default typed by hand
+def test_setting_both_names_differently_is_an_error(words, newer):
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.gemma = 0\.9\n.*is the older name of algorithm\.gamma"
+    ) as caught:
+        load_ppo([*words, "algorithm.gemma=0.9", f"algorithm.gamma={newer}"])
+    assert f"set to {newer}" in str(caught.value)
+
+
+def test_a_dict_that_holds_both_names_differently_is_an_error():
+    with pytest.raises(ConfigError, match=r"is the older name of algorithm\.gamma"):
+        from_container({"algorithm": {"gemma": 0.9, "gamma": 1.0}}, PPOConfig)
+
+
+def test_a_wrong_value_under_an_older_name_is_told_under_the_new_one(words):
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma = 7\n.*at most 1"):
+        load_ppo([*words, "algorithm.gemma=7"])
+
+
+def test_the_older_global_micro_batch_size_is_a_key_of_its_own(words, warnings):
+    config = load_ppo([*words, "actor_rollout_ref.actor.ppo_micro_batch_size=32"])
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size == 32
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None
+    assert not warnings.messages
+
+
+def test_the_table_leads_to_keys_that_exist_from_names_that_do_not():
+    known = {**fields(PPOConfig), **fields(SFTConfig)}
+    assert all(key in known and older not in known for older, key in KEYS.items())
+    assert all(key in known for key in VALUES)

@@ -1,0 +1,214 @@
+"""What several keys must fulfil together, with the arithmetic in the message."""
+
+import json
+
+import pytest
+
+from camshaft.config import Topology, load_ppo, load_sft, micro_batch_per_rank
+from camshaft.config.checks import check
+from camshaft.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def _error(words, load=load_ppo) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(words)
+    return str(caught.value)
+
+
+# -- batch arithmetic -----------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_not_whole_mini_batches_is_told_with_the_sum(words):
+    # 1000 x 4 = 4000 sequences; a mini-batch is 256 x 4 = 1024; 4000 = 3 x 1024 + 928.
+    # 768 = 3 x 256 and 1024 = 4 x 256 would fit; 250 is the largest divisor of 1000 that is not above 256.
+    text = _error([*words, "data.train_batch_size=1000", f"{ROLLOUT}.n=4"])
+    assert "One thing is wrong" in text
+    assert f"{ACTOR}.ppo_mini_batch_size = 256" in text
+    assert "1000 prompts x rollout.n=4 = 4000 sequences" in text
+    assert "4000 = 3 x 1024 + 928" in text
+    assert f"data.train_batch_size=768 or 1024, or {ACTOR}.ppo_mini_batch_size=250" in text
+
+
+def test_the_critics_mini_batch_is_checked_by_itself_where_it_differs(words):
+    text = _error([*words, "critic.ppo_mini_batch_size=100"])
+    assert "critic.ppo_mini_batch_size = 100" in text
+    assert "1024 = 10 x 100 + 24" in text
+    load_ppo([*words, "critic.ppo_mini_batch_size=100", "algorithm.adv_estimator=reinforce_plus_plus"])
+
+
+def test_a_mini_batch_larger_than_the_batch_is_told_with_what_to_type(words):
+    text = _error([*words, "data.train_batch_size=32"])
+    assert f"Type {ACTOR}.ppo_mini_batch_size=32" in text
+
+
+def test_a_micro_batch_larger_than_the_mini_batch_is_fine(words):
+    load_ppo([*words, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2"])
+
+
+def _ranks(words, count: int, *more: str) -> str:
+    """Problems with `count` ranks, which the loader would refuse before it came to that."""
+    config = load_ppo([*words, *more])
+    trainer = config.trainer.model_copy(update={"n_gpus_per_node": count})
+    return "\n".join(f"{p.key} {p.sentence}" for p in check(config.model_copy(update={"trainer": trainer})))
+
+
+def test_a_mini_batch_must_split_evenly_over_ranks(words):
+    # 256 x 2 = 512 sequences over 3 ranks: 170 each and 2 left over.
+    assert "256 prompts x rollout.n=2 = 512 sequences = 3 ranks x 170 + 2" in _ranks(words, 3, f"{ROLLOUT}.n=2")
+    assert _ranks(words, 8) == ""
+
+
+def test_an_older_micro_batch_must_split_evenly_over_ranks(words):
+    found = _ranks(words, 16, f"{ACTOR}.ppo_micro_batch_size=24")
+    assert f"{ACTOR}.ppo_micro_batch_size counts sequences over all ranks" in found
+    assert "24 = 16 ranks x 1 + 8" in found
+    assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=1" in found
+    assert _ranks(words, 16, f"{ACTOR}.ppo_micro_batch_size=24", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == ""
+
+
+def test_a_token_budget_must_hold_the_longest_sequence(words):
+    budget = [*words, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"]
+    text = _error(budget)
+    assert "data.max_prompt_length=512 + rollout.response_length=512 = 1024" in text
+    # the actor's and that of its log-probs, which follows it; no reference is used, the critic's is 32768
+    assert "2 things are wrong" in text
+    load_ppo([*budget, f"{ACTOR}.ppo_max_token_len_per_gpu=1024"])
+
+
+def test_a_run_needs_prompts_for_one_iteration(words):
+    assert "data.train_batch_size=1024" in _error([*words, "data.train_max_samples=1000"])
+
+
+def test_micro_batch_per_rank_prefers_the_newer_key_and_splits_the_older():
+    assert micro_batch_per_rank(3, 64, 8) == 3
+    assert micro_batch_per_rank(None, 64, 8) == 8
+    with pytest.raises(ConfigError, match="64 do not split evenly over 7 ranks"):
+        micro_batch_per_rank(None, 64, 7)
+    with pytest.raises(ConfigError, match="64 do not split evenly over 128 ranks"):
+        Topology(128).share(64, "sequences")
+
+
+# -- algorithm and sampling -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+def test_group_estimators_need_several_responses(words, estimator):
+    words = [*words, f"algorithm.adv_estimator={estimator}"]
+    assert f"{ROLLOUT}.n=1" in _error(words)
+    load_ppo([*words, f"{ROLLOUT}.n=2"])
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "makes 4 equal responses"),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], "makes 4 equal responses"),
+        ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "does not sample"),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=3"], "no critic to warm up"),
+        ([f"{ROLLOUT}.prompt_length=100"], "data.max_prompt_length=512"),
+        ([f"{ROLLOUT}.response_length=600"], "data.max_response_length=512"),
+        (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=<folder>"),
+        (["trainer.resume_from_path=/"], "trainer.resume_mode=resume_path"),
+        (["trainer.use_legacy_worker_impl=enable"], "one implementation"),
+        (["trainer.use_legacy_worker_impl=true"], "one implementation"),
+        ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "longer than the run"),
+        (["data.val_files=null"], "trainer.val_before_train=false"),
+        (["data.train_files=[]"], "nothing to train on"),
+        ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
+        ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),
+        (["trainer.logger=[consol]"], "Did you mean console?"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_told(words, more, expected):
+    text = _error([*words, *more])
+    assert "One thing is wrong" in text
+    assert expected in text
+
+
+@pytest.mark.parametrize("value", ["auto", "disable", "false"])
+def test_the_legacy_switch_may_be_off(words, value):
+    load_ppo([*words, f"trainer.use_legacy_worker_impl={value}"])
+
+
+def test_validation_can_be_switched_off(words):
+    load_ppo([*words, "data.val_files=null", "trainer.val_before_train=false", "trainer.test_freq=-1"])
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "data.train_files=/nowhere/train.parquet",
+        "data.val_files=/nowhere/val.parquet",
+        "data.tokenizer=/nowhere/tokenizer",
+        "actor_rollout_ref.model.path=/nowhere/model",
+        "critic.model.path=/nowhere/model",
+        "critic.model.tokenizer_path=/nowhere/model",
+        "custom_reward_function.path=/nowhere/reward.py",
+    ],
+)
+def test_what_is_not_on_disk_is_told_with_its_key(words, word):
+    text = _error([*words, word])
+    key, _, path = word.partition("=")
+    assert f"{key} = {path}" in text
+    assert "there is no such" in text
+
+
+def test_a_relative_path_is_told_with_the_folder_it_was_looked_for_in(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])
+
+
+def test_a_name_on_the_hub_is_told_how_to_fetch_it(words):
+    text = _error([*words, "actor_rollout_ref.model.path=some-org/some-model"])
+    assert "hf download some-org/some-model --local-dir models/some-model" in text
+
+
+def test_a_folder_without_a_model_is_told(words, tmp_path):
+    assert "config.json" in _error([*words, f"actor_rollout_ref.model.path={tmp_path}"])
+
+
+def test_the_critics_files_do_not_matter_where_there_is_no_critic(words):
+    load_ppo([*words, "critic.model.path=/nowhere", "algorithm.adv_estimator=reinforce_plus_plus"])
+
+
+def test_a_reward_module_need_not_be_a_file(words):
+    load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"])
+
+
+def test_the_critic_must_read_the_actors_token_ids(words, tmp_path):
+    for name, vocabulary in (("model", {"a": 0}), ("same", {"a": 0}), ("other", {"b": 0})):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    assert "another tokenizer" in _error([*words, f"critic.model.tokenizer_path={tmp_path}/other"])
+    load_ppo([*words, f"critic.model.tokenizer_path={tmp_path}/same"])
+
+
+# -- supervised -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (["data.train_max_samples=10"], "data.train_batch_size=256"),
+        (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "data.max_length=1024"),
+        (["data.val_files=null", "trainer.test_freq=2"], "trainer.test_freq=-1"),
+        (["data.train_files=null"], "nothing to train on"),
+        (["model.path=/nowhere"], "no such folder"),
+        (["strategy=refrence"], "Did you mean reference?"),
+        (["optim.lr_warmup_steps=5", "trainer.total_training_steps=5"], "longer than the run"),
+        (["data.micro_batch_size=4"], "Did you mean data.micro_batch_size_per_gpu"),
+    ],
+)
+def test_a_wrong_supervised_config_is_told(sft_words, more, expected):
+    text = _error([*sft_words, *more], load_sft)
+    assert "One thing is wrong" in text
+    assert expected in text
+
+
+def test_a_supervised_run_needs_no_validation(sft_words):
+    load_sft([*sft_words, "data.val_files=null"])

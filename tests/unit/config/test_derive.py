@@ -1,0 +1,162 @@
+"""What each engine is told follows from the config of the run, by arithmetic that can be done by hand."""
+
+import pytest
+
+from camshaft.config import (
+    Topology,
+    actor_engine,
+    critic_engine,
+    load_ppo,
+    load_sft,
+    ref_engine,
+    rollout_engine,
+    sampling,
+    sft_engine,
+)
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def test_older_batch_sizes_are_shared_between_ranks(words):
+    config = load_ppo(words)
+    actor = actor_engine(config, Topology(8), total_steps=100)
+    # 64 sequences over 8 ranks are 8; 128 are 16.
+    assert (actor.micro_batch_size, actor.infer_micro_batch_size) == (8, 16)
+    assert (actor.max_tokens, actor.infer_max_tokens) == (None, None)
+    assert ref_engine(config, Topology(8)).infer_micro_batch_size == 16
+    critic = critic_engine(config, Topology(4), total_steps=100)
+    assert (critic.micro_batch_size, critic.infer_micro_batch_size) == (16, 16)
+
+
+def test_batch_sizes_per_gpu_win_and_do_not_depend_on_ranks(words):
+    config = load_ppo(
+        [
+            *words,
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu=3",
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=5",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=7",
+            "critic.ppo_micro_batch_size_per_gpu=9",
+        ]
+    )
+    actor = actor_engine(config, Topology(8), 100)
+    assert (actor.micro_batch_size, actor.infer_micro_batch_size) == (3, 5)
+    assert ref_engine(config, Topology(8)).infer_micro_batch_size == 7
+    critic = critic_engine(config, Topology(8), 100)
+    assert (critic.micro_batch_size, critic.infer_micro_batch_size) == (9, 9)
+
+
+def test_token_budgets_replace_counts(words):
+    config = load_ppo([*words, f"{ACTOR}.use_dynamic_bsz=true", "critic.forward_max_token_len_per_gpu=40000"])
+    actor, ref = actor_engine(config, Topology(8), 100), ref_engine(config, Topology(8))
+    critic = critic_engine(config, Topology(8), 100)
+    assert (actor.micro_batch_size, actor.max_tokens, actor.infer_max_tokens) == (None, 16384, 16384)
+    assert (ref.infer_micro_batch_size, ref.infer_max_tokens) == (None, 16384)
+    assert (critic.max_tokens, critic.infer_max_tokens) == (32768, 40000)
+
+
+def test_engines_are_told_model_device_number_format_and_seed(words, tmp_path):
+    config = load_ppo(
+        [
+            *words,
+            f"{ACTOR}.fsdp_config.model_dtype=bfloat16",
+            "actor_rollout_ref.model.random_init=true",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
+            "trainer.seed=11",
+            f"{ACTOR}.grad_clip=0.5",
+            "critic.grad_clip=0.25",
+        ]
+    )
+    actor = actor_engine(config, Topology(), 100)
+    assert actor.model.path == f"{tmp_path}/model"
+    assert (actor.model.head, actor.model.random_init) == ("causal_lm", True)
+    assert actor.model.enable_gradient_checkpointing
+    assert actor.model.override_config == {"attention_dropout": 0.0}
+    assert (actor.device, actor.dtype, actor.seed, actor.grad_clip) == ("cpu", "bfloat16", 11, 0.5)
+    ref = ref_engine(config, Topology())
+    assert (ref.optim, ref.dtype, ref.model) == (None, "bfloat16", actor.model)
+    critic = critic_engine(config, Topology(), 100)
+    assert (critic.model.head, critic.dtype, critic.grad_clip) == ("value", "float32", 0.25)
+    assert critic.optim is not None
+    assert critic.optim.lr == 1e-5
+
+
+@pytest.mark.parametrize(
+    ("more", "total", "warmup"),
+    [
+        ([], 100, 0),
+        ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1"], 100, 10),
+        ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}.optim.lr_warmup_steps=3"], 100, 3),
+        ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", f"{ACTOR}.optim.total_training_steps=50"], 50, 5),
+        # the actor is trained in 80 of 100 iterations only
+        ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.critic_warmup=20"], 80, 8),
+    ],
+)
+def test_the_schedule_is_as_long_as_the_actor_is_trained(words, more, total, warmup):
+    optim = actor_engine(load_ppo([*words, *more]), Topology(), total_steps=100).optim
+    assert optim is not None
+    assert (optim.total_training_steps, optim.lr_warmup_steps) == (total, warmup)
+    assert optim.min_lr_ratio == 0.0
+
+
+def test_the_generator_is_told_its_limits(words):
+    config = load_ppo([*words, "data.max_prompt_length=100", "data.max_response_length=28", "trainer.seed=4"])
+    rollout = rollout_engine(config, Topology())
+    assert rollout.max_model_len == 128
+    assert (rollout.max_num_seqs, rollout.max_num_batched_tokens) == (1024, 8192)
+    assert (rollout.dtype, rollout.device, rollout.seed, rollout.free_cache_engine) == ("bfloat16", "cpu", 4, True)
+
+
+def test_validation_samples_in_its_own_way(words):
+    config = load_ppo([*words, f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.top_k=5", "data.max_response_length=9"])
+    train = {"max_tokens": 9, "temperature": 0.7, "top_k": 5, "top_p": 1.0, "do_sample": True, "ignore_eos": False}
+    assert sampling(config) == train
+    assert sampling(config, validate=True) == train | {"temperature": 0, "top_k": -1, "do_sample": False}
+
+
+def test_one_clip_ratio_sets_both_sides_and_each_side_can_be_set(words):
+    def clip(*more: str) -> tuple[float, float]:
+        return load_ppo([*words, *more]).actor_rollout_ref.actor.clip_range()
+
+    assert clip() == (0.2, 0.2)
+    assert clip(f"{ACTOR}.clip_ratio=0.3") == (0.3, 0.3)
+    assert clip(f"{ACTOR}.clip_ratio_high=0.28") == (0.2, 0.28)
+    assert clip(f"{ACTOR}.clip_ratio_low=0.0", f"{ACTOR}.clip_ratio=0.3") == (0.0, 0.3)
+
+
+def test_what_the_run_needs_follows_from_the_algorithm(words):
+    plain = load_ppo(words)
+    assert (plain.needs_critic(), plain.needs_reference()) == (True, False)
+    assert load_ppo([*words, "algorithm.use_kl_in_reward=true"]).needs_reference()
+    group = load_ppo([*words, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", f"{ACTOR}.use_kl_loss=true"])
+    assert (group.needs_critic(), group.needs_reference()) == (False, True)
+
+
+def test_mini_batches_per_rank_count_sequences(words):
+    config = load_ppo([*words, f"{ROLLOUT}.n=4", "critic.ppo_mini_batch_size=128"])
+    # 256 prompts x 4 over 8 ranks; 128 x 4 over 8.
+    assert config.actor_mini_batch_per_rank(Topology(8)) == 128
+    assert config.critic_mini_batch_per_rank(Topology(8)) == 64
+
+
+def test_the_tokenizer_and_the_order_of_data_have_defaults_of_their_own(words, tmp_path):
+    config = load_ppo([*words, "trainer.seed=3"])
+    assert (config.tokenizer_path(), config.data_seed()) == (f"{tmp_path}/model", 3)
+    config = load_ppo([*words, f"data.tokenizer={tmp_path}", "data.seed=0"])
+    assert (config.tokenizer_path(), config.data_seed()) == (str(tmp_path), 0)
+
+
+def test_the_default_scoring_function_goes_by_data_source(words):
+    assert load_ppo(words).custom_reward_function.function_name() == "auto"
+    assert load_ppo([*words, "custom_reward_function.name=gsm8k"]).custom_reward_function.function_name() == "gsm8k"
+    own = load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"]).custom_reward_function
+    assert own.function_name() == "compute_score"
+
+
+def test_a_supervised_engine_is_told_the_same_things(sft_words):
+    engine = sft_engine(load_sft([*sft_words, "optim.lr_warmup_steps_ratio=0.1"]), total_steps=200)
+    assert (engine.micro_batch_size, engine.infer_micro_batch_size, engine.max_tokens) == (4, 4, None)
+    assert engine.optim is not None
+    assert (engine.optim.total_training_steps, engine.optim.lr_warmup_steps) == (200, 20)
+    by_tokens = sft_engine(load_sft([*sft_words, "data.use_dynamic_bsz=true"]), total_steps=200)
+    assert (by_tokens.micro_batch_size, by_tokens.max_tokens, by_tokens.infer_max_tokens) == (None, 8192, 8192)

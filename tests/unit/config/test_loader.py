@@ -1,0 +1,346 @@
+"""Composition: overrides, files, errors all at once, and the command line in Hydra's language."""
+
+import logging
+from pathlib import Path
+
+import hydra
+import pytest
+
+from camshaft.config import PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
+from camshaft.errors import ConfigError
+
+
+def _error(words, **where) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(words, **where)
+    return str(caught.value)
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+def test_overrides_reach_the_config_with_their_types(words):
+    config = load_ppo([*words, "actor_rollout_ref.actor.optim.lr=2e-6", "data.seed=7", "trainer.experiment_name=12"])
+    assert config.actor_rollout_ref.actor.optim.lr == 2e-6
+    assert config.data_seed() == 7
+    assert config.trainer.experiment_name == "12"
+
+
+def test_what_follows_from_a_key_follows_its_override(words):
+    config = load_ppo([*words, "data.max_response_length=77", "actor_rollout_ref.actor.ppo_mini_batch_size=128"])
+    assert config.actor_rollout_ref.rollout.response_length == 77
+    assert config.critic.ppo_mini_batch_size == 128
+    assert config.critic.strategy == "reference"
+
+
+def test_one_path_and_a_list_of_paths_are_both_taken(words, tmp_path):
+    one = load_ppo(words)
+    two = load_ppo([*words, f"data.train_files=[{tmp_path}/train.parquet,{tmp_path}/val.parquet]"])
+    assert one.data.train_files == (f"{tmp_path}/train.parquet",)
+    assert two.data.train_files == (f"{tmp_path}/train.parquet", f"{tmp_path}/val.parquet")
+
+
+def test_a_tilde_in_a_path_is_the_home_folder(words, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = load_ppo([*words, "data.train_files=~/train.parquet", "actor_rollout_ref.model.path=~/model"])
+    assert config.data.train_files == (f"{tmp_path}/train.parquet",)
+    assert config.actor_rollout_ref.model.path == f"{tmp_path}/model"
+
+
+def test_the_command_line_of_the_specification_is_accepted(words, tmp_path):
+    config = load_ppo(
+        [
+            "algorithm.adv_estimator=gae",
+            f"data.train_files={tmp_path}/train.parquet",
+            f"data.val_files={tmp_path}/val.parquet",
+            "data.train_batch_size=1024",
+            "data.max_prompt_length=512",
+            "data.max_response_length=512",
+            "data.filter_overlong_prompts=True",
+            "data.truncation='error'",
+            f"actor_rollout_ref.model.path={tmp_path}/model",
+            "actor_rollout_ref.actor.optim.lr=1e-6",
+            "actor_rollout_ref.model.use_remove_padding=True",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=256",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+            "actor_rollout_ref.actor.fsdp_config.param_offload=False",
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload=False",
+            "actor_rollout_ref.actor.use_kl_loss=False",
+            "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+            "actor_rollout_ref.rollout.name=vllm",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.4",
+            "critic.optim.lr=1e-5",
+            "critic.model.use_remove_padding=True",
+            f"critic.model.path={tmp_path}/model",
+            "critic.model.enable_gradient_checkpointing=True",
+            "critic.ppo_micro_batch_size_per_gpu=32",
+            "critic.model.fsdp_config.param_offload=False",
+            "critic.model.fsdp_config.optimizer_offload=False",
+            "algorithm.use_kl_in_reward=False",
+            "trainer.critic_warmup=0",
+            'trainer.logger=["console","wandb"]',
+            "trainer.project_name='gsm8k'",
+            "trainer.experiment_name='deepseek_llm_7b_function_rm'",
+            "trainer.n_gpus_per_node=8",
+            "trainer.nnodes=1",
+            "trainer.save_freq=20",
+            "trainer.test_freq=1",
+            "trainer.use_legacy_worker_impl=auto",
+            "trainer.total_epochs=15",
+            # one process, and what is not there yet:
+            "actor_rollout_ref.actor.strategy=reference",
+            "actor_rollout_ref.rollout.name=torch",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            "trainer.n_gpus_per_node=1",
+            "trainer.device=cpu",
+            "trainer.logger=[console,jsonl]",
+        ]
+    )
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 16
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.4
+    assert config.trainer.total_epochs == 15
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def test_a_file_that_names_the_defaults_is_laid_over_them(words, tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 512}\n")
+    config = load_ppo([*words, "trainer.seed=9"], config_dir=str(tmp_path), config_name="mine")
+    assert (config.data.train_batch_size, config.data.val_batch_size, config.trainer.seed) == (512, 1312, 9)
+
+
+def test_a_file_may_hold_a_few_keys_only(words, tmp_path):
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer.seed: 4\n")
+    config = load_ppo([*words, "data.shuffle=False"], config_dir=str(tmp_path), config_name="mine")
+    assert (config.data.train_batch_size, config.trainer.seed, config.data.shuffle) == (512, 4, False)
+
+
+def test_a_folder_may_bring_config_groups(words, tmp_path):
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "scale" / "small.yaml").write_text("# @package _global_\ndata: {train_batch_size: 256}\n")
+    config = load_ppo([*words, "+scale=small"], config_dir=str(tmp_path))
+    assert config.data.train_batch_size == 256
+
+
+def test_a_dict_is_laid_over_the_defaults(words):
+    whole = load_ppo(words)
+    again = from_container(whole.model_dump(mode="json"), PPOConfig)
+    assert again == whole
+
+
+def test_loading_inside_a_program_that_uses_hydra_leaves_its_state_alone(words):
+    with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
+        load_ppo(words)
+        with pytest.raises(hydra.errors.MissingConfigException):
+            hydra.compose("nothing_here")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_key_is_told_with_the_nearest_one(words):
+    text = _error([*words, "actor_rollout_ref.actor.optim.learning_rat=1", "trainer.sed=2"])
+    assert "actor_rollout_ref.actor.optim.learning_rat = 1" in text
+    assert "Did you mean trainer.seed?" in text
+
+
+def test_a_key_at_the_wrong_level_is_told_with_the_right_one(words):
+    assert "Did you mean actor_rollout_ref.actor.optim.lr?" in _error([*words, "actor_rollout_ref.actor.lr=1e-6"])
+
+
+def test_a_key_like_no_other_is_told_with_the_sections(words):
+    assert "Keys begin with data, actor_rollout_ref, critic" in _error([*words, "quux.zork=1"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("trainer.seed=abc", "must be a whole number of 0 or more"),
+        ("data.train_batch_size=0", "must be a whole number of 1 or more"),
+        ("data.train_batch_size=8.5", "must be a whole number of 1 or more"),
+        ("data.train_batch_size=true", "must be a whole number of 1 or more"),
+        ("data.shuffle=3", "must be true or false"),
+        ("data.truncation=middel", "must be one of error, left, right, middle"),
+        ("actor_rollout_ref.rollout.top_p=1.5", "must be a number above 0 and at most 1"),
+        ("actor_rollout_ref.rollout.top_k=-2", "must be a whole number of -1 or more"),
+        ("actor_rollout_ref.actor.optim.lr=0", "must be a number above 0"),
+        ("actor_rollout_ref.actor.optim.lr=inf", "must be a number above 0"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "must be two numbers, each 0 or more and below 1"),
+        ("actor_rollout_ref.actor.clip_ratio_low=-1", "must be a number of 0 or more and below 1, or null"),
+        ("trainer.save_freq=0", "must be -1 (off), or a whole number of 1 or more"),
+        ("trainer=5", "must be a section with the keys total_epochs"),
+        ("data.train_files=[1,2]", "must be a path or a list of paths"),
+        ("trainer.use_legacy_worker_impl=perhaps", "must be one of auto, disable, enable, or true or false"),
+    ],
+)
+def test_a_wrong_value_is_told_with_what_is_right(words, word, expected):
+    text = _error([*words, word])
+    assert "One thing is wrong" in text
+    assert expected in text
+    assert word.partition("=")[0] in text
+
+
+def test_everything_wrong_is_told_at_once(words):
+    text = _error(
+        [
+            *words,
+            "trainer.sed=1",  # unknown
+            "trainer.total_epochs=none",  # wrong type
+            "data.max_prompt_length=${nope}",  # leads nowhere
+            "data.prompt_key=???",  # no value
+            "reward_model.enable=true",  # not there yet
+            "data.train_batch_size=300",  # 300 = 256 + 44
+            "custom_reward_function.path=/nowhere/reward.py",  # no such file
+        ]
+    )
+    assert "7 things are wrong" in text
+    for key in ("trainer.sed", "total_epochs", "max_prompt_length", "prompt_key", "reward_model.enable"):
+        assert key in text
+    assert "300 = 1 x 256 + 44" in text
+    assert "custom_reward_function.path = /nowhere/reward.py" in text
+
+
+def test_a_problem_that_rests_on_a_wrong_value_is_left_out(words):
+    text = _error([*words, "data.train_batch_size=many"])
+    assert "One thing is wrong" in text
+
+
+def test_interpolation_that_leads_nowhere_is_told_with_its_key(words):
+    text = _error([*words, "trainer.project_name=${trainer.nmae}"])
+    assert "trainer.project_name = ${trainer.nmae}" in text
+    assert "trainer.nmae" in text
+
+
+def test_a_section_set_to_nothing_is_an_error(words):
+    assert "algorithm = null" in _error([*words, "algorithm=null"])
+
+
+def test_a_line_that_hydra_cannot_read_is_a_config_error(words):
+    assert "cannot be put together" in _error([*words, "trainer.logger=[console"])
+
+
+def test_a_file_that_is_not_there_is_a_config_error(words, tmp_path):
+    assert "nothing_here" in _error(words, config_dir=str(tmp_path), config_name="nothing_here")
+
+
+def test_notices_are_given_for_settings_that_change_nothing(words, caplog):
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        load_ppo(words)
+        assert not caplog.messages
+        load_ppo([*words, "trainer.use_legacy_worker_impl=auto", "critic.model.use_remove_padding=false"])
+    assert len(caplog.messages) == 2
+    assert any("there is one implementation" in message for message in caplog.messages)
+    assert any("critic.model.use_remove_padding" in message for message in caplog.messages)
+
+
+# -- the command line -----------------------------------------------------------------------------
+
+
+class Job:
+    """Remembers the configs it was run with."""
+
+    def __init__(self) -> None:
+        self.configs: list = []
+
+    def __call__(self, config) -> int:
+        self.configs.append(config)
+        return 0
+
+
+def _run(argv: list[str]) -> tuple[int, list]:
+    job = Job()
+    return run_with_hydra(argv, "ppo_trainer", PPOConfig, job), job.configs
+
+
+def test_a_command_line_runs_the_job(words, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    handlers = list(logging.getLogger().handlers)
+    status, (config,) = _run([*words, "trainer.seed=5"])
+    assert (status, config.trainer.seed) == (0, 5)
+    assert list(here.iterdir()) == []  # Hydra wrote nothing,
+    assert Path.cwd() == here  # moved nowhere,
+    assert logging.getLogger().handlers == handlers  # and left logging alone
+
+
+def test_the_exit_status_is_that_of_the_job(words):
+    assert run_with_hydra(words, "ppo_trainer", PPOConfig, lambda _: 3) == 3
+
+
+def test_errors_of_the_job_travel_unchanged(words):
+    def job(_: PPOConfig) -> int:
+        raise ZeroDivisionError("in the job")
+
+    with pytest.raises(ZeroDivisionError, match="in the job"):
+        run_with_hydra(words, "ppo_trainer", PPOConfig, job)
+
+
+def test_a_wrong_config_is_one_message_and_status_2(words, capfd):
+    status, configs = _run([*words, "trainer.sed=5", "data.shuffle=maybe"])
+    out, err = capfd.readouterr()
+    assert (status, configs, out) == (2, [], "")
+    assert err.startswith("2 things are wrong in the config:")
+    assert "Did you mean trainer.seed?" in err
+    assert "Traceback" not in err
+    assert "HYDRA_FULL_ERROR" not in err
+
+
+@pytest.mark.parametrize("word", ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c"])
+def test_what_hydra_refuses_is_one_message_and_status_2(words, word, capfd):
+    status, _ = _run([*words, word])
+    _, err = capfd.readouterr()
+    assert status == 2
+    assert err.startswith("the config cannot be put together: ")
+    assert "Traceback" not in err
+    assert "HYDRA_FULL_ERROR" not in err
+
+
+def test_a_key_can_be_added_and_taken_away(words, tmp_path):
+    (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer: {seed: 4}\n")
+    _, (config,) = _run(
+        [
+            "--config-dir",
+            str(tmp_path),
+            *words,
+            "+actor_rollout_ref.model.override_config.attention_dropout=0.1",
+            "~trainer.seed",
+            "--config-name=mine",
+        ]
+    )
+    assert config.actor_rollout_ref.model.override_config == {"attention_dropout": 0.1}
+    assert config.data.train_batch_size == 512
+    assert config.trainer.seed == 1  # the default
+
+
+def test_a_sweep_runs_the_job_once_per_combination(words, tmp_path, monkeypatch):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    status, configs = _run(["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0"])
+    assert status == 0
+    assert [(c.trainer.seed, c.algorithm.lam) for c in configs] == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
+    assert list(here.iterdir()) == []
+
+
+def test_no_job_of_a_sweep_starts_if_one_config_is_wrong(words, capfd):
+    status, configs = _run([*words, "trainer.seed=1,-2", "--multirun"])
+    assert (status, configs) == (2, [])
+    assert "trainer.seed = -2" in capfd.readouterr().err
+
+
+def test_the_composed_config_can_be_printed_without_running(capfd):
+    status, configs = _run(["--cfg", "job", "data.train_batch_size=64"])
+    out, _ = capfd.readouterr()
+    assert (status, configs) == (0, [])
+    assert "train_batch_size: 64" in out
+    assert "hydra" not in out
+
+
+def test_a_supervised_run_is_loaded_by_its_own_schema(sft_words):
+    config = load_sft([*sft_words, "trainer.experiment_name=a"])
+    assert isinstance(config, SFTConfig)
+    assert config.export_path() == "checkpoints/camshaft_examples/a/huggingface"

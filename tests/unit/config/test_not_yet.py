@@ -1,0 +1,112 @@
+"""What is not there yet is refused by its name, with what to type instead."""
+
+import pytest
+
+from camshaft.config import PPOConfig, SFTConfig, load_ppo, load_sft
+from camshaft.config.loader import resolved_defaults
+from camshaft.config.not_yet import NOT_YET, READ_LATER, refusals
+from camshaft.config.tree import leaf_fields
+from camshaft.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize(
+    ("word", "instead"),
+    [
+        (f"{ACTOR}.strategy=fsdp", "strategy=reference"),
+        (f"{ACTOR}.strategy=fsdp1", "strategy=reference"),
+        (f"{ACTOR}.strategy=fsdp2", "strategy=reference"),
+        (f"{ACTOR}.strategy=megatron", "strategy=reference"),
+        ("critic.strategy=torchtitan", "critic.strategy=reference"),
+        (f"{ROLLOUT}.name=vllm", "name=torch"),
+        (f"{ROLLOUT}.name=sglang", "name=torch"),
+        (f"{ROLLOUT}.tensor_model_parallel_size=4", "tensor_model_parallel_size=1"),
+        (f"{ACTOR}.fsdp_config.param_offload=true", "param_offload=false"),
+        (f"{ACTOR}.fsdp_config.grad_offload=true", "grad_offload=false"),
+        ("critic.model.fsdp_config.optimizer_offload=true", "optimizer_offload=false"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "param_offload=false"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Layer", "=null"),
+        (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=100", "=0"),
+        ("reward_model.enable=true", "custom_reward_function"),
+        ("trainer.nnodes=2", "trainer.nnodes=1"),
+        ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node=1"),
+        ("trainer.logger=[console,wandb]", "[console,jsonl]"),
+        ("trainer.logger=tracking", "[console,jsonl]"),
+        ("trainer.logger=[tensorboard]", "[console,jsonl]"),
+        ("algorithm.kl_penalty=full", "low_var_kl"),
+        (f"{ACTOR}.kl_loss_type=full", "low_var_kl"),
+        ("algorithm.adv_estimator=remax", "rloo"),
+        (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),
+        ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
+        ("data.prompt_id_key=id", "=null"),
+        ("data.max_prompt_id_length=8", "=null"),
+        ("data.return_raw_input_ids=true", "=false"),
+        ("data.return_raw_chat=true", "=false"),
+        ("data.train_files=hdfs://node/train.parquet", "local path"),
+        ("data.val_files=[s3://bucket/val.parquet]", "local path"),
+        ("actor_rollout_ref.model.path=hdfs://node/model", "local path"),
+        ("trainer.default_hdfs_dir=hdfs://node/run", "local path"),
+        ("trainer.default_local_dir=s3://bucket/run", "local path"),
+    ],
+)
+def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word, instead):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, word])
+    text = str(caught.value)
+    assert "One thing is wrong" in text
+    assert word.partition("=")[0] in text
+    assert "not there yet" in text or "the only" in text
+    assert instead in text
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine",
+        f"{ROLLOUT}.name=my_pkg.my_rollout:MyRollout",
+        "trainer.logger=[console,my_pkg.trackers:Mine]",
+        f"{ROLLOUT}.name=hf",
+        f"{ROLLOUT}.tensor_model_parallel_size=1",
+        f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.load_format=dummy_megatron",
+        f"{ROLLOUT}.gpu_memory_utilization=0.9",
+        f"{ROLLOUT}.enforce_eager=false",
+        "reward_model.micro_batch_size=3",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.default_hdfs_dir=null",
+    ],
+)
+def test_what_is_there_and_what_third_parties_bring_passes(words, word):
+    load_ppo([*words, word])
+
+
+def test_one_cause_is_told_once(words):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, f"{ACTOR}.strategy=fsdp2"])
+    text = str(caught.value)
+    assert "One thing is wrong" in text
+    assert "Likewise critic.strategy" in text
+
+
+def test_supervised_runs_refuse_the_same(sft_words):
+    with pytest.raises(ConfigError) as caught:
+        load_sft([*sft_words, "strategy=fsdp", "fsdp_config.param_offload=true", "trainer.nnodes=2"])
+    text = str(caught.value)
+    assert "3 things are wrong" in text
+    assert "strategy=reference" in text
+
+
+def test_the_default_tensor_parallel_size_passes():
+    defaults = resolved_defaults(PPOConfig)
+    assert defaults["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] == 2
+    assert "tensor_model_parallel_size" not in " ".join(problem.key for problem in refusals(defaults, PPOConfig))
+
+
+def test_the_tables_name_keys_that_exist_and_none_twice():
+    known = {**leaf_fields(PPOConfig), **leaf_fields(SFTConfig)}
+    no_such_offload = {f"actor_rollout_ref.ref.fsdp_config.{part}_offload" for part in ("grad", "optimizer")}
+    listed = [key for entry in NOT_YET for key in entry.keys if key not in no_such_offload] + list(READ_LATER)
+    assert [key for key in listed if key not in known] == []
+    assert len(listed) == len(set(listed))

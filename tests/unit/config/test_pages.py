@@ -1,0 +1,73 @@
+"""The config as text: one key, a section, the whole file, the reference page."""
+
+import pytest
+
+from camshaft.config import PPOConfig, SFTConfig, explain, reference_page, show
+from camshaft.config.pages import comments
+from camshaft.config.tree import fields, leaf_fields
+from camshaft.errors import ConfigError
+
+
+def test_a_key_is_explained_with_meaning_bounds_default_and_remark():
+    text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
+    assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Prompts per optimizer step")
+    assert "takes       a whole number of 1 or more" in text
+    assert "default     256" in text
+    assert "prompts, over all ranks; rollout.n sequences each" in text
+
+
+def test_a_default_that_follows_another_key_is_shown_with_its_value():
+    text = explain("actor_rollout_ref.rollout.response_length")
+    assert "default     ${data.max_response_length}" in text
+    assert "that is     512" in text
+
+
+def test_a_section_is_explained_by_its_keys():
+    text = explain("algorithm.kl_ctrl")
+    assert {"type", "kl_coef", "horizon", "target_kl"} < set(text.split())
+
+
+def test_an_older_name_is_explained_by_the_new_one():
+    text = explain("algorithm.gemma")
+    assert text.startswith("algorithm.gemma is the older name of:")
+    assert "Discount per token." in text
+
+
+def test_what_is_not_there_yet_is_said():
+    assert "read by the vllm rollout" in explain("actor_rollout_ref.rollout.load_format")
+    assert "not every value is there yet" in explain("actor_rollout_ref.actor.strategy")
+
+
+def test_an_unknown_key_is_told_with_the_nearest_ones():
+    with pytest.raises(ConfigError, match=r"Nearest: .*algorithm\.kl_ctrl\.kl_coef"):
+        explain("algorithm.kl_ctrl.kl_coeff")
+    with pytest.raises(ConfigError, match=r"`camshaft sft` has it"):
+        explain("data.response_key")
+    with pytest.raises(ConfigError, match=r"begins with: data, actor_rollout_ref"):
+        explain("xyzzy")
+
+
+@pytest.mark.parametrize(("trainer", "schema"), [("ppo", PPOConfig), ("sft", SFTConfig)])
+def test_every_key_can_be_explained(trainer, schema):
+    assert all(explain(key, trainer).startswith(key) for key in fields(schema))
+
+
+def test_remarks_belong_to_the_key_they_stand_at():
+    found = comments(PPOConfig)
+    assert found["data.truncation"] == "or left, right, middle"
+    assert found["actor_rollout_ref.actor.optim.num_cycles"] == "cosine only"
+    assert found["actor_rollout_ref.actor.ppo_micro_batch_size"].startswith("Sequences per pass")
+    assert set(found) <= set(fields(PPOConfig))
+
+
+def test_show_is_the_file_of_defaults():
+    assert "train_batch_size: 1024 # prompts, over all ranks" in show()
+    assert "micro_batch_size_per_gpu: 4" in show("sft")
+
+
+def test_the_reference_page_has_a_line_for_every_key():
+    lines = reference_page().splitlines()
+    rows = [line for line in lines if line.startswith("| `")]
+    assert len(rows) == len(leaf_fields(PPOConfig)) + len(leaf_fields(SFTConfig))
+    assert any(row.startswith("| `data.val_batch_size` | `1312` | a whole number of 1 or more |") for row in rows)
+    assert all(row.count(" | ") == 3 for row in rows)

@@ -1,0 +1,42 @@
+"""The table of batch sizes, checked by hand."""
+
+from camshaft.config import Topology, batch_table, load_ppo, render_batch_table
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def test_every_number_from_prompts_to_optimizer_steps(words):
+    config = load_ppo(
+        [*words, f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2", "critic.ppo_mini_batch_size=512", "critic.ppo_epochs=3"]
+    )
+    found = {row.what: (row.actor, row.critic) for row in batch_table(config, Topology(8))}
+    assert found == {
+        "prompts per iteration": (1024, 1024),
+        "sequences per iteration": (4096, 4096),  # x 4
+        "sequences per mini-batch": (1024, 2048),  # 256 x 4, 512 x 4
+        "mini-batches per epoch": (4, 2),
+        "mini-batch per rank": (128, 256),  # / 8
+        "micro-batch per rank": (8, 8),  # 64 / 8
+        "micro-batches per mini-batch": (16, 32),
+        "forward micro-batch per rank": (16, 8),  # 128 / 8, 64 / 8
+        "epochs": (2, 3),
+        "optimizer steps per iteration": (8, 6),
+    }
+
+
+def test_a_last_micro_batch_may_be_smaller(words):
+    config = load_ppo([*words, f"{ACTOR}.ppo_micro_batch_size_per_gpu=100"])
+    found = {row.what: row.actor for row in batch_table(config, Topology())}
+    assert found["micro-batches per mini-batch"] == 3  # 100 + 100 + 56
+
+
+def test_budgets_of_tokens_are_told_as_such_and_a_missing_critic_is_a_dash(words):
+    config = load_ppo(
+        [*words, f"{ACTOR}.use_dynamic_bsz=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8"],
+    )
+    text = render_batch_table(batch_table(config, Topology()))
+    lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+    assert lines["micro-batch per rank"][:3] == ["16384", "tokens", "-"]
+    assert lines["micro-batches per mini-batch"][:2] == ["by", "tokens"]
+    assert lines["sequences per iteration"][0] == "8192"
+    assert len({len(line) - len(line.lstrip()) for line in text.splitlines()[1:]}) == 1  # one column of names

@@ -1,0 +1,71 @@
+"""Dotted keys: walking, moving, and finding the nearest."""
+
+import pytest
+
+from camshaft.config import PPOConfig
+from camshaft.config.fields import describe
+from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nested, overlap, put, remove, shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("trainer.sed", "trainer.seed"),
+        ("data.trian_batch_size", "data.train_batch_size"),
+        ("algorithm.adv_estimater", "algorithm.adv_estimator"),
+        ("actor.optim.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("rollout.temperature", "actor_rollout_ref.rollout.temperature"),
+        ("actor_rollout_ref.actor.kl_loss_coeff", "actor_rollout_ref.actor.kl_loss_coef"),
+        ("algorithm.kl_coef", "algorithm.kl_ctrl.kl_coef"),
+        ("completely.different", None),
+    ],
+)
+def test_the_nearest_key_is_the_one_that_was_meant(typed, meant):
+    found = nearest(typed, fields(PPOConfig))
+    assert found[:1] == ([meant] if meant else [])
+
+
+def test_a_mapping_of_the_users_own_is_a_leaf():
+    tree = {"actor_rollout_ref": {"model": {"override_config": {"a": {"b": 1}}}}, "trainer": {}}
+    assert flatten(tree, leaf_fields(PPOConfig)) == {
+        "actor_rollout_ref.model.override_config": {"a": {"b": 1}},
+        "trainer": {},
+    }
+
+
+def test_a_dotted_name_in_a_file_is_a_path_but_not_inside_the_users_own_mapping():
+    tree = {"a.b": 1, "a": {"c": 2, 3: 4}, "own": {"x.y": 5, 6: 7}}
+    assert nested(tree, ["own"]) == {"a": {"b": 1, "c": 2, "3": 4}, "own": {"x.y": 5, 6: 7}}
+
+
+def test_putting_makes_sections_and_removing_takes_empty_ones_along():
+    tree: dict = {"a": 1}
+    put(tree, "b.c.d", 2)
+    assert tree == {"a": 1, "b": {"c": {"d": 2}}}
+    remove(tree, "b.c.d")
+    assert tree == {"a": 1}
+    assert not has(tree, "a.b")
+    assert not has(tree, "b")
+
+
+def test_a_section_overlaps_what_is_in_it():
+    assert all(overlap(*pair) for pair in [("a.b", "a"), ("a", "a.b"), ("a", "a")])
+    assert not overlap("a.bc", "a.b")
+
+
+def test_values_are_shown_as_they_are_typed():
+    assert [shown(value) for value in (True, None, "text", " a", "", [1, "x"], 1e-6)] == [
+        "true", "null", "text", '" a"', '""', '[1, "x"]', "1e-06",
+    ]  # fmt: skip
+
+
+def test_types_and_bounds_are_put_into_words():
+    words = {key: describe(field) for key, field in leaf_fields(PPOConfig).items()}
+    assert words["data.tokenizer"] == "a path, or null"
+    assert words["data.shuffle"] == "true or false"
+    assert words["trainer.total_training_steps"] == "a whole number of 1 or more, or null"
+    assert words["algorithm.gamma"] == "a number of 0 or more and at most 1"
+    assert words["trainer.resume_mode"] == "one of auto, disable, resume_path"
+    assert words["actor_rollout_ref.model.override_config"] == "a section with keys of your own"
+    assert words["actor_rollout_ref.model.external_lib"] == "a module, or several with commas between, or null"
+    assert words["trainer.logger"] == "a list of names"

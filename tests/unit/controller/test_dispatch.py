@@ -1,0 +1,222 @@
+"""Splitting and merging by seats, without any process. `seat(rank, dp_rank, ...)` layouts are written out."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from camshaft.controller.dispatch import Dispatch, gather, keeps, register, registered, scatter
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import BatchError
+from camshaft.seat import Seat
+
+DP = Dispatch.DP_COMPUTE_PROTO
+ALONE = [Seat()]
+FLAT = [Seat(0, 2, 0, 2), Seat(1, 2, 1, 2)]
+# Two data-parallel groups of two neighbours; the second group's ranks come first, the odd ranks collect.
+CROSSED = [
+    Seat(0, 4, 1, 2, collects=False),
+    Seat(1, 4, 1, 2),
+    Seat(2, 4, 0, 2, collects=False),
+    Seat(3, 4, 0, 2),
+]
+
+
+def numbered(rows: int, **meta: object) -> DataProto:
+    tokens = Ragged.from_rows([torch.arange(row + 1) for row in range(rows)])
+    return DataProto.from_dict(
+        {"row": torch.arange(rows), "tokens": tokens, "uid": [f"u{i}" for i in range(rows)]}, meta
+    )
+
+
+def rows_of(call: object) -> list[int]:
+    assert isinstance(call, tuple)
+    return call[0][0]["row"].tolist()
+
+
+# -- register ----------------------------------------------------------------------------------------
+
+
+class Base:
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None: ...
+
+    @register(dispatch_mode=DP)
+    def compute(self, batch: DataProto) -> DataProto:
+        return batch
+
+    def helper(self) -> None: ...
+
+
+class Derived(Base):
+    def compute(self, batch: DataProto) -> DataProto:
+        return batch
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def init_model(self) -> None: ...
+
+
+def test_only_decorated_methods_are_registered():
+    assert registered(Base) == {"init_model": Dispatch.ONE_TO_ALL, "compute": DP}
+
+
+def test_an_override_keeps_the_mode_unless_it_states_its_own():
+    assert registered(Derived) == {"init_model": Dispatch.RANK_ZERO, "compute": DP}
+
+
+def test_a_decorator_on_top_does_not_hide_the_mode():
+    class Role:
+        @torch.no_grad()
+        @register(dispatch_mode=DP)
+        def compute(self, batch: DataProto) -> DataProto:
+            return batch
+
+    assert registered(Role) == {"compute": DP}
+
+
+def test_a_registered_function_is_still_itself():
+    batch = numbered(1)
+    assert Base().compute(batch) is batch
+
+
+# -- the plain modes ---------------------------------------------------------------------------------
+
+
+def test_one_to_all_gives_all_ranks_the_same_and_returns_what_rank_zero_did():
+    calls = scatter(Dispatch.ONE_TO_ALL, CROSSED, ("x",), {"k": 1})
+    assert calls == [(("x",), {"k": 1})] * 4
+    assert gather(Dispatch.ONE_TO_ALL, CROSSED, ["a", "b", "c", "d"]) == "a"
+    assert keeps(Dispatch.ONE_TO_ALL, CROSSED) == [True, False, False, False]
+
+
+def test_one_to_all_does_not_split_a_batch_or_a_list_of_as_many_entries_as_ranks():
+    batch = numbered(4)
+    calls = scatter(Dispatch.ONE_TO_ALL, FLAT, (batch, [1, 2]), {})
+    assert all(call is not None and call[0][0] is batch and call[0][1] == [1, 2] for call in calls)
+
+
+def test_rank_zero_leaves_the_others_alone():
+    assert scatter(Dispatch.RANK_ZERO, FLAT, (1,), {}) == [((1,), {}), None]
+    assert gather(Dispatch.RANK_ZERO, FLAT, [7, None]) == 7
+
+
+def test_all_to_all_takes_and_returns_one_entry_per_rank():
+    calls = scatter(Dispatch.ALL_TO_ALL, FLAT, (["a", "b"],), {"k": [1, 2]})
+    assert calls == [(("a",), {"k": 1}), (("b",), {"k": 2})]
+    assert gather(Dispatch.ALL_TO_ALL, FLAT, [3, None]) == [3, None]
+    assert keeps(Dispatch.ALL_TO_ALL, CROSSED) == [True] * 4
+
+
+def test_all_to_all_refuses_what_is_not_a_list_with_an_entry_per_rank():
+    with pytest.raises(BatchError, match="argument 0 must be a list with one entry for each of 2 ranks: a list of 3"):
+        scatter(Dispatch.ALL_TO_ALL, FLAT, ([1, 2, 3],), {})
+    with pytest.raises(BatchError, match=r"argument 'k' .* ranks: str"):
+        scatter(Dispatch.ALL_TO_ALL, FLAT, (), {"k": "ab"})
+
+
+# -- DP_COMPUTE_PROTO --------------------------------------------------------------------------------
+
+
+def test_a_rank_reads_the_part_of_its_dp_rank():
+    assert [rows_of(call) for call in scatter(DP, FLAT, (numbered(6),), {})] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_model_parallel_neighbours_read_the_same_rows():
+    calls = scatter(DP, CROSSED, (numbered(4),), {})
+    assert [rows_of(call) for call in calls] == [[2, 3], [2, 3], [0, 1], [0, 1]]
+    assert calls[0] is calls[1]  # one object, so that it is sent as one message
+
+
+def test_every_batch_is_split_and_every_other_argument_goes_to_all():
+    first, second = scatter(DP, FLAT, (numbered(2), [1, 2]), {"other": numbered(4), "beta": None})
+    assert first is not None
+    assert second is not None
+    assert (rows_of(first), rows_of(second)) == ([0], [1])
+    assert first[0][1] == second[0][1] == [1, 2]
+    assert second[1]["other"]["row"].tolist() == [2, 3]
+    assert second[1]["beta"] is None
+
+
+def test_one_rank_gets_the_very_batch_and_gives_back_the_very_result():
+    batch = numbered(3)
+    (call,) = scatter(DP, ALONE, (batch,), {})
+    assert call is not None
+    assert call[0][0] is batch
+    assert gather(DP, ALONE, [batch]) is batch
+
+
+def test_rows_that_do_not_divide_are_an_error_that_does_the_sum():
+    with pytest.raises(BatchError, match=r"argument 0 has 5 rows.*2 data-parallel ranks \(5 = 2 x 2 \+ 1\)") as caught:
+        scatter(DP, FLAT, (numbered(5),), {})
+    assert "pad_to_divisor(2)` adds 1 rows" in str(caught.value)
+    padded, added = numbered(5).pad_to_divisor(2)
+    assert (len(scatter(DP, FLAT, (padded,), {})), added) == (2, 1)
+
+
+def test_a_call_without_a_batch_is_an_error():
+    with pytest.raises(BatchError, match="splits its DataProto arguments, and the call has none"):
+        scatter(DP, FLAT, (1,), {"k": [numbered(2)]})
+
+
+def test_an_empty_batch_goes_through():
+    calls = scatter(DP, FLAT, (numbered(0),), {})
+    results = [call[0][0] for call in calls if call is not None]
+    assert len(gather(DP, FLAT, results)) == 0
+
+
+def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_rank_zero():
+    low, high = numbered(4, of="low").reorder([0, 1]), numbered(4, of="high").reorder([2, 3])
+    merged = gather(DP, CROSSED, [None, high, "not looked at", low])
+    assert merged["row"].tolist() == [0, 1, 2, 3]
+    assert merged["tokens"].lengths.tolist() == [1, 2, 3, 4]
+    assert list(merged["uid"]) == ["u0", "u1", "u2", "u3"]
+    assert merged.meta_info == {"of": "low"}
+    assert keeps(DP, CROSSED) == [False, True, False, True]
+
+
+def test_none_on_all_ranks_stays_none():
+    assert gather(DP, FLAT, [None, None]) is None
+
+
+@pytest.mark.parametrize(
+    ("results", "said"), [([0.5, 0.5], "float on rank 0"), ([numbered(1), None], "NoneType on rank 1")]
+)
+def test_other_results_are_an_error_that_says_what_to_return(results: list[object], said: str):
+    with pytest.raises(BatchError, match=f"{said}; such a method returns a DataProto, or None"):
+        gather(DP, FLAT, results)
+
+
+def test_a_metric_returned_by_a_lone_rank_is_an_error_too():
+    with pytest.raises(BatchError, match="float on rank 0"):
+        gather(DP, ALONE, [0.5])
+
+
+@pytest.mark.parametrize(
+    ("seats", "said"),
+    [
+        ([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)], r"dp_rank 0 must have exactly one .* has 2: \[0, 1\]"),
+        ([Seat(0, 2, 0, 2), Seat(1, 2, 1, 2, collects=False)], r"dp_rank 1 must have exactly one .* has 0: \[\]"),
+        ([Seat(0, 2, 0, 2), Seat(1, 2, 0, 1)], "rank 1 of 2 states a seat that does not fit"),
+        ([Seat(1, 2, 1, 2), Seat(0, 2, 0, 2)], "rank 0 of 2 states a seat that does not fit"),
+        ([Seat(), Seat()], "rank 0 of 2 states a seat that does not fit"),
+    ],
+)
+def test_seats_that_do_not_cover_the_batch_once_are_an_error_before_anything_runs(seats: list[Seat], said: str):
+    with pytest.raises(BatchError, match=said):
+        scatter(DP, seats, (numbered(2),), {})
+    with pytest.raises(BatchError, match=said):
+        gather(DP, seats, [numbered(1), numbered(1)])
+
+
+@given(dp_size=st.integers(1, 4), neighbours=st.integers(1, 3), rows_each=st.integers(0, 4), data=st.data())
+def test_split_and_merge_give_the_batch_back_in_every_layout(
+    dp_size: int, neighbours: int, rows_each: int, data: st.DataObject
+):
+    world = dp_size * neighbours
+    order = data.draw(st.permutations([(dp, n) for dp in range(dp_size) for n in range(neighbours)]))
+    seats = [Seat(rank, world, dp, dp_size, collects=n == 0) for rank, (dp, n) in enumerate(order)]
+    batch = numbered(dp_size * rows_each)
+    results = [call[0][0] for call in scatter(DP, seats, (batch,), {}) if call is not None]
+    merged = gather(DP, seats, results)
+    assert merged["row"].tolist() == batch["row"].tolist()
+    assert torch.equal(merged["tokens"].values, batch["tokens"].values)

@@ -1,0 +1,145 @@
+"""The proxy, with the role in this process; several ranks are in tests/contracts."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from support.toy_roles import LateToy, Toy
+
+from camshaft.controller import Worker, shutdown, spawn, workers
+from camshaft.dataproto import DataProto
+from camshaft.errors import BatchError, ConfigError, WorkerError
+
+BATCH = DataProto.from_dict({"x": torch.arange(4.0)})
+
+
+def test_one_local_rank_needs_no_process_group_and_copies_nothing():
+    with workers(Toy) as toy:
+        assert toy.same(BATCH) is BATCH
+        assert not torch.distributed.is_initialized()
+
+
+def test_exceptions_of_one_local_rank_arrive_as_they_were_raised():
+    with workers(Toy) as toy, pytest.raises(KeyError, match="weights of layer 3") as caught:
+        toy.fail(0)
+    assert caught.traceback[-1].name == "fail"
+
+
+def test_exceptions_while_building_arrive_as_they_were_raised():
+    with pytest.raises(ValueError, match="no such model"):
+        spawn(Toy, fail_on=0)
+
+
+def test_results_are_held_to_the_same_rules_on_one_rank():
+    with workers(Toy) as toy, pytest.raises(BatchError, match="returned float on rank 0"):
+        toy.mean(BATCH)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("set_facotr", "Toy has no method 'set_facotr'; did you mean 'set_factor'?"),
+        ("zzz", "Toy has no method 'zzz'; registered: scale"),
+        ("helper", "Toy.helper is not decorated with @register(dispatch_mode=...) for the driver; "),
+        ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...) for the driver; "),
+    ],
+)
+def test_what_the_driver_cannot_call_is_one_sentence(name: str, said: str):
+    with workers(Toy) as toy, pytest.raises(AttributeError) as caught:
+        getattr(toy, name)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_proxy_cannot_be_written_to_copied_or_sent():
+    with workers(Toy) as toy:
+        with pytest.raises(AttributeError):
+            toy.factor = 3.0
+        with pytest.raises(TypeError, match="lives on the driver"):
+            copy.copy(toy)
+        with pytest.raises(TypeError, match="lives on the driver"):
+            pickle.dumps(toy)
+
+
+def test_a_proxy_shows_its_name_role_and_methods():
+    with workers(Toy, name="critic") as toy:
+        assert repr(toy) == "<critic: Toy on 1 rank(s)>"
+        assert "scale" in dir(toy)
+        assert "helper" not in dir(toy)
+
+
+def test_a_seat_is_asked_for_only_when_a_batch_is_split():
+    with workers(LateToy) as toy:
+        with pytest.raises(RuntimeError, match="init_model comes first"):
+            toy.same(BATCH)
+        toy.init_model()
+        assert toy.same(BATCH) is BATCH
+
+
+def test_a_role_that_was_shut_down_says_so():
+    toy = spawn(Toy)
+    shutdown(toy)
+    shutdown(toy)
+    with pytest.raises(WorkerError, match="Toy was shut down; spawn it again"):
+        toy.set_factor(1.0)
+
+
+def test_the_block_of_workers_ends_them_also_after_an_error():
+    block = workers(Toy)
+    toy = block.__enter__()
+    error = ZeroDivisionError()
+    assert not block.__exit__(ZeroDivisionError, error, None)
+    with pytest.raises(WorkerError, match="shut down"):
+        toy.set_factor(1.0)
+
+
+def test_shutdown_refuses_what_is_no_proxy():
+    with pytest.raises(TypeError, match="takes what spawn returned, not Toy"):
+        shutdown(Toy())
+
+
+def test_wrong_arguments_of_spawn_are_named():
+    with pytest.raises(ConfigError, match="world_size=0"):
+        spawn(Toy, world_size=0)
+    with pytest.raises(ConfigError, match="no controller backend 'lokal'; known: local"):
+        spawn(Toy, backend="lokal")
+
+
+def test_a_role_without_registered_methods_is_no_puzzle():
+    with workers(Worker) as bare, pytest.raises(AttributeError, match="no method 'run'; registered: none"):
+        bare.run()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+SNIPPET = """\
+from camshaft.controller import spawn
+from support.toy_roles import Toy
+
+toy = spawn(Toy, world_size=2)
+reveal_type(toy)
+reveal_type(toy.calls_of_rank_zero())
+toy.set_facotr(1.0)
+toy.set_factor("two")
+"""
+
+
+def test_a_type_checker_sees_the_role_and_a_misspelt_method(tmp_path: Path):
+    root = Path(__file__).parents[3]
+    (tmp_path / "snippet.py").write_text(SNIPPET)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(root), str(root / "tests")]}))
+    command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    told = [
+        (d["range"]["start"]["line"] + 1, d["message"].split("\n")[0])
+        for d in json.loads(found.stdout)["generalDiagnostics"]
+    ]
+    assert told[:3] == [
+        (5, 'Type of "toy" is "Toy"'),
+        (6, 'Type of "toy.calls_of_rank_zero()" is "int"'),
+        (7, 'Cannot access attribute "set_facotr" for class "Toy"'),
+    ]
+    assert told[3][0] == 8

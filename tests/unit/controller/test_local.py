@@ -1,0 +1,144 @@
+"""What is particular to worker processes on one machine; the rest is in the controller's contract."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import ranks  # noqa: F401  (for what it makes the fork server import)
+from support.processes import still_running
+from support.toy_roles import Toy
+
+from camshaft.controller import Worker, local, shutdown, spawn, workers
+from camshaft.errors import WorkerError
+
+ROOT = Path(__file__).parents[3]
+
+DRIVER = """
+import sys, time
+from camshaft.controller import local, spawn
+from support.toy_roles import Toy
+
+if __name__ == "__main__":
+    local.PRELOAD[:] = ["camshaft.controller.serve"]  # each of these drivers starts a fork server of its own
+    toy = spawn(Toy, world_size=2, timeout=60)
+    print(*toy.pids(), *toy.start_child(), flush=True)
+    {then}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """The fork server imports its modules once; not on the clock of a test."""
+    shutdown(spawn(Toy, world_size=2))
+
+
+def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    script = folder / "driver.py"
+    script.write_text(DRIVER.format(then=then))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    driver = subprocess.Popen(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert driver.stdout is not None
+    return driver, [int(pid) for pid in driver.stdout.readline().split()]
+
+
+@pytest.mark.parametrize("then", ["toy.stall(1)", "time.sleep(60)"], ids=["in a call", "between calls"])
+def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
+    driver, pids = start_driver(tmp_path, then)
+    with driver:
+        assert len(pids) == 4
+        driver.kill()
+        assert still_running(pids, 5) == []
+    assert list(tmp_path.glob("camshaft-*")) == []
+
+
+def test_nothing_is_left_when_the_driver_forgets_to_shut_down(tmp_path: Path):
+    driver, pids = start_driver(tmp_path, "pass")
+    with driver:
+        assert len(pids) == 4
+        driver.communicate(timeout=30)
+        assert driver.returncode == 0
+        assert still_running(pids, 5) == []
+
+
+def test_an_interrupt_on_the_driver_ends_the_ranks_and_is_an_interrupt(tmp_path: Path):
+    driver, pids = start_driver(tmp_path, "toy.stall(1)")
+    with driver:
+        assert len(pids) == 4
+        time.sleep(0.3)
+        driver.send_signal(signal.SIGINT)
+        _, said = driver.communicate(timeout=30)
+        assert said.rstrip().endswith("KeyboardInterrupt")
+        assert still_running(pids, 5) == []
+
+
+def test_a_start_takes_less_than_a_second_once_the_fork_server_runs():
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        toy = spawn(Toy, world_size=2)
+        seconds.append(time.monotonic() - started)
+        shutdown(toy)
+    assert min(seconds) < 1.0
+
+
+def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TOY", "today")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    with workers(Toy, world_size=2) as toy:
+        assert toy.environment() == [("today", "0", threads), ("today", "1", threads)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    with workers(Toy, world_size=2) as toy:
+        assert toy.environment() == [("today", "0", 3), ("today", "1", 3)]
+
+
+def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.3)
+    with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
+        toy.stall(1, seconds=1.0)
+    told = [record.getMessage() for record in caplog.records]
+    assert told
+    assert told[0].startswith("critic.stall: rank(s) 1 have not answered for")
+    assert len(told) <= 3
+
+
+def test_a_role_that_no_worker_can_import_is_one_sentence():
+    class Hidden(Worker):
+        pass
+
+    with pytest.raises(WorkerError, match=r"Hidden.__init__: an argument cannot be sent .* top level"):
+        spawn(Hidden, world_size=2)
+
+
+def test_a_crash_in_native_code_shows_the_stack():
+    toy = spawn(Toy, world_size=2)
+    with pytest.raises(WorkerError, match=r"died in crash \(SIGSEGV\)") as caught:
+        toy.crash(1)
+    assert "in crash" in str(caught.value)
+
+
+def test_groups_live_beside_each_other():
+    with workers(Toy, factor=2.0, world_size=2) as first, workers(Toy, factor=5.0, world_size=2) as second:
+        assert first.sum_over_ranks(1.0) == second.sum_over_ranks(1.0) == 3.0
+        assert not set(first.pids()) & set(second.pids())
+        shutdown(first)
+        assert second.sum_over_ranks(1.0) == 3.0
+
+
+def test_tensors_outside_a_batch_arrive_too():
+    with workers(Toy, world_size=2) as toy:
+        (_, first), (_, second) = toy.echo([torch.ones(2), {"x": torch.zeros(3)}])
+        assert torch.equal(first, torch.ones(2))
+        assert torch.equal(second["x"], torch.zeros(3))

@@ -1,0 +1,37 @@
+import pytest
+
+from camshaft.controller.worker import Place, Worker, build_worker
+from camshaft.seat import Seat
+
+
+class Role(Worker):
+    def __init__(self, factor: int, *, shift: int = 0):  # without super().__init__()
+        self.factor = factor
+        self.seen = (self.rank, self.world, self.device, shift)
+
+
+def test_a_role_built_by_hand_is_alone():
+    role = Role(3)
+    assert role.seen == (0, 1, "cpu", 0)
+    assert role.seat == Seat()
+
+
+def test_a_role_knows_its_place_while_it_is_being_built():
+    role = build_worker(Role, Place(rank=1, world=4, device="cuda:1"), (3,), {"shift": 5})
+    assert role.seen == (1, 4, "cuda:1", 5)
+    assert role.factor == 3
+
+
+def test_by_default_all_ranks_are_data_parallel_and_collect():
+    role = build_worker(Role, Place(rank=1, world=4), (3,), {})
+    assert role.seat == Seat(rank=1, world=4, dp_rank=1, dp_size=4, collects=True)
+
+
+def test_places_do_not_leak_between_roles():
+    build_worker(Role, Place(rank=1, world=4), (3,), {})
+    assert Role(3).world == 1
+
+
+def test_errors_of_the_role_arrive_unchanged():
+    with pytest.raises(TypeError, match="factor"):
+        build_worker(Role, Place(), (), {})

@@ -1,0 +1,85 @@
+import pytest
+
+from camshaft.data.parquet import read_columns, read_parquet, write_parquet
+from camshaft.errors import BatchError
+
+
+@pytest.fixture
+def files(tmp_path):
+    a = write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "n": i, "only_a": 0} for i in range(3)])
+    b = write_parquet(tmp_path / "b.parquet", [{"prompt": "y", "n": i} for i in range(2)])
+    return [a, b]
+
+
+def test_rows_of_all_files_come_in_order(files):
+    table = read_parquet(files, ["prompt", "n"])
+    assert [(row["prompt"], row["n"]) for row in table.rows] == [("x", 0), ("x", 1), ("x", 2), ("y", 0), ("y", 1)]
+
+
+def test_one_path_needs_no_list(files):
+    assert len(read_parquet(str(files[0]), ["n"])) == 3
+
+
+def test_a_place_names_the_file_and_the_row_in_it(files):
+    table = read_parquet(files, ["n"])
+    assert table.place(2) == f"{files[0]}, row 2"
+    assert table.place(3) == f"{files[1]}, row 0"
+
+
+def test_only_columns_asked_for_are_read_and_optional_ones_only_where_every_file_has_them(files):
+    assert read_parquet(files, ["n"], ["prompt", "only_a", "nowhere"]).rows[0] == {"n": 0, "prompt": "x"}
+    assert read_columns(files) == {"n", "prompt"}
+
+
+@pytest.mark.parametrize(("max_samples", "rows"), [(None, 5), (-1, 5), (1, 1), (4, 4), (99, 5)])
+def test_max_samples_takes_the_first_rows(files, max_samples, rows):
+    table = read_parquet(files, ["prompt", "n"], max_samples=max_samples)
+    assert table.rows == read_parquet(files, ["prompt", "n"]).rows[:rows]
+    assert sum(table.counts) == rows
+
+
+def test_nested_values_come_back_as_plain_python(tmp_path):
+    row = {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "1"}}
+    assert read_parquet(write_parquet(tmp_path / "n.parquet", [row]), list(row)).rows == [row]
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(files, tmp_path):
+    with pytest.raises(BatchError, match=r"no data file .*aa\.parquet.*Did you mean .*a\.parquet"):
+        read_parquet(tmp_path / "aa.parquet", ["n"])
+
+
+def test_a_folder_is_not_a_file(files, tmp_path):
+    with pytest.raises(BatchError, match=r"is a folder.*a\.parquet, b\.parquet"):
+        read_parquet(tmp_path, ["n"])
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path):
+    (tmp_path / "x.parquet").write_text('{"prompt": 1}\n' * 9)
+    with pytest.raises(BatchError, match=r"x\.parquet is not a parquet file"):
+        read_parquet(tmp_path / "x.parquet", ["n"])
+
+
+def test_an_empty_file_is_named(tmp_path, files):
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table({"n": pyarrow.array([], pyarrow.int64())}), tmp_path / "e.parquet")
+    with pytest.raises(BatchError, match=r"e\.parquet has no rows"):
+        read_parquet([files[0], tmp_path / "e.parquet"], ["n"])
+
+
+def test_a_missing_column_is_named_with_those_that_are_there_and_the_nearest(files):
+    with pytest.raises(
+        BatchError, match=r"a\.parquet has no column 'promt'. Did you mean 'prompt'\? .*prompt, n, only_a"
+    ):
+        read_parquet(files, ["promt"])
+
+
+def test_no_paths_at_all_is_an_error():
+    with pytest.raises(BatchError, match="no data files"):
+        read_parquet([], ["n"])
+
+
+def test_max_samples_zero_is_an_error(files):
+    with pytest.raises(BatchError, match="max_samples=0"):
+        read_parquet(files, ["n"], max_samples=0)

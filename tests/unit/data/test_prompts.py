@@ -1,0 +1,186 @@
+import copy
+
+import pytest
+
+from camshaft.data.parquet import write_parquet
+from camshaft.data.prompts import PromptOptions, load_prompts
+from camshaft.errors import BatchError
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def row(prompt, truth="7", **more):
+    return {"data_source": "sums", "prompt": prompt, "reward_model": {"ground_truth": truth}, **more}
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(rows, max_samples=None, tokenizer=tokenizer, **options):
+        return load_prompts(
+            write_parquet(tmp_path / "train.parquet", rows), tokenizer, PromptOptions(**options), max_samples
+        )
+
+    return load
+
+
+def test_messages_become_what_transformers_makes_of_them(load, tokenizer):
+    chats = [user("1+2="), [{"role": "system", "content": "be brief"}, *user("3+4=")]]
+    batch = load([row(chat) for chat in chats]).batch
+    for ids, chat in zip(batch["prompts"].rows(), chats, strict=True):
+        assert ids.tolist() == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+
+
+def test_plain_text_becomes_what_the_tokenizer_makes_of_it(load, tokenizer):
+    batch = load([row("1+2="), row("10+20=")]).batch
+    assert [ids.tolist() for ids in batch["prompts"].rows()] == [
+        tokenizer("1+2=").input_ids,
+        tokenizer("10+20=").input_ids,
+    ]
+
+
+def test_nothing_is_padded(load):
+    prompts = load([row("1"), row("1+2=")]).batch["prompts"]
+    assert (prompts.lengths.tolist(), len(prompts.values)) == ([1, 4], 5)
+
+
+def test_a_row_brings_its_ground_truth_source_and_extra_info(load):
+    batch = load([row("1+2=", "3", extra_info={"index": 5})]).batch
+    assert batch["ground_truth"].tolist() == ["3"]
+    assert batch["data_source"].tolist() == ["sums"]
+    assert batch["extra_info"].tolist() == [{"index": 5}]
+
+
+def test_the_ground_truth_may_be_a_column_of_its_own(load):
+    assert load([{"data_source": "s", "prompt": "x", "ground_truth": "3"}]).batch["ground_truth"].tolist() == ["3"]
+
+
+def test_without_extra_info_there_is_an_empty_dict(load):
+    assert load([row("x")]).batch["extra_info"].tolist() == [{}]
+
+
+def test_other_columns_can_be_named(load):
+    batch = load([{"set": "s", "q": "x"}], prompt_key="q", reward_fn_key="set").batch
+    assert (batch["data_source"].tolist(), batch["ground_truth"].tolist()) == (["s"], [None])
+
+
+def test_fields_that_only_other_messages_have_do_not_reach_the_template(load, tokenizer):
+    # Parquet gives every message the union of all fields, here name=None for the second row.
+    named = [{"role": "user", "content": "a", "name": "bob"}]
+    strict = copy.deepcopy(tokenizer)
+    strict.chat_template = "{% for m in messages %}{{ m.content }}{{ 'N' if 'name' in m }}{% endfor %}"
+    batch = load([row(named), row(user("b"))], tokenizer=strict).batch
+    assert [strict.decode(ids) for ids in batch["prompts"].rows()] == ["aN", "b"]
+
+
+def test_uids_differ_by_row(load):
+    assert load([row("x"), row("x")]).batch["uid"].tolist() == ["0", "1"]
+
+
+def test_max_samples_takes_the_first_rows(load):
+    assert len(load([row(c) for c in "abcd"], max_samples=2).batch) == 2
+
+
+# -- too long ---------------------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_an_error_with_row_length_limit_and_what_to_type(load):
+    with pytest.raises(BatchError) as caught:
+        load([row("ab"), row("abcdefg"), row("abcdefghi")], max_prompt_length=4)
+    text = str(caught.value)
+    assert "train.parquet, row 1: the prompt has 7 tokens, data.max_prompt_length=4" in text
+    assert "2 of 3 prompts are too long, the longest has 9 tokens" in text
+    assert "data.filter_overlong_prompts=true" in text
+
+
+# Of "abcdefg", 4 tokens are kept; of 5, middle keeps the first 2 and the last 3.
+@pytest.mark.parametrize(
+    ("truncation", "limit", "kept"),
+    [("left", 4, "defg"), ("right", 4, "abcd"), ("middle", 4, "abfg"), ("middle", 5, "abefg"), ("middle", 1, "g")],
+)
+def test_a_long_prompt_is_cut_where_asked(load, tokenizer, truncation, limit, kept):
+    found = load([row("abcdefg"), row("x")], max_prompt_length=limit, truncation=truncation)
+    assert [tokenizer.decode(ids) for ids in found.batch["prompts"].rows()] == [kept, "x"]
+    assert found.num_truncated == 1
+
+
+def test_a_prompt_of_exactly_the_limit_stays_whole(load):
+    assert load([row("abcd")], max_prompt_length=4).batch["prompts"].lengths.tolist() == [4]
+
+
+def test_filtered_prompts_are_counted_and_told_and_the_others_keep_their_uid(load, caplog):
+    caplog.set_level("INFO")
+    found = load([row("a"), row("abcdefg"), row("b")], max_prompt_length=4, filter_overlong=True)
+    assert found.batch["uid"].tolist() == ["0", "2"]
+    assert (found.num_read, found.num_dropped, found.num_truncated) == (3, 1, 0)
+    assert "2 prompts, 1 of 3 rows left out as too long from " in caplog.text
+
+
+def test_filtering_everything_is_an_error(load):
+    with pytest.raises(BatchError, match=r"leaves nothing: all 2 prompts .*=1; the shortest has 3 tokens"):
+        load([row("abc"), row("abcd")], max_prompt_length=1, filter_overlong=True)
+
+
+# -- bad rows ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [None, "", "  \n"])
+def test_an_empty_prompt_is_an_error_that_names_the_row(load, bad):
+    with pytest.raises(BatchError, match=r"train\.parquet, row 1: 'prompt' is empty"):
+        load([row("x"), row(bad)])
+
+
+def test_an_empty_conversation_is_an_error_that_names_the_row(load):
+    with pytest.raises(BatchError, match=r"train\.parquet, row 1: 'prompt' is empty"):
+        load([row(user("x")), row([])])
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"content": "x"}, "has no 'role', only"),
+        ({"role": "user"}, "has no 'content'"),
+        ({"role": "user", "content": None, "x": 1}, "has content=None"),
+    ],
+)
+def test_a_message_without_role_or_content_is_an_error_that_names_the_row(load, message, told):
+    with pytest.raises(BatchError, match=rf"row 0: message 0 of 'prompt' {told}"):
+        load([row([message])])
+
+
+def test_a_prompt_that_is_a_number_is_an_error(load):
+    with pytest.raises(BatchError, match="'prompt' is int"):
+        load([row(5)])
+
+
+def test_messages_that_are_not_messages_are_an_error(load):
+    with pytest.raises(BatchError, match="message 0 of 'prompt' is str"):
+        load([row(["hello"])])
+
+
+def test_a_prompt_without_tokens_is_an_error(load, tokenizer):
+    # The tiny tokenizer drops what is not ASCII.
+    with pytest.raises(BatchError, match="row 0: the prompt becomes no tokens"):
+        load([row("\u00e9")])
+
+
+def test_a_refusal_of_the_template_names_the_row(load, tokenizer):
+    picky = copy.deepcopy(tokenizer)
+    picky.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(
+        BatchError, match=r"row 0: the chat template refuses the roles \['user'\]: roles must alternate"
+    ):
+        load([row(user("x"))], tokenizer=picky)
+
+
+def test_messages_need_a_chat_template(load, tokenizer):
+    bare = copy.deepcopy(tokenizer)
+    bare.chat_template = None
+    with pytest.raises(BatchError, match="no chat template"):
+        load([row(user("x"))], tokenizer=bare)
+
+
+def test_a_missing_column_is_an_error(load):
+    with pytest.raises(BatchError, match="no column 'data_source'"):
+        load([{"prompt": "x"}])

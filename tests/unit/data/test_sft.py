@@ -1,0 +1,145 @@
+import copy
+
+import pytest
+
+from camshaft.data.parquet import write_parquet
+from camshaft.data.sft import SFTOptions, load_sft
+from camshaft.errors import BatchError
+
+# Ends a turn as many chat models do: a special token and then a line break.
+LINES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Shows what stands before "/" in the last message only, as reasoning models do.
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role[0] }}"
+    "{{ m.content if loop.last else m.content.split('/')[-1] }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
+)
+ANSWERS_FIRST = "{% for m in messages|reverse %}{{ m.content }}<|im_end|>{% endfor %}"
+NO_SPECIAL = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def chat(*texts):
+    """User, assistant, user, ..."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(rows, template=None, **options):
+        chosen = copy.deepcopy(tokenizer)
+        chosen.chat_template = template or tokenizer.chat_template
+        return load_sft(write_parquet(tmp_path / "sft.parquet", rows), chosen, SFTOptions(**options))
+
+    return load
+
+
+def shown(found, tokenizer):
+    """Each row as text, its trained tokens in brackets."""
+    rows = []
+    for ids, mask in zip(found.batch["input_ids"].rows(), found.batch["loss_mask"].rows(), strict=True):
+        text, inside = "", False
+        for token, trained in zip(ids.tolist(), mask.tolist(), strict=True):
+            text += ("[" if trained else "]") * (trained != inside) + tokenizer.decode([token])
+            inside = trained
+        rows.append(text + "]" * inside)
+    return [row.replace("<|im_start|>", "(").replace("<|im_end|>", ")") for row in rows]
+
+
+def test_the_response_and_its_end_are_trained(load, tokenizer):
+    found = load([{"prompt": chat("1+2="), "response": "3"}, {"prompt": chat("5+5="), "response": "10"}])
+    assert shown(found, tokenizer) == ["(u1+2=)(a[3)]", "(u5+5=)(a[10)]"]
+
+
+def test_the_whole_is_what_transformers_makes_of_the_conversation(load, tokenizer):
+    turns = chat("1+2=", "3", "and 4?", "7")
+    ids = load([{"messages": turns}]).batch["input_ids"].rows()[0].tolist()
+    assert ids == tokenizer.apply_chat_template(turns, return_dict=False)
+
+
+def test_what_the_template_writes_after_the_end_of_a_turn_is_not_trained(load, tokenizer):
+    turns = chat("1+2=", "3", "more", "4")
+    assert shown(load([{"messages": turns}], LINES), tokenizer) == [
+        "(user\n1+2=)\n(assistant\n[3)]\n(user\nmore)\n(assistant\n[4)]"
+    ]
+
+
+def test_history_in_a_prompt_is_not_trained(load, tokenizer):
+    found = load([{"prompt": chat("a", "b", "c"), "response": "d"}])
+    assert shown(found, tokenizer) == ["(ua)(ab)(uc)(a[d)]"]
+
+
+def test_plain_text_gets_the_end_of_sequence_token(load, tokenizer):
+    assert shown(load([{"prompt": "1+2=", "response": "3"}]), tokenizer) == ["1+2=[3)]"]
+
+
+def test_a_greeting_before_anybody_spoke_is_context(load, tokenizer):
+    turns = [{"role": "assistant", "content": "hi"}, *chat("a", "b")]
+    assert shown(load([{"messages": turns}]), tokenizer) == ["(ahi)(ua)(a[b)]"]
+
+
+def test_a_template_that_rewrites_history_gives_one_row_for_each_turn(load, tokenizer):
+    found = load([{"messages": chat("q", "think/3", "r", "again/4")}], FORGETS)
+    assert shown(found, tokenizer) == ["(uq)(a[think/3)]", "(uq)(a3)(ur)(a[again/4)]"]
+
+
+def test_a_template_that_does_not_end_with_the_answer_is_an_error(load):
+    with pytest.raises(BatchError, match=r"row 0: the chat template does not show"):
+        load([{"prompt": chat("a"), "response": "b"}], ANSWERS_FIRST)
+
+
+def test_without_special_tokens_the_whole_turn_is_trained(load, tokenizer):
+    assert shown(load([{"messages": chat("a", "b", "c", "d")}], NO_SPECIAL), tokenizer) == ["u:a;a:[b;]u:c;a:[d;]"]
+
+
+def test_the_first_token_of_a_row_is_never_trained(load):
+    found = load([{"prompt": "abc", "response": "defg"}], max_length=4, truncation="left")
+    assert found.batch["loss_mask"].rows()[0].tolist() == [False, True, True, True]
+
+
+# (ua)(a[bcd)] is 10 tokens: 1 2 3 4 for the prompt, 5 6 for (a, then b c d and the end.
+@pytest.mark.parametrize(("truncation", "kept"), [("left", "ua)(a[bcd)]"), ("right", "(ua)(a[bcd]")])
+def test_a_long_sequence_is_cut_where_asked(load, tokenizer, truncation, kept):
+    found = load([{"prompt": chat("a"), "response": "bcd"}], max_length=9, truncation=truncation)
+    assert shown(found, tokenizer) == [kept]
+    assert found.num_truncated == 1
+
+
+def test_a_sequence_of_which_nothing_trained_is_left_is_left_out_and_counted(load, tokenizer):
+    rows = [{"prompt": chat("abcdefgh"), "response": "x"}, {"prompt": chat("a"), "response": "x"}]
+    found = load(rows, max_length=8, truncation="right")
+    assert shown(found, tokenizer) == ["(ua)(a[x)]"]
+    assert (found.num_read, found.num_untrained) == (2, 1)
+    assert "1 left out with nothing to train" in str(found)
+
+
+def test_cutting_everything_away_is_an_error(load):
+    with pytest.raises(BatchError, match="max_length=3 leaves no row"):
+        load([{"prompt": chat("abcdefgh"), "response": "x"}], max_length=3, truncation="right")
+
+
+def test_a_long_sequence_is_an_error_with_row_length_and_limit(load):
+    rows = [{"prompt": chat("a"), "response": "b"}, {"prompt": chat("a"), "response": "bcd"}]
+    with pytest.raises(BatchError, match=r"sft\.parquet, row 1: the sequence has 10 tokens, max_length=9"):
+        load(rows, max_length=9)
+
+
+@pytest.mark.parametrize("bad", [None, "", 5])
+def test_a_missing_response_is_an_error_that_names_the_row(load, bad):
+    rows = [{"prompt": "a", "response": bad}]
+    with pytest.raises(BatchError, match=r"sft\.parquet, row 0: 'response' is"):
+        load(rows)
+
+
+def test_a_conversation_without_an_answer_is_an_error(load):
+    with pytest.raises(BatchError, match=r"row 0: 'messages' has no assistant turn .*\['user'\]"):
+        load([{"messages": chat("a")}])
+
+
+def test_a_missing_response_column_is_an_error(load):
+    with pytest.raises(BatchError, match=r"no column 'response'.*prompt, answer"):
+        load([{"prompt": "a", "answer": "b"}])

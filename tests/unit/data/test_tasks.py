@@ -1,0 +1,88 @@
+import pytest
+
+from camshaft.data.loader import StatefulLoader
+from camshaft.data.parquet import read_parquet
+from camshaft.data.prompts import PromptOptions, load_prompts
+from camshaft.data.sft import SFTOptions, load_sft
+from camshaft.data.tasks import DATA_SOURCE, write_arithmetic
+from camshaft.errors import ConfigError
+from camshaft.rewards.auto import SOURCES
+
+SMALL = {"left": (0, 9), "right": (0, 9), "num_train": 40, "num_heldout": 20}
+
+
+def texts(path):
+    return [row["prompt"][0]["content"] for row in read_parquet(path, ["prompt"]).rows]
+
+
+def test_the_ground_truth_is_the_result(tmp_path):
+    operations = ("addition", "subtraction", "multiplication")
+    paths = write_arithmetic(tmp_path, operations=operations, **SMALL)
+    rows = read_parquet([paths.train, paths.heldout], ["prompt", "reward_model", "data_source"]).rows
+    signs = set()
+    for row in rows:
+        text = row["prompt"][0]["content"].removesuffix("=")
+        assert row["reward_model"]["ground_truth"] == str(eval(text))
+        assert row["data_source"] == DATA_SOURCE
+        signs.add(next(sign for sign in "+-*" if sign in text[1:]))
+    assert signs == set("+-*")
+
+
+def test_no_problem_is_in_both_splits_nor_is_its_mirror_image(tmp_path):
+    paths = write_arithmetic(tmp_path, **SMALL)
+    train, heldout = texts(paths.train), texts(paths.heldout)
+    assert (len(set(train)), len(set(heldout))) == (40, 20)
+    mirrored = {"+".join(reversed(text.removesuffix("=").split("+"))) + "=" for text in heldout}
+    assert not set(train) & (set(heldout) | mirrored)
+
+
+def test_operands_stay_in_their_ranges_ends_included(tmp_path):
+    paths = write_arithmetic(tmp_path, left=(3, 5), right=(10, 11), num_train=5, num_heldout=1)
+    found = [tuple(map(int, text.removesuffix("=").split("+"))) for text in texts(paths.train) + texts(paths.heldout)]
+    assert sorted(found) == [(a, b) for a in (3, 4, 5) for b in (10, 11)]
+
+
+def test_the_same_arguments_write_the_same_files(tmp_path):
+    a, b, c = (write_arithmetic(tmp_path / name, seed=seed, **SMALL) for name, seed in [("a", 1), ("b", 1), ("c", 2)])
+    assert texts(a.train) == texts(b.train) != texts(c.train)
+    assert a.train.read_bytes() == b.train.read_bytes()
+
+
+def test_large_ranges_cost_no_memory(tmp_path):
+    big = (0, 10**9)
+    assert len(texts(write_arithmetic(tmp_path, left=big, right=big, num_train=5, num_heldout=5).train)) == 5
+
+
+def test_the_files_load_as_prompts_and_as_sft_rows(tmp_path, tokenizer):
+    paths = write_arithmetic(tmp_path, **SMALL)
+    prompts = load_prompts(paths.train, tokenizer, PromptOptions(max_prompt_length=9)).batch
+    assert len(list(StatefulLoader(prompts, 8))) == 5
+    sft = load_sft(paths.sft_train, tokenizer, SFTOptions(max_length=12)).batch
+    whole = tokenizer.decode(sft["input_ids"].rows()[0])
+    assert whole.startswith(tokenizer.decode(prompts["prompts"].rows()[0]))
+    assert whole.endswith(prompts["ground_truth"][0] + "<|im_end|>")
+
+
+def test_the_built_in_reward_knows_the_data_set():
+    assert DATA_SOURCE in SOURCES
+
+
+def test_too_many_problems_is_an_error_with_the_sum(tmp_path):
+    with pytest.raises(ConfigError, match=r"num_train=90 \+ num_heldout=20 .*10 x 10 operands make 100"):
+        write_arithmetic(tmp_path, **{**SMALL, "num_train": 90})
+
+
+def test_too_many_problems_beside_the_mirror_images_is_an_error(tmp_path):
+    # 100 problems, 20 held out: up to 20 mirror images cannot be trained, so 80 are never left.
+    with pytest.raises(ConfigError, match=r"num_train=80 .*20 are held out with their mirror images"):
+        write_arithmetic(tmp_path, **{**SMALL, "num_train": 80})
+
+
+def test_an_unknown_operation_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="no operation 'division'; known: addition, subtraction, multiplication"):
+        write_arithmetic(tmp_path, operations=["division"])
+
+
+def test_an_empty_range_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="make 0"):
+        write_arithmetic(tmp_path, left=(5, 3), right=(5, 3))

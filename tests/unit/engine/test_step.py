@@ -1,0 +1,110 @@
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.base import StepContext
+from camshaft.engine.step import MicroBatchRun, as_batch, checked_context
+from camshaft.errors import BatchError, EngineError
+
+
+def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
+    ids = Ragged(torch.arange(sum(lengths)), torch.tensor(lengths))
+    columns: dict[str, Any] = {"input_ids": ids}
+    if mask is not None:
+        columns["loss_mask"] = ids.like(torch.tensor(mask).bool())
+    return DataProto.from_dict(columns)
+
+
+def linear_run(**changes: Any) -> MicroBatchRun:
+    """A model of one weight, w = 2: the log-prob of a token is w times its id."""
+    weight = torch.tensor(2.0, requires_grad=True)
+
+    def forward(inputs: DataProto, ctx: StepContext) -> dict[str, Ragged]:
+        mask = inputs["loss_mask"].values
+        return {"log_probs": inputs["input_ids"].map(lambda ids: weight * ids * mask)}
+
+    settings: dict[str, Any] = {
+        "forward": forward,
+        "backward": lambda loss: loss.backward(),
+        "device": "cpu",
+        "head": "causal_lm",
+        "size": 1,
+        "max_tokens": None,
+    }
+    return MicroBatchRun(**(settings | changes))
+
+
+def mean_log_prob(data: DataProto, found: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
+    loss = found["log_probs"].values.sum() / ctx["num_tokens"]
+    ctx["metrics"] = {"mean": loss.detach()}
+    return loss, ctx
+
+
+def test_without_a_loss_mask_all_tokens_but_the_first_count() -> None:
+    assert as_batch(batch_of(3, 1, 2))["loss_mask"].values.tolist() == [False, True, True, False, False, True]
+
+
+def test_a_loss_on_the_first_token_is_refused() -> None:
+    with pytest.raises(BatchError, match="first token"):
+        as_batch(batch_of(2, 2, mask=[0, 1, 1, 1]))
+
+
+def test_a_padded_mapping_without_attention_mask_is_refused() -> None:
+    with pytest.raises(BatchError, match="attention_mask"):
+        as_batch({"input_ids": torch.zeros(2, 3)})
+
+
+def test_a_padded_mapping_is_unpadded_with_all_its_grids() -> None:
+    grids = {
+        "input_ids": torch.tensor([[0, 7, 8], [4, 5, 6]]),
+        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
+        "advantages": torch.tensor([[9.0, 1.0, 2.0], [3.0, 4.0, 5.0]]),
+        "reward": torch.tensor([1.0, 2.0]),
+    }
+    batch = as_batch(grids)
+    assert [row.tolist() for row in batch["input_ids"].rows()] == [[7, 8], [4, 5, 6]]
+    assert batch["advantages"].values.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert batch["reward"].tolist() == [1.0, 2.0]
+
+
+def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
+    # ids 0..5 in rows of 3, 1, 2; tokens that count: 1, 2, 5. Mean log-prob: 2 * (1 + 2 + 5) / 3 = 16 / 3.
+    predictions, loss, ctx = linear_run()(batch_of(3, 1, 2), None, mean_log_prob)
+    assert float(loss) == pytest.approx(16 / 3)
+    assert float(ctx["metrics"]["mean"]) == pytest.approx(16 / 3)
+    assert (ctx["num_tokens"], ctx["num_sequences"]) == (3.0, 2.0)
+    assert predictions["log_probs"].values.tolist() == [0.0, 2.0, 4.0, 0.0, 0.0, 10.0]
+    assert not predictions["log_probs"].values.requires_grad
+
+
+def test_counts_are_summed_over_ranks_before_the_loss_sees_them() -> None:
+    # Another rank with the same rows: twice the tokens, so this rank's share of the loss is half.
+    _, loss, ctx = linear_run(sum_over_ranks=lambda t: 2 * t)(batch_of(3, 1, 2), None, mean_log_prob)
+    assert ctx["num_tokens"] == 6.0
+    assert float(loss) == pytest.approx(16 / 3)
+
+
+def test_nothing_to_count_gives_a_loss_of_zero_and_no_division_by_zero() -> None:
+    _, loss, ctx = linear_run()(batch_of(1, 1), None, mean_log_prob)
+    assert float(loss) == 0.0
+    assert ctx["num_tokens"] == 1.0
+
+
+def test_postprocess_must_return_a_mapping() -> None:
+    with pytest.raises(EngineError, match="mapping"):
+        linear_run()(batch_of(3, 2), None, None, postprocess_fn=lambda outputs, ctx: ([1, 2], ctx))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0])
+def test_a_temperature_that_is_not_positive_is_refused(bad: float) -> None:
+    with pytest.raises(EngineError, match="temperature"):
+        checked_context({"temperature": bad}, "causal_lm", "cpu")
+
+
+def test_the_context_that_came_back_can_be_given_again() -> None:
+    run = linear_run()
+    _, _, ctx = run(batch_of(3, 2), None, mean_log_prob)
+    _, _, again = run(batch_of(2, 2), ctx, mean_log_prob)
+    assert again["num_tokens"] == 2.0

@@ -1,0 +1,228 @@
+"""The attention implementation "packed" alone: documents, windows, slots, and what it refuses."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_folder, tiny_rows
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from camshaft.errors import EngineError
+from camshaft.models.attention import (
+    PACKED,
+    _flash_documents,
+    no_mask,
+    packed_attention,
+    packed_kwargs,
+    refuse_unsupported,
+)
+
+LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    """Causal attention of one document by the formula; (H, L, D) -> (L, H, D)."""
+    groups = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    scores = query @ key.transpose(1, 2) * scaling
+    for i in range(query.shape[1]):
+        for j in range(query.shape[1]):
+            if j > i or (window is not None and i - j >= window):
+                scores[:, i, j] = float("-inf")
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+def test_each_document_attends_to_itself_alone(window: int | None):
+    lengths = [4, 1, 9, 2]
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2))
+    kwargs = packed_kwargs(lengths, "cpu")
+    got, _ = packed_attention(LAYER, query, key, value, scaling=0.3, sliding_window=window, **kwargs)
+    parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
+    expected = torch.cat([plain(q, k, v, 0.3, window) for q, k, v in parts])
+    torch.testing.assert_close(got[0], expected)
+
+
+def test_a_window_over_many_blocks_of_queries():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 600, 4) for _ in range(3))
+    got, _ = packed_attention(LAYER, query, key, value, scaling=0.5, sliding_window=7, **packed_kwargs([600], "cpu"))
+    distance = torch.arange(600)[:, None] - torch.arange(600)
+    mask = (distance >= 0) & (distance < 7)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5)
+    torch.testing.assert_close(got, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_the_flash_kernel_takes_the_arguments_it_is_given(window: int | None):
+    # Without its device only shapes and arguments can be checked: meta tensors run no kernel.
+    query = torch.empty(1, 4, 10, 16, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(1, 2, 10, 16, dtype=torch.bfloat16, device="meta")
+    out = _flash_documents(query, key, key, packed_kwargs([7, 3], "meta"), 0.25, window)
+    assert out.shape == (1, 10, 4, 16)
+
+
+def test_dropout_reaches_the_kernel():
+    query = torch.zeros(1, 1, 50, 4)
+    out, _ = packed_attention(
+        LAYER, query, query, torch.ones_like(query), None, dropout=0.5, cu_seq_lens_q=1, seq_lens=[50]
+    )
+    assert not torch.equal(out, torch.ones_like(out))
+
+
+def test_packed_kwargs_count_each_document_from_zero():
+    kwargs = packed_kwargs([2, 1, 3], "cpu")
+    assert kwargs["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert kwargs["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
+    assert kwargs["cu_seq_lens_q"].dtype == torch.int32
+    assert kwargs["max_length_q"] == 3
+
+
+@pytest.mark.parametrize("lengths", [[], [3, 0]])
+def test_documents_without_tokens_are_an_error(lengths: list[int]):
+    with pytest.raises(EngineError, match="at least one token"):
+        packed_kwargs(lengths, "cpu")
+
+
+class SquareMasks(TorchDispatchMode):
+    """Counts tensors with as many entries as all tokens by all tokens."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.limit, self.count = tokens * tokens, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.count += isinstance(result, Tensor) and result.numel() >= self.limit
+        return result
+
+
+def test_a_packed_call_builds_no_mask_of_all_tokens_by_all_tokens():
+    folder = tiny_folder("mistral", hidden=16, sliding_window=8, intermediate=16)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED)
+    lengths = [16] * 16
+    tokens = torch.cat(tiny_rows(lengths))[None]
+    with SquareMasks(256) as squares, torch.no_grad():
+        model.model(tokens, **packed_kwargs(lengths, "cpu"))
+    assert squares.count == 0
+    with SquareMasks(256) as squares, torch.no_grad():
+        model.model(tokens, use_cache=False)
+    assert squares.count > 0  # the measure sees such a mask where there is one
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+def test_generate_on_left_padded_prompts_is_that_of_sdpa(family: str):
+    folder = tiny_folder(family, initializer_range=0.2, **({"sliding_window": 4} if family == "mistral" else {}))
+    rows = tiny_rows([3, 9, 6])
+    ids = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0)) for row in rows])
+    mask = torch.stack([torch.arange(9) >= 9 - len(row) for row in rows]).long()
+    made = []
+    for implementation in (PACKED, "sdpa"):
+        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+        out = model.generate(
+            input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False,
+            return_dict_in_generate=True, output_logits=True,
+        )  # fmt: skip
+        made.append((out.sequences, torch.stack(out.logits)))
+    assert torch.equal(made[0][0], made[1][0])
+    assert torch.equal(made[0][1], made[1][1])
+
+
+def test_an_unpadded_call_without_mask_keeps_the_sliding_window():
+    folder = tiny_folder("mistral", initializer_range=0.2, sliding_window=4)
+    tokens = tiny_rows([12])[0][None]
+    outs = [
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation=name)(tokens).logits
+        for name in (PACKED, "sdpa")
+    ]
+    assert torch.equal(*outs)
+
+
+class ToySlots:
+    """Keys and values of every layer, appended call by call; attention by the formula."""
+
+    def __init__(self):
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        if module.layer_idx in self.kept:
+            old_key, old_value = self.kept[module.layer_idx]
+            key, value = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)
+        self.kept[module.layer_idx] = key, value
+        lead = torch.zeros(*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3])
+        whole = torch.cat([lead, query], dim=2)
+        out = torch.stack([plain(*row, scaling, sliding_window) for row in zip(whole, key, value, strict=True)])
+        return out[:, -query.shape[2] :]
+
+
+def test_slots_decode_token_by_token_what_a_whole_forward_gives():
+    folder = tiny_folder("mistral", initializer_range=0.2, sliding_window=4)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED).eval()
+    tokens = torch.stack(tiny_rows([9, 9]))
+    slots, parts = ToySlots(), []
+    with torch.no_grad():
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 9)):
+            positions = torch.arange(start, stop).expand(2, -1)
+            step = model(
+                tokens[:, start:stop],
+                position_ids=positions,
+                attention_mask=no_mask("cpu"),
+                slots=slots,
+                use_cache=False,
+            )
+            parts.append(step.logits)
+        whole = model(tokens).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
+
+
+def test_no_mask_without_packing_is_an_error_and_not_attention_to_the_future():
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(), attn_implementation=PACKED)
+    with pytest.raises(EngineError, match="was given no_mask"):
+        model(tiny_rows([4])[0][None], attention_mask=no_mask("cpu"))
+
+
+def test_a_packed_batch_of_two_rows_is_an_error():
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(), attn_implementation=PACKED)
+    with pytest.raises(EngineError, match="got a batch of 2"):
+        model(torch.stack(tiny_rows([4, 4])), **packed_kwargs([4], "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("softcap", "soft-capped"),
+        ("s_aux", "attention sinks"),
+        ("position_bias", "position bias"),
+        ("indices", "sparse"),
+    ],
+)
+def test_what_a_layer_asks_for_and_packed_cannot_do_is_refused_by_name(argument: str, words: str):
+    query = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(EngineError, match=words):
+        packed_attention(LAYER, query, query, query, None, **{argument: 30.0})
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "words"),
+    [
+        ("gemma2", {}, r"soft-capped attention scores \(attn_logit_softcapping=50"),
+        ("gpt_oss", {}, "attention sinks"),
+        ("qwen3_next", {}, "layer_types has linear_attention"),
+        ("llama4_text", {}, "layer_types has chunked_attention"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
+    ],
+)
+def test_configs_that_packed_would_get_wrong_are_refused_by_name(family: str, extra: dict[str, Any], words: str):
+    with pytest.raises(EngineError, match=words):
+        refuse_unsupported(AutoConfig.for_model(family, **extra))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox"])
+def test_plain_families_are_not_refused(family: str):
+    refuse_unsupported(AutoConfig.for_model(family))

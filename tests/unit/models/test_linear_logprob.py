@@ -1,0 +1,160 @@
+"""The fused output head against the plain formula on whole logits in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from camshaft.errors import EngineError
+from camshaft.models.linear_logprob import linear_logprob
+
+M, H, V = 37, 8, 29
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def inputs(dtype: torch.dtype = torch.float64, rows: int = M) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((rows, H), (V, H), (V,)))
+    targets = torch.randint(0, V, (rows,), generator=generator)
+    return *(tensor.to(dtype).requires_grad_() for tensor in (hidden, weight, bias)), targets
+
+
+def test_three_tokens_by_hand():
+    # logits [0, ln 2, ln 5] give p = 1/8, 2/8, 5/8; at temperature 1/2 they give 1/30, 4/30, 25/30.
+    weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
+    hidden, targets = torch.ones(3, 1), torch.tensor([0, 1, 2])
+    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+    assert torch.allclose(log_probs.exp(), torch.tensor([1 / 8, 2 / 8, 5 / 8]))
+    assert torch.allclose(entropy, torch.tensor(0.9003).expand(3), atol=1e-4)  # (ln 8 + 2 ln 4 + 5 ln 1.6) / 8
+    log_probs, _ = linear_logprob(hidden, weight, targets, temperature=0.5)
+    assert torch.allclose(log_probs.exp(), torch.tensor([1 / 30, 4 / 30, 25 / 30]))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, M, 1000])
+def test_values_and_gradients_are_those_of_the_plain_formula(temperature: float, with_bias: bool, chunk: int):
+    hidden, weight, bias, targets = inputs()
+    used = bias if with_bias else None
+    fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, chunk=chunk)
+    plain = naive(hidden, weight, used, targets, temperature)
+    mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+    for got, expected in zip(fused, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    got = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), leaves)
+    expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_gradient_of_one_output_alone(which: int):
+    hidden, weight, bias, targets = inputs()
+    got = torch.autograd.grad(
+        linear_logprob(hidden, weight, targets, bias, 0.7, True)[which].sum(), [hidden, weight, bias]
+    )
+    expected = torch.autograd.grad(naive(hidden, weight, bias, targets, 0.7)[which].sum(), [hidden, weight, bias])
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_gradcheck_in_float64():
+    hidden, weight, bias, targets = inputs(rows=4)
+    assert torch.autograd.gradcheck(
+        lambda h, w, b: linear_logprob(h, w, targets, b, temperature=0.8, need_entropy=True, chunk=3),
+        (hidden, weight, bias),
+    )
+
+
+def test_without_entropy_there_is_none_and_log_probs_are_the_same_bits():
+    hidden, weight, _, targets = inputs(torch.float32)
+    alone, nothing = linear_logprob(hidden, weight, targets)
+    both, _ = linear_logprob(hidden, weight, targets, need_entropy=True)
+    assert nothing is None
+    assert torch.equal(alone, both)
+
+
+def test_gradients_only_where_they_are_wanted():
+    hidden, weight, _, targets = inputs()
+    linear_logprob(hidden, weight.detach(), targets)[0].sum().backward()
+    assert hidden.grad is not None
+    only_weight = torch.autograd.grad(linear_logprob(hidden.detach(), weight, targets)[0].sum(), weight)[0]
+    expected = torch.autograd.grad(naive(hidden.detach(), weight, None, targets, 1.0)[0].sum(), weight)[0]
+    torch.testing.assert_close(only_weight, expected)
+
+
+def test_half_precision_inputs_give_float32_results_summed_in_float32():
+    hidden, weight, _, targets = inputs(torch.bfloat16, rows=2000)
+    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True, chunk=16)
+    exact = naive(hidden.double(), weight.double(), None, targets, 1.0)
+    assert log_probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), exact[0], rtol=0, atol=0.06)  # logits up to 10, bf16 has 3 digits
+    gradient = torch.autograd.grad(log_probs.sum(), weight)[0]
+    expected = torch.autograd.grad(exact[0].sum(), weight)[0]
+    # 125 chunks added up in bfloat16 would be off by several per cent.
+    assert gradient.dtype == torch.bfloat16
+    assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
+
+
+def test_no_tokens_give_no_numbers_and_zero_gradients():
+    hidden, weight, _, targets = inputs(rows=0)
+    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+    assert log_probs.shape == entropy.shape == (0,)
+    (log_probs.sum() + entropy.sum()).backward()
+    assert hidden.grad.shape == (0, H)
+    assert torch.equal(weight.grad, torch.zeros(V, H, dtype=torch.float64))
+
+
+class Largest(TorchDispatchMode):
+    """The number of entries of the largest tensor that any operation made."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self.entries = max(self.entries, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_tensor_is_larger_than_a_chunk_of_logits(dtype: torch.dtype):
+    rows, wide, vocabulary, chunk = 96, 4, 500, 16
+    hidden, weight = (
+        torch.randn(rows, wide).to(dtype).requires_grad_(),
+        torch.randn(vocabulary, wide).to(dtype).requires_grad_(),
+    )
+    targets = torch.randint(0, vocabulary, (rows,))
+    with Largest() as largest:
+        log_probs, entropy = linear_logprob(hidden, weight, targets, None, 0.9, True, chunk)
+        (log_probs.sum() + entropy.sum()).backward()
+    assert largest.entries == chunk * vocabulary
+    with Largest() as largest:
+        naive(hidden, weight, None, targets, 0.9)[0].sum().backward()
+    assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_a_temperature_that_is_not_above_zero_is_an_error(temperature: float):
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(EngineError, match=r"temperature=.* must be above 0"):
+        linear_logprob(hidden, weight, targets, temperature=temperature)
+
+
+def test_second_derivatives_are_refused_and_not_silently_wrong():
+    hidden, weight, _, targets = inputs()
+    squares = linear_logprob(hidden, weight, targets)[0].square().sum()
+    gradient = torch.autograd.grad(squares, hidden, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -1,0 +1,240 @@
+"""Folders in, folders out: weights by name, seeds, overrides, and every way in which a folder can be wrong."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.tiny import tiny_folder, tiny_rows
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
+
+from camshaft.config.engine import EngineModel
+from camshaft.errors import EngineError
+from camshaft.models.loader import load_config, load_model, load_tokenizer, save_pretrained
+from camshaft.models.packed import PackedModel
+
+
+def load(folder: Path | str, seed: int = 0, dtype: str = "float32", **described: Any) -> PackedModel:
+    return load_model(EngineModel(path=str(folder), **described), dtype, "cpu", seed)
+
+
+def weights(model: PackedModel) -> dict[str, torch.Tensor]:
+    return dict(model.hf.named_parameters())
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "model"))
+
+
+def edit_weights(folder: Path, change: Any) -> Path:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_are_those_of_the_folder(tied: bool):
+    folder = tiny_folder("llama", tie_embeddings=tied)
+    model, stored = load(folder), load_file(folder / "model.safetensors")
+    assert weights(model).keys() == stored.keys()
+    assert ("lm_head.weight" in stored) is not tied
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in weights(model).items())
+
+
+def test_tied_embeddings_stay_one_tensor_in_every_dtype():
+    for dtype in ("float32", "bfloat16", "float64"):
+        hf = load(tiny_folder(), dtype=dtype).hf
+        assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+        assert hf.dtype == getattr(torch, dtype)
+
+
+def test_random_init_depends_on_the_seed_alone():
+    torch.manual_seed(1)
+    first = weights(load(tiny_folder(), seed=7, random_init=True))
+    torch.manual_seed(2)
+    second = weights(load(tiny_folder(), seed=7, random_init=True))
+    other = weights(load(tiny_folder(), seed=8, random_init=True))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_the_random_state_of_the_caller_is_left_alone():
+    before = torch.get_rng_state()
+    load(tiny_folder(), random_init=True)
+    load(tiny_folder(), head="value")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_new_value_head_is_drawn_from_the_seed_and_the_rest_is_read(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    folder = tiny_folder()
+    first, same, other = (weights(load(folder, seed=seed, head="value")) for seed in (3, 3, 4))
+    stored = load_file(folder / "model.safetensors")
+    assert first.keys() - stored.keys() == {"score.weight", "score.bias"}
+    assert all(torch.equal(first[name], tensor) for name, tensor in stored.items())
+    assert torch.equal(first["score.weight"], same["score.weight"])
+    assert not torch.equal(first["score.weight"], other["score.weight"])
+    assert first["score.weight"].shape == (1, 64)
+    assert first["score.weight"].std() > 0
+    assert caplog.text == ""
+
+
+def test_loading_writes_nothing_to_the_terminal(capfd):
+    load(tiny_folder(), head="value")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_value_head_comes_from_an_untied_causal_lm_too():
+    assert "score.weight" in weights(load(tiny_folder("llama", tie_embeddings=False), head="value"))
+
+
+def test_a_saved_value_model_is_read_back_bit_for_bit(tmp_path: Path):
+    model = load(tiny_folder(), head="value", seed=5)
+    save_pretrained(model, tmp_path)
+    again = load(tmp_path, head="value", seed=6)
+    assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(model).items())
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    assert plain.num_labels == 1
+
+
+def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
+    reward = load(tiny_folder(), head="reward", random_init=True)
+    save_pretrained(reward, tmp_path)
+    value = load(tmp_path, head="value")
+    assert torch.equal(weights(value)["score.weight"], weights(reward)["score.weight"])
+
+
+def test_an_exported_folder_loads_in_plain_transformers(tmp_path: Path):
+    folder = tiny_folder("llama", tie_embeddings=False)
+    model = load(folder, dtype="bfloat16")
+    save_pretrained(model, tmp_path, load_tokenizer(str(folder)))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.config._attn_implementation == "sdpa"
+    assert plain.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in plain.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == load_tokenizer(str(folder)).encode("1+2")
+    assert plain(tiny_rows([4])[0][None]).logits.shape == (1, 4, 112)
+
+
+def test_override_config_changes_the_model():
+    model = load(tiny_folder(), random_init=True, override_config={"num_hidden_layers": 3, "attention_dropout": 0.25})
+    assert len(model.hf.model.layers) == 3
+    assert model.hf.model.layers[0].self_attn.attention_dropout == 0.25
+    assert load_config(tiny_folder(), False, {}).num_hidden_layers == 2
+
+
+def test_an_unknown_override_names_the_nearest_key():
+    with pytest.raises(EngineError, match=r"no 'atention_dropout'; did you mean 'attention_dropout'\?"):
+        load(tiny_folder(), override_config={"atention_dropout": 0.1})
+    with pytest.raises(EngineError, match=r"no 'zzz'; it has .*hidden_size"):
+        load(tiny_folder(), override_config={"zzz": 1})
+
+
+def test_an_override_that_the_config_refuses_is_told_with_its_reason():
+    with pytest.raises(EngineError, match=r"(?s)override_config.*hidden_size.*many"):
+        load(tiny_folder(), override_config={"hidden_size": "many"})
+
+
+def test_external_lib_is_imported_before_the_model_is_built(tmp_path: Path, monkeypatch):
+    (tmp_path / "registers_a_model.py").write_text(
+        "from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM\n"
+        "class TinyConfig(LlamaConfig):\n    model_type = 'tiny_external'\n"
+        "class TinyModel(LlamaForCausalLM):\n    config_class = TinyConfig\n"
+        "AutoConfig.register('tiny_external', TinyConfig)\n"
+        "AutoModelForCausalLM.register(TinyConfig, TinyModel)\n"
+    )
+    folder = copy_of(tiny_folder("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "tiny_external"}))
+    with pytest.raises(EngineError, match=r"config.json cannot be read.*tiny_external"):
+        load(folder)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert type(load(folder, external_lib="json, registers_a_model").hf).__name__ == "TinyModel"
+
+
+def test_a_missing_external_lib_is_named():
+    with pytest.raises(EngineError, match="external_lib names 'no_such_module'"):
+        load(tiny_folder(), external_lib="no_such_module")
+
+
+def test_a_folder_that_is_not_there_says_what_to_type():
+    with pytest.raises(EngineError, match=r"no folder 'nobody/no-model' here.*hf download nobody/no-model"):
+        load("nobody/no-model")
+    with pytest.raises(EngineError, match="no folder '/no/such/folder' here") as caught:
+        load("/no/such/folder")
+    assert "hf download" not in str(caught.value)
+
+
+def test_a_folder_without_config_lists_what_it_holds(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(EngineError, match=r"has no config.json \(it holds model.safetensors\)"):
+        load(tmp_path)
+
+
+def test_a_broken_config_is_an_error(tmp_path: Path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(EngineError, match=r"config\.json cannot be read"):
+        load(tmp_path)
+
+
+def test_a_folder_without_weights_suggests_random_init(tmp_path: Path):
+    folder = copy_of(tiny_folder(), tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"(?s)cannot read the weights.*random_init=True"):
+        load(folder)
+    load(folder, random_init=True)
+
+
+def test_missing_unknown_and_misshapen_weights_are_all_named(tmp_path: Path):
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.extra"] = torch.zeros(1)
+        tensors["model.norm.weight"] = torch.zeros(65)
+
+    folder = edit_weights(copy_of(tiny_folder(), tmp_path), change)
+    for head in ("causal_lm", "value"):
+        with pytest.raises(EngineError) as caught:
+            load(folder, head=head)
+        assert "model.layers.1.mlp.up_proj.weight is missing" in str(caught.value)
+        assert "model.extra is unknown" in str(caught.value)
+        assert "model.norm.weight is (65,), not (64,)" in str(caught.value)
+
+
+def test_a_reward_model_needs_its_own_head():
+    with pytest.raises(EngineError, match=r"head=reward\): score.weight is missing"):
+        load(tiny_folder(), head="reward")
+
+
+def test_a_causal_lm_does_not_come_from_a_value_model(tmp_path: Path):
+    save_pretrained(load(tiny_folder(), head="value"), tmp_path)
+    with pytest.raises(EngineError, match=r"score.bias is unknown; score.weight is unknown"):
+        load(tmp_path)
+
+
+def test_a_value_head_of_another_width_is_an_error(tmp_path: Path):
+    AutoModelForTokenClassification.from_pretrained(tiny_folder(), num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=r"score.weight is \(2, 64\), not \(1, 64\)"):
+        load(tmp_path, head="value")
+
+
+def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path: Path):
+    tokenizer = load_tokenizer(str(tiny_folder("llama")))
+    tokenizer.pad_token = None
+    folder = copy_of(tiny_folder("llama"), tmp_path)
+    tokenizer.save_pretrained(folder)
+    assert load_tokenizer(str(folder)).pad_token == "<|im_end|>"
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    with pytest.raises(EngineError, match="neither pad_token nor eos_token"):
+        load_tokenizer(str(folder))
+
+
+def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
+    shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
+    with pytest.raises(EngineError, match="has no tokenizer that can be read"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,287 @@
+"""Packed rows against transformers' own classes on each row alone."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_folder, tiny_rows, wanted
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+from camshaft.config.engine import EngineModel
+from camshaft.errors import EngineError
+from camshaft.models.attention import PACKED
+from camshaft.models.loader import load_model, save_pretrained
+from camshaft.models.packed import Head, PackedModel
+
+LENGTHS = [7, 1, 12, 3]
+# A wide initialisation, so that a wrong mask, border or factor moves log-probs far more than rounding does.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_embeddings": False},
+    "qwen3": {},
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "granite": {"logits_scaling": 3.0},
+    "cohere": {"logit_scale": 0.5},
+    "phi": {"tie_embeddings": False},  # its output head has a bias
+}
+
+
+def folder_of(family: str) -> str:
+    return str(tiny_folder(family, hidden=32, initializer_range=0.1, **FAMILIES[family]))
+
+
+@cache
+def packed(family: str = "qwen2", head: Head = "causal_lm", dtype: str = "float64") -> PackedModel:
+    return load_model(EngineModel(path=folder_of(family), head=head), dtype, "cpu", seed=0)
+
+
+def inputs() -> tuple[Tensor, list[int], Tensor]:
+    return torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS)
+
+
+def by_transformers(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of all tokens but the first of each row, one row at a time, from whole logits."""
+    log_probs, entropies = [], []
+    for row in tiny_rows(LENGTHS):
+        log_p = torch.log_softmax(model(row[None]).logits[0, :-1] / temperature, dim=-1)
+        log_probs.append(log_p.gather(1, row[1:, None])[:, 0])
+        entropies.append(-(log_p.exp() * log_p).sum(dim=-1))
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str):
+    # transformers has no experts in float64; in float32 the last digit of a log-prob of -4.5 is worth 5e-7.
+    dtype, near = ("float32", 3e-6) if family in ("mixtral", "qwen3_moe") else ("float64", 1e-6)
+    model = packed(family, dtype=dtype)
+    plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager")
+    got = model(*inputs(), ("log_probs", "entropy"), temperature=0.7)
+    log_probs, entropies = by_transformers(plain, 0.7)
+    assert log_probs.std() > 0.05
+    torch.testing.assert_close(got["log_probs"], log_probs, rtol=0, atol=near)
+    torch.testing.assert_close(got["entropy"], entropies, rtol=0, atol=near)
+    weights = torch.randn(len(log_probs), dtype=log_probs.dtype, generator=torch.Generator().manual_seed(0))
+    mine = gradients(model.hf, (got["log_probs"] * weights + 0.1 * got["entropy"]).mean())
+    theirs = gradients(plain, (log_probs * weights + 0.1 * entropies).mean())
+    assert mine.keys() == theirs.keys()
+    for name, gradient in mine.items():
+        torch.testing.assert_close(
+            gradient, theirs[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_float32_agrees_to_a_millionth():
+    folder = tiny_folder(hidden=32)
+    model = load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    got = model(*inputs(), ("log_probs",))["log_probs"]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, by_transformers(plain, 1.0)[0], rtol=0, atol=1e-6)
+
+
+def test_bfloat16_gives_float32_close_to_float32():
+    exact = packed(dtype="float32")(*inputs(), ("log_probs",))["log_probs"]
+    rough = packed(dtype="bfloat16")(*inputs(), ("log_probs",))["log_probs"]
+    assert rough.dtype == torch.float32
+    assert (rough - exact).abs().mean() < 0.1
+
+
+def test_a_row_does_not_see_its_neighbours():
+    tokens, lengths, at = inputs()
+    model = packed()
+    before = model(tokens, lengths, at, ("log_probs",))["log_probs"]
+    tokens[: LENGTHS[0]] = 5
+    after = model(tokens, lengths, at, ("log_probs",))["log_probs"]
+    assert not torch.equal(before[:6], after[:6])
+    assert torch.equal(before[6:], after[6:])
+
+
+def test_only_the_tokens_asked_for_come_back_in_their_order():
+    tokens, lengths, at = inputs()
+    some = at[torch.tensor([9, 2, 5])]
+    everything = packed()(tokens, lengths, at, ("log_probs",))["log_probs"]
+    few = packed()(tokens, lengths, some, ("log_probs",))["log_probs"]
+    torch.testing.assert_close(few, everything[torch.tensor([9, 2, 5])])
+
+
+def test_asking_for_no_token_leaves_a_gradient_of_zeros():
+    model = packed()
+    tokens, lengths, at = inputs()
+    out = model(tokens, lengths, at[:0], ("log_probs", "entropy"))
+    assert out["log_probs"].shape == (0,)
+    found = gradients(model.hf, out["log_probs"].sum() + out["entropy"].sum())
+    assert found
+    assert all(not gradient.any() for gradient in found.values())
+
+
+def test_entropy_alone_and_order_of_outputs():
+    out = packed()(*inputs(), ("entropy",))
+    assert list(out) == ["entropy"]
+    assert list(packed()(*inputs(), ("entropy", "log_probs"))) == ["entropy", "log_probs"]
+
+
+def test_values_are_those_of_the_token_classification_model(tmp_path):
+    model = packed(head="value")
+    save_pretrained(model, tmp_path)
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    expected = [plain(row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
+    got = model(*inputs(), ("values",))["values"]
+    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=1e-6)
+    assert got.std() > 0.1
+
+
+def test_values_have_no_dropout_of_the_classification_head_in_train_mode():
+    model = packed(head="value")
+    calm = model(*inputs(), ("values",))["values"]
+    model.train()
+    trained = model(*inputs(), ("values",))["values"]
+    model.eval()
+    assert torch.equal(calm, trained)
+
+
+def test_scores_are_those_of_the_sequence_classification_model(tmp_path):
+    model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "float64", "cpu", 0)
+    save_pretrained(model, tmp_path)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    expected = torch.cat([plain(row[None]).logits[0] for row in tiny_rows(LENGTHS)])
+    got = model(*inputs(), ("scores",))["scores"]
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+    assert got.shape == (len(LENGTHS),)
+
+
+def test_scores_of_a_half_precision_model_are_not_rounded_to_half_precision():
+    model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "bfloat16", "cpu", 0)
+    scores = model(*inputs(), ("scores",))["scores"]
+    assert scores.dtype == torch.float32
+    assert not torch.equal(scores, scores.bfloat16().float())
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral", "mixtral"])
+def test_gradient_checkpointing_changes_nothing(family: str):
+    found = []
+    for checkpointing in (False, True):
+        described = EngineModel(path=folder_of(family), enable_gradient_checkpointing=checkpointing)
+        model = load_model(described, "float32", "cpu", 0).train()
+        assert model.hf.is_gradient_checkpointing is checkpointing
+        log_probs = model(*inputs(), ("log_probs",))["log_probs"]
+        found.append((log_probs, gradients(model.hf, log_probs.mean())))
+    assert torch.equal(found[0][0], found[1][0])
+    for name, gradient in found[0][1].items():
+        assert torch.equal(gradient, found[1][1][name]), name
+
+
+def test_gradient_checkpointing_computes_layers_again():
+    described = EngineModel(path=folder_of("qwen2"), enable_gradient_checkpointing=True)
+    model = load_model(described, "float32", "cpu", 0).train()
+    calls = []
+    model.hf.model.layers[0].input_layernorm.register_forward_hook(lambda *_: calls.append(1))
+    model(*inputs(), ("log_probs",))["log_probs"].sum().backward()
+    assert len(calls) == 2
+
+
+def test_dropout_of_the_config_acts_in_train_mode_only():
+    described = EngineModel(path=folder_of("qwen2"), override_config={"attention_dropout": 0.5})
+    model = load_model(described, "float32", "cpu", 0)
+    calm = model(*inputs(), ("log_probs",))["log_probs"]
+    assert torch.equal(calm, model(*inputs(), ("log_probs",))["log_probs"])
+    assert not torch.equal(calm, model.train()(*inputs(), ("log_probs",))["log_probs"])
+
+
+@pytest.mark.parametrize(
+    ("head", "outputs"),
+    [("causal_lm", ("values",)), ("value", ("log_probs",)), ("value", ("scores",)), ("causal_lm", ())],
+)
+def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ...]):
+    with pytest.raises(EngineError, match=f"a {head} model gives"):
+        packed(head=head)(*inputs(), outputs)
+
+
+@pytest.mark.parametrize(
+    ("at", "words"),
+    [
+        ([7], "7, the first token of a row"),
+        ([0], "0, the first token of a row"),
+        ([23], r"must lie in 0..22, got 23..23"),
+        ([-1, 2], r"must lie in 0..22, got -1..2"),
+    ],
+)
+def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], words: str):
+    tokens, lengths, _ = inputs()
+    with pytest.raises(EngineError, match=words):
+        packed()(tokens, lengths, torch.tensor(at), ("log_probs",))
+
+
+def test_misshapen_inputs_are_an_error():
+    tokens, lengths, at = inputs()
+    with pytest.raises(EngineError, match=r"tokens of shape \(23,\) are not rows of 24 tokens"):
+        packed()(tokens, [*lengths, 1], at, ("log_probs",))
+    with pytest.raises(EngineError, match=r"`at` must be int64 .* got torch.bool"):
+        packed()(tokens, lengths, torch.ones(23, dtype=torch.bool), ("log_probs",))
+    with pytest.raises(EngineError, match="at least one token"):
+        packed()(tokens, [*lengths, 0], at, ("log_probs",))
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "words"),
+    [
+        ("gemma2", {}, "soft-capped attention scores"),
+        ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
+        ("mpt", {}, "computes attention by itself"),
+        ("falcon", {}, "compute attention by themselves"),
+        ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
+    ],
+)
+def test_models_that_would_come_out_wrong_are_refused_by_name(family: str, extra: dict[str, Any], words: str):
+    folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
+    with pytest.raises(EngineError, match=words):
+        load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
+
+
+def test_a_family_that_drops_the_packing_arguments_is_an_error_and_not_a_wrong_number():
+    model = load_model(EngineModel(path=str(tiny_folder("nemotron", hidden=32))), "float32", "cpu", 0)
+    with pytest.raises(EngineError, match="this model family drops them"):
+        model(*inputs(), ("log_probs",))
+
+
+def test_a_model_with_another_attention_implementation_is_refused():
+    plain = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation="sdpa")
+    with pytest.raises(EngineError, match=f"built with attn_implementation='sdpa'; build it with '{PACKED}'"):
+        PackedModel(plain, "causal_lm")
+
+
+def test_a_head_that_does_not_fit_is_refused():
+    causal = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation=PACKED)
+    with pytest.raises(EngineError, match="no layer called 'score' or 'classifier'"):
+        PackedModel(causal, "value")
+    three = AutoModelForTokenClassification.from_pretrained(
+        folder_of("qwen2"), attn_implementation=PACKED, num_labels=3
+    )
+    with pytest.raises(EngineError, match="gives 3; load it with num_labels=1"):
+        PackedModel(three, "value")
+    with pytest.raises(EngineError, match="no projection on the vocabulary"):
+        PackedModel(three, "causal_lm")
+
+
+def test_a_replaced_output_head_is_an_error_and_not_ignored():
+    model = load_model(EngineModel(path=folder_of("llama")), "float32", "cpu", 0)
+    model.hf.set_output_embeddings(torch.nn.Sequential(model.hf.get_output_embeddings()))
+    with pytest.raises(EngineError, match=r"is a Sequential, not a plain nn\.Linear"):
+        model(*inputs(), ("log_probs",))

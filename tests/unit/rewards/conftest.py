@@ -1,0 +1,94 @@
+"""Reward functions in files, scored by real processes, none of which may outlive its test."""
+
+import textwrap
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.rewards.manager import RewardManager
+
+MARK = "CAMSHAFT_TEST_MARK"
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with `mark` in their environment (their children too)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+    return found
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """Marks all processes that the test starts, and fails if one is left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    yield mark
+    until = time.monotonic() + 5
+    while marked(mark) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert marked(mark) == []
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes the body of a module and gives its path."""
+
+    def write(body: str, name: str = "my_reward.py") -> str:
+        (tmp_path / name).write_text(textwrap.dedent(body))
+        return str(tmp_path / name)
+
+    return write
+
+
+@pytest.fixture
+def manager(file):
+    """A manager of `compute_score(data_source, solution_str, ground_truth, extra_info)` with this body."""
+    opened = []
+
+    def make(body: str, head: str = "def", **options) -> RewardManager:
+        lines = textwrap.indent(textwrap.dedent(body), "    ")
+        source = f"{head} compute_score(data_source, solution_str, ground_truth, extra_info=None):\n{lines}"
+        opened.append(RewardManager(file(source), **({"num_workers": 2, "timeout": 20.0} | options)))
+        return opened[-1]
+
+    yield make
+    for one in opened:
+        one.close()
+
+
+def batch_of(texts: list[str], truths: list | None = None, extra_info: list | None = None) -> DataProto:
+    """Responses whose tokens are the characters of `texts`."""
+    columns = {
+        "responses": Ragged.from_rows([[ord(c) for c in text] for text in texts]),
+        "data_source": ["test"] * len(texts),
+        "ground_truth": truths or [""] * len(texts),
+    }
+    return DataProto.from_dict(columns | ({"extra_info": extra_info} if extra_info else {}))
+
+
+def decode(rows: list[list[int]]) -> list[str]:
+    return ["".join(map(chr, row)) for row in rows]
+
+
+@pytest.fixture
+def score():
+    """Scores texts with a manager."""
+
+    def score(manager: RewardManager, texts: list[str], **columns):
+        return manager.score(batch_of(texts, **columns), decode)
+
+    return score
+
+
+@pytest.fixture
+def alive(mark):
+    """The worker processes of this test that are running now."""
+    return lambda: marked(mark)

@@ -1,0 +1,267 @@
+import logging
+import sys
+import time
+
+import pytest
+import torch
+
+from camshaft.errors import BatchError, RewardError
+from camshaft.rewards.manager import RewardManager
+
+FAIL_AT_B = "if solution_str == 'b': {}\nreturn 1.0"
+
+
+# -- scores -----------------------------------------------------------------------------------------
+
+
+def test_the_score_stands_on_the_last_token_of_each_response(manager, score):
+    result = score(manager("return len(solution_str) / 2"), ["a", "bcd"])
+    # responses "a" and "bcd": 1/2 on the only token, then 3/2 on the third.
+    assert result.token_level_scores.values.tolist() == [0.5, 0, 0, 1.5]
+    assert result.token_level_scores.lengths.tolist() == [1, 3]
+    assert result.token_level_scores.values.dtype == result.scores.dtype == torch.float32
+    assert result.scores.tolist() == [0.5, 1.5]
+
+
+def test_a_response_without_tokens_has_a_score_but_no_place_for_it(manager, score):
+    result = score(manager("return 1.0"), ["", "b"])
+    assert (result.token_level_scores.values.tolist(), result.scores.tolist()) == ([1.0], [1.0, 1.0])
+
+
+def test_the_function_gets_all_four_arguments(manager, score):
+    rewards = manager(
+        "return float((data_source, solution_str, ground_truth, extra_info) == ('test', 'a', 'x', {'k': 1}))"
+    )
+    assert score(rewards, ["a"], truths=["x"], extra_info=[{"k": 1}]).scores.tolist() == [1.0]
+
+
+def test_reward_kwargs_reach_the_function(file, score):
+    path = file("def f(data_source, solution_str, ground_truth, extra_info, *, scale): return scale * 2")
+    with RewardManager(path, "f", {"scale": 3}) as rewards:
+        assert score(rewards, ["a"]).scores.tolist() == [6.0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_200_calls_keep_their_order_whatever_the_number_of_workers(manager, score, num_workers):
+    rewards = manager("return {'score': int(solution_str), 'odd': int(solution_str) % 2}", num_workers=num_workers)
+    result = score(rewards, [str(i) for i in range(200)])
+    assert result.scores.tolist() == [float(i) for i in range(200)]
+    assert result.metrics["reward/odd/mean"] == 0.5
+
+
+def test_calls_are_cheap(manager, score):
+    rewards = manager("return 1.0")
+    score(rewards, ["a"])
+    began = time.monotonic()
+    score(rewards, ["a"] * 2000)
+    assert time.monotonic() - began < 2.0  # a millisecond each; about a thirtieth of it is used
+
+
+def test_workers_are_kept_between_batches(manager, score):
+    rewards = manager("import os\nreturn os.getpid()", num_workers=1)
+    assert score(rewards, ["a"]).scores.tolist() == score(rewards, ["b"]).scores.tolist()
+
+
+def test_several_workers_work_at_once(manager, score):
+    rewards = manager("import time; time.sleep(0.5)\nreturn 1.0", num_workers=4)
+    score(rewards, ["a"] * 4)  # they have started now
+    began = time.monotonic()
+    score(rewards, ["a"] * 4)
+    assert time.monotonic() - began < 1.5
+
+
+def test_no_more_workers_start_than_there_are_samples(manager, score, alive):
+    rewards = manager("return 1.0", num_workers=8)
+    score(rewards, ["a", "b"])
+    assert len(alive()) <= 2
+
+
+def test_a_coroutine_is_awaited(manager, score):
+    rewards = manager("import asyncio\nawait asyncio.sleep(0.01)\nreturn 2.0", head="async def")
+    assert score(rewards, ["a", "b", "c"]).scores.tolist() == [2.0] * 3
+
+
+def test_parts_of_dict_results_are_averaged_over_the_rows_that_have_them(manager, score):
+    body = """
+    if solution_str == 'a': return {'score': 1, 'format': 0.5, 'ok': True, 'text': 'x', 'bad': float('nan')}
+    return {'score': 0, 'format': 1.0}
+    """
+    metrics = score(manager(body), ["a", "b", "b"]).metrics
+    assert metrics["reward/format/mean"] == (0.5 + 1 + 1) / 3
+    assert metrics["reward/ok/mean"] == 1.0
+    assert not any("text" in name or "bad" in name for name in metrics)
+
+
+@pytest.mark.parametrize("value", ["True", "3", "2.5", "__import__('fractions').Fraction(1, 2)"])
+def test_any_real_number_is_a_score(manager, score, value):
+    result = score(manager(f"return {value}"), ["a"])
+    assert (result.num_failed, result.scores.tolist()) == (0, [float(eval(value))])
+
+
+def test_a_batch_without_rows_is_fine(manager, score):
+    assert len(score(manager("return 1.0"), []).scores) == 0
+
+
+def test_a_missing_column_is_named(manager):
+    from camshaft.dataproto import DataProto
+
+    with pytest.raises(BatchError, match="ground_truth"):
+        manager("return 1.0").score(DataProto.from_dict({"data_source": ["x"]}), list)
+
+
+# -- failures ---------------------------------------------------------------------------------------
+
+
+def test_an_exception_costs_its_sample_alone_and_is_shown(manager, score, caplog):
+    rewards = manager(FAIL_AT_B.format("raise KeyError('no such thing')"))
+    with caplog.at_level(logging.WARNING):
+        result = score(rewards, ["a", "b", "c"])
+    assert result.scores.tolist() == [1.0, 0.0, 1.0]
+    assert (result.metrics["reward/errors"], result.num_failed) == (1.0, 1)
+    (failure,) = result.failures
+    assert (failure.row, failure.kind, failure.data_source) == (1, "error", "test")
+    assert "KeyError: 'no such thing'" in failure.message
+    # The traceback begins in the user's file.
+    assert "my_reward.py" in failure.trace
+    assert "worker.py" not in failure.trace
+    assert "1 of 3 samples could not be scored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["float('nan')", "float('inf')", "-float('inf')", "1e300", "10**400", "None", "'1.0'", "[1.0]", "{'reward': 1}",
+     "{'score': None}", "1j"],
+)  # fmt: skip
+def test_what_is_not_a_finite_number_is_invalid(manager, score, value):
+    result = score(manager(FAIL_AT_B.format(f"return {value}")), ["a", "b", "c"])
+    assert result.scores.tolist() == [1.0, 0.0, 1.0]
+    assert (result.metrics["reward/invalid"], result.num_failed) == (1.0, 1)
+
+
+def test_a_hanging_call_is_killed_and_the_others_are_scored(manager, score):
+    rewards = manager(FAIL_AT_B.format("import time; time.sleep(60)"), timeout=0.5)
+    began = time.monotonic()
+    result = score(rewards, ["a", "b", "c", "d", "b", "e"])
+    assert time.monotonic() - began < 5
+    assert result.scores.tolist() == [1, 0, 1, 1, 0, 1]
+    assert (result.metrics["reward/timeouts"], result.num_failed) == (2.0, 2)
+    assert "0.5 s" in result.failures[0].message
+
+
+def test_a_call_that_holds_the_interpreter_is_killed_too(manager, score):
+    # This regular expression needs about 2**60 steps and releases no lock.
+    rewards = manager(FAIL_AT_B.format("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"), timeout=0.5)
+    assert score(rewards, ["a", "b"]).metrics["reward/timeouts"] == 1.0
+
+
+def test_the_limit_is_for_one_call_and_not_for_many(manager, score):
+    rewards = manager("import time; time.sleep(0.2)\nreturn 1.0", timeout=1.0, num_workers=1)
+    assert score(rewards, ["a"] * 8).num_failed == 0
+
+
+def test_loading_does_not_count_against_the_limit(file, score):
+    path = file(
+        """
+        import time; time.sleep(1.0)
+        def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0
+        """
+    )
+    with RewardManager(path, timeout=0.3, num_workers=2) as rewards:
+        assert score(rewards, ["a"] * 4).num_failed == 0
+
+
+@pytest.mark.parametrize(
+    ("death", "told"),
+    [
+        ("__import__('os')._exit(7)", "exit code 7"),
+        ("__import__('ctypes').string_at(0)", "signal 11"),
+        ("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9"),
+    ],
+)
+def test_a_process_that_dies_costs_its_sample_alone(manager, score, death, told):
+    result = score(manager(FAIL_AT_B.format(death)), list("abcdefgb"))
+    assert result.scores.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
+    assert (result.metrics["reward/crashes"], result.num_failed) == (2.0, 2)
+    assert told in result.failures[0].message
+
+
+def test_sys_exit_is_an_error_and_not_the_end(manager, score):
+    result = score(manager(FAIL_AT_B.format("raise SystemExit(3)")), list("abc"))
+    assert (result.metrics["reward/errors"], result.scores.tolist()) == (1.0, [1, 0, 1])
+
+
+def test_prints_do_not_disturb_the_scores(manager, score, capfd):
+    rewards = manager("import os; print('to stdout'); os.write(1, b'raw'); os.system('echo child')\nreturn 1.0")
+    assert score(rewards, ["a"] * 3).scores.tolist() == [1.0] * 3
+    rewards.close()
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "to stdout" in err
+    assert "child" in err
+
+
+def test_reading_standard_input_finds_nothing(manager, score):
+    assert score(manager("import sys\nreturn len(sys.stdin.read())"), ["a"] * 3).scores.tolist() == [0.0] * 3
+
+
+def test_a_function_may_use_alarms_of_its_own(manager, score):
+    body = """
+    import signal, time
+    def late(*_): raise TimeoutError('mine')
+    signal.signal(signal.SIGALRM, late); signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try: time.sleep(10)
+    except TimeoutError: return 0.5
+    """
+    assert score(manager(body), ["a", "b"]).scores.tolist() == [0.5, 0.5]
+
+
+def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(manager, score, monkeypatch):
+    import types
+
+    module = types.ModuleType("only_in_the_driver")
+    exec("class Thing: pass", module.__dict__)
+    monkeypatch.setitem(sys.modules, "only_in_the_driver", module)
+    result = score(manager("return 1.0"), ["a", "b"], truths=["x", module.Thing()])
+    assert (result.scores.tolist(), result.metrics["reward/errors"]) == ([1.0, 0.0], 1.0)
+
+
+def test_only_the_first_failures_are_listed_but_all_are_counted(manager, score):
+    result = score(manager("1 / 0"), ["a"] * 20)
+    assert result.num_failed == 20
+    assert [failure.row for failure in result.failures] == [0, 1, 2]
+
+
+# -- on_error=raise ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_raise_names_the_first_failing_row_whatever_the_number_of_workers(manager, score, num_workers):
+    # Row 4 fails late, rows from 5 on fail at once: the error is of row 4 all the same.
+    body = """
+    import time
+    row = int(solution_str)
+    if row == 4: time.sleep(0.3)
+    if row >= 4: raise ValueError(f'row {row} is bad')
+    return 1.0
+    """
+    rewards = manager(body, on_error="raise", num_workers=num_workers)
+    with pytest.raises(RewardError) as caught:
+        score(rewards, [str(i) for i in range(40)])
+    text = str(caught.value)
+    assert "row 4 (data_source 'test')" in text
+    assert "ValueError: row 4 is bad" in text
+    assert "my_reward.py" in text
+    assert score(rewards, ["1", "2"]).scores.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("failure", ["return None", "__import__('os')._exit(1)", "__import__('time').sleep(60)"])
+def test_raise_covers_every_kind_of_failure(manager, score, failure):
+    rewards = manager(FAIL_AT_B.format(failure), on_error="raise", timeout=0.5)
+    with pytest.raises(RewardError, match="row 1"):
+        score(rewards, ["a", "b", "a"])
+
+
+@pytest.mark.parametrize("options", [{"num_workers": 0}, {"timeout": 0}])
+def test_no_workers_or_no_time_is_an_error(options):
+    with pytest.raises(RewardError):
+        RewardManager(**options)

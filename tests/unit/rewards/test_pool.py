@@ -1,0 +1,82 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from camshaft.errors import RewardError
+from camshaft.rewards.manager import RewardManager
+
+
+def test_closing_ends_the_workers(manager, score, alive):
+    rewards = manager("return 1.0")
+    score(rewards, ["a"] * 4)
+    assert alive()
+    rewards.close()
+    assert alive() == []
+    with pytest.raises(RewardError, match="closed"):
+        score(rewards, ["a"])
+
+
+def test_dropping_the_manager_ends_the_workers(file, score, alive):
+    rewards = RewardManager(name="exact_match")
+    score(rewards, ["a"])
+    del rewards
+    assert alive() == []
+
+
+def test_what_a_killed_call_has_started_is_killed_too(manager, score, alive):
+    rewards = manager("import subprocess; subprocess.run(['sleep', '60'])", timeout=0.5, num_workers=1)
+    assert score(rewards, ["a"]).metrics["reward/timeouts"] == 1.0
+    assert alive() == []
+
+
+def test_a_worker_that_died_while_idle_costs_nothing(manager, score, alive):
+    rewards = manager("return 1.0")
+    score(rewards, ["a"] * 4)
+    for pid in alive():
+        os.kill(pid, signal.SIGKILL)
+    while alive():
+        time.sleep(0.01)
+    assert score(rewards, ["a"] * 4).num_failed == 0
+
+
+@pytest.mark.parametrize("body", ["return 1.0", "import time; time.sleep(60)"])
+def test_workers_end_when_the_driver_is_killed(file, body, alive):
+    path = file(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}")
+    driver = f"""
+import sys
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.rewards.manager import RewardManager
+rewards = RewardManager({path!r}, num_workers=2)
+two = ["x"] * 2
+batch = DataProto.from_dict({{"responses": Ragged.from_rows([[1], [2]]), "data_source": two, "ground_truth": two}})
+rewards.score(batch, lambda rows: ["a"] * len(rows))
+print("scored", flush=True)
+sys.stdin.read()
+"""
+    process = subprocess.Popen([sys.executable, "-c", driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if "sleep" in body:
+        while len(alive()) < 3:  # the driver and two workers in mid-call
+            time.sleep(0.05)
+        time.sleep(0.5)
+    else:
+        assert process.stdout.readline() == b"scored\n"
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    until = time.monotonic() + 4
+    while alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive() == []
+
+
+def test_a_driver_that_just_ends_leaves_nothing(alive):
+    driver = "from camshaft.rewards.manager import RewardManager; keep = RewardManager(name='exact_match')"
+    assert subprocess.run([sys.executable, "-c", driver], check=False).returncode == 0
+    assert alive() == []

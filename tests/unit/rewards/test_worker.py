@@ -1,0 +1,85 @@
+import pytest
+
+from camshaft.errors import RewardError
+from camshaft.rewards.manager import RewardManager
+
+
+def test_a_missing_file_is_an_error_at_construction():
+    with pytest.raises(RewardError, match=r"no reward file /nowhere/x\.py"):
+        RewardManager("/nowhere/x.py")
+
+
+def test_a_missing_name_is_an_error_that_lists_what_is_there(file):
+    with pytest.raises(RewardError, match="has no 'compute_score'; its functions: score_it"):
+        RewardManager(file("def score_it(): pass\nx = 1"))
+
+
+def test_a_name_that_is_no_function_is_an_error(file):
+    with pytest.raises(RewardError, match="is a int, not a function"):
+        RewardManager(file("compute_score = 1"))
+
+
+def test_a_syntax_error_is_shown(file):
+    with pytest.raises(RewardError, match=r"(?s)my_reward\.py.*SyntaxError"):
+        RewardManager(file("def compute_score(:\n"))
+
+
+def test_an_error_while_importing_is_shown(file):
+    with pytest.raises(RewardError, match="No module named 'not_installed_anywhere'"):
+        RewardManager(file("import not_installed_anywhere"))
+
+
+def test_a_file_that_ends_the_process_is_an_error(file):
+    with pytest.raises(RewardError, match="exit code 5"):
+        RewardManager(file("import sys; sys.exit(5)"))
+
+
+def test_a_function_with_other_parameters_is_an_error_at_construction(file):
+    with pytest.raises(RewardError, match=r"compute_score\(text\) cannot be called with data_source"):
+        RewardManager(file("def compute_score(text): pass"))
+
+
+def test_reward_kwargs_that_the_function_does_not_take_are_an_error(file):
+    path = file("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0")
+    with pytest.raises(RewardError, match=r"reward_kwargs \['scale'\].*scale"):
+        RewardManager(path, reward_kwargs={"scale": 1})
+    with pytest.raises(RewardError, match=r"\['ground_truth'\], which come from the data"):
+        RewardManager(path, reward_kwargs={"ground_truth": 1})
+
+
+def test_an_unknown_built_in_is_an_error_that_lists_them():
+    with pytest.raises(RewardError, match="no reward function 'gsm9k'; known: arithmetic, auto, exact_match, gsm8k"):
+        RewardManager(name="gsm9k")
+
+
+def test_a_file_can_import_its_neighbours(file, score):
+    file("VALUE = 4.0", name="neighbour.py")
+    path = file(
+        """
+        import neighbour
+        def compute_score(data_source, solution_str, ground_truth, extra_info): return neighbour.VALUE
+        """
+    )
+    with RewardManager(path) as rewards:
+        assert score(rewards, ["a"]).scores.tolist() == [4.0]
+
+
+def test_a_module_is_found_where_the_driver_finds_it(file, score, monkeypatch, tmp_path):
+    file("async def f(data_source, solution_str, ground_truth, extra_info): return 5.0", name="a_module.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardManager("a_module", "f") as rewards:
+        assert score(rewards, ["a"]).scores.tolist() == [5.0]
+    with RewardManager(name="a_module:f") as rewards:
+        assert score(rewards, ["a"]).scores.tolist() == [5.0]
+
+
+def test_built_ins_go_by_name_and_by_data_source(score):
+    with RewardManager(name="exact_match") as rewards:
+        assert score(rewards, ["4", "5"], truths=["4", "4"]).scores.tolist() == [1.0, 0.0]
+    with RewardManager() as rewards:
+        result = score(rewards, ["4"], truths=["4"])
+        assert "no scoring function is known for data_source='test'" in result.failures[0].message
+
+
+def test_a_worker_does_not_import_torch(manager, score):
+    assert score(manager("import sys\nreturn float('torch' in sys.modules)"), ["a"]).scores.tolist() == [0.0]

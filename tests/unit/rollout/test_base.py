@@ -1,0 +1,87 @@
+"""What is written once for all generators: checking a call, numbering its rows."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import ConfigError, RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
+
+
+class Mute(BaseRollout):
+    """Says nothing."""
+
+    def load_weights(self, weights: Any) -> None: ...
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Any = None) -> Generation:
+        return Generation.empty(prompts)
+
+    def sleep(self) -> None: ...
+
+    def wake_up(self) -> None: ...
+
+
+def mute(**config: Any) -> Mute:
+    return Mute(RolloutEngineConfig(model_path="nowhere", **config))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -0.5}, "temperature must be 0 .* got -0.5"),
+        ({"temperature": float("nan")}, "temperature .* got nan"),
+        ({"top_k": -2}, "top_k .* got -2"),
+        ({"top_p": 0.0}, "top_p .* got 0.0"),
+        ({"top_p": 1.5}, "top_p .* got 1.5"),
+    ],
+)
+def test_impossible_sampling_is_refused_with_its_value(wrong: dict[str, float], told: str) -> None:
+    with pytest.raises(RolloutError, match=told):
+        SamplingParams(**{"max_tokens": 4, **wrong})  # pyright: ignore[reportArgumentType]
+
+
+def test_temperature_zero_or_do_sample_off_is_greedy() -> None:
+    assert SamplingParams(4, temperature=0).greedy
+    assert SamplingParams(4, do_sample=False).greedy
+    assert not SamplingParams(4, temperature=0.1, top_k=0).greedy
+
+
+def test_each_row_may_grow_to_max_tokens_or_to_max_model_len() -> None:
+    prompts = Ragged.from_rows([[1] * 3, [1] * 9, [1] * 6])
+    assert mute(max_model_len=10).limits(prompts, SamplingParams(4), 50).tolist() == [4, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([[1], []], "row 1 has an empty prompt"),
+        ([[1], [2] * 10], "row 1 has a prompt of 10 tokens, but max_model_len=10 leaves room for 9"),
+        ([[1], [2], [3, 50]], "row 2 has token id 50, but the model knows 0..49"),
+        ([[1, -4]], "row 0 has token id -4"),
+    ],
+)
+def test_a_prompt_that_nothing_can_follow_is_named(rows: list[list[int]], told: str) -> None:
+    with pytest.raises(RolloutError, match=told):
+        mute(max_model_len=10).limits(Ragged.from_rows(rows, torch.int64), SamplingParams(4), 50)
+
+
+def test_calls_without_seeds_are_numbered() -> None:
+    rollout, twin, other = mute(seed=1), mute(seed=1), mute(seed=2)
+    first, second = rollout.seeds_of_call(5, None), rollout.seeds_of_call(5, None)
+    assert len({*first.tolist(), *second.tolist(), *other.seeds_of_call(5, None).tolist()}) == 15
+    assert torch.equal(twin.seeds_of_call(5, None), first)
+
+
+@pytest.mark.parametrize("seeds", [torch.arange(4), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)])
+def test_seeds_that_are_not_one_integer_per_row_are_refused(seeds: torch.Tensor) -> None:
+    with pytest.raises(RolloutError, match=r"seeds must be int64 of shape \(3,\)"):
+        mute().seeds_of_call(3, seeds)
+
+
+def test_an_unknown_generator_is_named_with_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'torch'"):
+        build_rollout("tourch", RolloutEngineConfig(model_path="nowhere"))

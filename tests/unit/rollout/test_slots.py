@@ -1,0 +1,161 @@
+"""Slots hold what was computed, and attention over them is attention over each row alone."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
+
+from camshaft.errors import RolloutError
+from camshaft.rollout.slots import GRAIN, PromptStep, SlotPool, TokenStep
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+CPU = torch.device("cpu")
+
+
+def layer(index: int) -> Any:
+    return SimpleNamespace(layer_idx=index)
+
+
+def pool(num_layers: int = 1, max_model_len: int = 200) -> SlotPool:
+    return SlotPool(Qwen2Config(num_hidden_layers=num_layers), max_model_len)
+
+
+def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+    """(H, D) attention of the last token of a row over its (T, Hkv, D) keys and values, head by head."""
+    first = 0 if window is None else max(0, len(keys) - window)
+    mixed = []
+    for head in range(HEADS):
+        shared = head // (HEADS // KEY_HEADS)
+        weights = (keys[first:, shared] @ query[head] * scaling).softmax(0)
+        mixed.append(weights @ values[first:, shared])
+    return torch.stack(mixed)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_over_slots_is_attention_over_each_row_alone(window: int | None) -> None:
+    random = torch.Generator().manual_seed(0)
+    lengths, slots = [5, 1, 9], pool()
+    slots.reserve(4, max(lengths))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random)
+
+    total = sum(lengths)
+    keys, values = draw(1, KEY_HEADS, total, DIM), draw(1, KEY_HEADS, total, DIM)
+    # Prompt 0 goes to slots 0 and 2, prompt 1 to slot 3, prompt 2 to slot 1.
+    step = PromptStep(slots, lengths, [0, 0, 1, 2], [0, 2, 3, 1], CPU)
+    step.attend(layer(0), draw(1, HEADS, total, DIM), keys, values, 0.3, window)
+    parts = list(zip(keys[0].split(lengths, dim=1), values[0].split(lengths, dim=1), strict=True))
+    rows = [tuple(tensor.transpose(0, 1) for tensor in parts[prompt]) for prompt in (0, 2, 0, 1)]
+    for _ in range(3):
+        key, value, query = draw(4, KEY_HEADS, 1, DIM), draw(4, KEY_HEADS, 1, DIM), draw(4, HEADS, 1, DIM)
+        positions = torch.tensor([len(row[0]) for row in rows])
+        slots.reserve(4, int(positions.max()) + 1)
+        found = TokenStep(slots, positions, int(positions.max()) + 1).attend(layer(0), query, key, value, 0.3, window)
+        rows = [
+            (torch.cat([k, key[i].transpose(0, 1)]), torch.cat([v, value[i].transpose(0, 1)]))
+            for i, (k, v) in enumerate(rows)
+        ]
+        wanted = torch.stack([plain(query[i, :, 0], k, v, 0.3, window) for i, (k, v) in enumerate(rows)])
+        torch.testing.assert_close(found[:, 0], wanted, atol=1e-6, rtol=1e-5)
+
+
+def test_attention_of_prompts_does_not_cross_their_borders() -> None:
+    random = torch.Generator().manual_seed(0)
+    slots, lengths = pool(), [3, 4]
+    slots.reserve(2, 4)
+    query = torch.randn(1, HEADS, 7, DIM, generator=random)
+    keys, values = (torch.randn(1, KEY_HEADS, 7, DIM, generator=random) for _ in range(2))
+    found = PromptStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
+    for token in range(7):
+        start = 0 if token < 3 else 3
+        k, v = (tensor[0, :, start : token + 1].transpose(0, 1) for tensor in (keys, values))
+        torch.testing.assert_close(found[0, token], plain(query[0, :, token], k, v, 0.3, None), atol=1e-6, rtol=1e-5)
+
+
+def filled(num_slots: int, length: int) -> SlotPool:
+    slots = pool(num_layers=2)
+    slots.reserve(num_slots, length)
+    for index in range(2):
+        keys, values = slots.layer(layer(index), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 6))
+        keys.normal_()
+        values.normal_()
+    return slots
+
+
+def test_slots_keep_what_they_hold_when_they_grow() -> None:
+    slots = filled(2, 10)
+    before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
+    slots.reserve(5, GRAIN + 1)
+    assert (slots.num_slots, slots.length) == (5, 2 * GRAIN)
+    for index, tensors in slots.layers.items():
+        for now, then in zip(tensors, before[index], strict=True):
+            assert torch.equal(now[:2, :, :GRAIN], then)
+            assert not now[2:].any()
+            assert not now[:, :, GRAIN:].any()
+
+
+def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
+    slots = filled(2, 10)
+    for length in range(10, 201):
+        slots.reserve(2, length)
+        assert length <= slots.length <= 4 * GRAIN
+    assert slots.length == 4 * GRAIN
+
+
+def test_a_smaller_wish_changes_nothing() -> None:
+    slots = filled(3, 100)
+    keys = slots.layers[0][0]
+    slots.reserve(2, 5)
+    assert slots.layers[0][0] is keys
+
+
+def test_keys_and_values_may_differ_in_size() -> None:
+    keys, values = filled(3, 100).layers[1]
+    assert keys.shape == (3, 2, 2 * GRAIN, 4)
+    assert values.shape == (3, 2, 2 * GRAIN, 6)
+
+
+def test_copy_takes_a_slot_to_many() -> None:
+    slots = filled(4, 10)
+    source = [tensor[3, :, :10].clone() for tensor in slots.layers[1]]
+    slots.copy(torch.tensor([3, 3]), torch.tensor([0, 2]), 10)
+    for tensor, wanted in zip(slots.layers[1], source, strict=True):
+        assert torch.equal(tensor[0, :, :10], wanted)
+        assert torch.equal(tensor[2, :, :10], wanted)
+
+
+def test_clear_frees_all() -> None:
+    slots = filled(4, 10)
+    slots.clear()
+    assert not slots.layers
+    assert slots.num_slots == slots.length == 0
+
+
+def test_a_window_that_a_layer_does_not_pass_on_is_refused_by_name() -> None:
+    config = Gemma3TextConfig(
+        num_hidden_layers=2, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
+    )
+    slots = SlotPool(config, 100)
+    slots.check_window(layer(0), 16)
+    slots.check_window(layer(1), None)
+    with pytest.raises(RolloutError, match="layer 0 of gemma3_text has a sliding window of 16 tokens"):
+        slots.check_window(layer(0), None)
+    # A window that no sequence fills is no window.
+    SlotPool(config, 16).check_window(layer(0), None)
+
+
+def test_a_config_without_kinds_of_layers_has_windows_everywhere() -> None:
+    assert SlotPool(MistralConfig(num_hidden_layers=2, sliding_window=16), 100).windows == [16, 16]
+    assert SlotPool(MistralConfig(num_hidden_layers=2, sliding_window=None), 100).windows == [None, None]
+
+
+def test_a_model_whose_layers_do_not_all_come_is_refused() -> None:
+    slots = filled(1, 10)
+    slots.check_layers()
+    del slots.layers[1]
+    with pytest.raises(RolloutError, match="qwen2 has 2 layers, of which 1 use plain attention"):
+        slots.check_layers()

@@ -1,0 +1,104 @@
+"""Finding classes by name, with real modules and a real installed distribution."""
+
+import json
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from camshaft import plugins
+from camshaft.errors import ConfigError
+
+GROUP = "camshaft.test_things"
+KNOWN = {"decoder": "json:JSONDecoder", "encoder": "json:JSONEncoder"}
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Writes modules into a folder on sys.path, and gives that folder."""
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def test_a_name_of_ours():
+    assert plugins.load("decoder", KNOWN, GROUP, json.JSONDecoder) is json.JSONDecoder
+
+
+def test_module_and_class_of_anybody():
+    assert plugins.load("json.decoder:JSONDecoder", KNOWN, GROUP, json.JSONDecoder) is json.JSONDecoder
+
+
+def test_an_entry_point_of_an_installed_package(package):
+    (package / "their_things.py").write_text("import json\nclass Theirs(json.JSONDecoder): pass\n")
+    info = package / "their_things-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-things\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = their_things:Theirs\n")
+    assert plugins.names(KNOWN, GROUP) == ["decoder", "encoder", "theirs"]
+    assert plugins.load("theirs", KNOWN, GROUP, json.JSONDecoder).__name__ == "Theirs"
+
+
+def test_a_name_of_ours_goes_before_an_entry_point(package):
+    info = package / "their_things-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-things\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\ndecoder = nowhere:Nothing\n")
+    assert plugins.find("decoder", KNOWN, GROUP) == "json:JSONDecoder"
+
+
+def test_an_unknown_name_gives_the_nearest_and_all():
+    with pytest.raises(ConfigError, match=r"no 'decodr' in camshaft.test_things\. Did you mean 'decoder'\?") as error:
+        plugins.load("decodr", KNOWN, GROUP, json.JSONDecoder)
+    assert "Known: decoder, encoder, or package.module:Class" in str(error.value)
+
+
+def test_nothing_near_no_guess():
+    with pytest.raises(ConfigError) as error:
+        plugins.load("xyz", KNOWN, GROUP, json.JSONDecoder)
+    assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("target", ["json:JSONEncoder", "json:loads"])
+def test_another_kind_of_thing_is_refused(target):
+    with pytest.raises(ConfigError, match="is not a JSONDecoder class"):
+        plugins.load(target, KNOWN, GROUP, json.JSONDecoder)
+
+
+@pytest.mark.parametrize("target", [":Class", "json:", "json"])
+def test_a_target_has_two_parts(target):
+    with pytest.raises(ConfigError, match=r"package\.module:Class"):
+        plugins.import_attribute(target)
+
+
+def test_a_missing_module_is_named():
+    with pytest.raises(ConfigError, match="there is no module 'no_such_thing'; is its package installed"):
+        plugins.import_attribute("no_such_thing.engine:Engine")
+
+
+def test_a_missing_class_is_named():
+    with pytest.raises(ConfigError, match="module json has no 'Nothing'"):
+        plugins.import_attribute("json:Nothing")
+
+
+def test_a_missing_library_comes_with_the_command_that_installs_it(package, monkeypatch):
+    (package / "needs_it.py").write_text("import wandb\n")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=re.escape("needs 'wandb': pip install 'camshaft[wandb]'")):
+        plugins.import_attribute("needs_it:Tracker")
+
+
+def test_an_error_inside_the_module_travels_unchanged(package):
+    (package / "broken_thing.py").write_text("1 / 0\n")
+    with pytest.raises(ZeroDivisionError):
+        plugins.import_attribute("broken_thing:Engine")
+
+
+def test_every_extra_that_is_named_exists():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    named = {match[1] for what in plugins.BROUGHT_BY.values() if (match := re.fullmatch(r"camshaft\[(\w+)\]", what))}
+    assert named <= set(project["optional-dependencies"])

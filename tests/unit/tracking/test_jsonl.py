@@ -1,0 +1,89 @@
+import json
+import math
+
+import pytest
+
+from camshaft.errors import ConfigError
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking.jsonl import JsonlTracker, read_metrics
+
+
+@pytest.fixture
+def start(tmp_path):
+    def start(resumed_step=None):
+        run = RunInfo("p", "e", tmp_path / "deep" / "folder", total_steps=9, resumed_step=resumed_step)
+        return JsonlTracker(run)
+
+    return start
+
+
+def steps(path):
+    return [line["step"] for line in read_metrics(path)]
+
+
+def test_a_step_is_one_line_with_the_step_first(start):
+    tracker = start()
+    tracker.log({"b": 1.0, "a": 2}, step=3)
+    assert tracker.path.read_text() == '{"step": 3, "b": 1.0, "a": 2}\n'  # flushed before finish
+    tracker.finish()
+
+
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2.0**53 + 2, math.pi, 123456789.123456789])
+def test_floats_come_back_with_the_same_bits(start, value):
+    tracker = start()
+    tracker.log({"x": value}, step=1)
+    (line,) = read_metrics(tracker.path)
+    assert line["x"].hex() == value.hex()
+
+
+def test_values_that_are_not_finite_become_texts_and_numbers_again(start):
+    tracker = start()
+    tracker.log({"a": math.nan, "b": math.inf, "c": -math.inf}, step=1)
+    assert json.loads(tracker.path.read_text()) == {"step": 1, "a": "nan", "b": "inf", "c": "-inf"}
+    (line,) = read_metrics(tracker.path)
+    assert math.isnan(line["a"])
+    assert (line["b"], line["c"]) == (math.inf, -math.inf)
+
+
+def test_a_resumed_run_has_each_step_once(start):
+    before = start()
+    for step in range(1, 6):
+        before.log({"x": float(step)}, step)
+    text = before.path.read_text()
+    after = start(resumed_step=3)
+    assert after.path.read_text() == "".join(text.splitlines(keepends=True)[:3])
+    for step in (4, 5):
+        after.log({"x": float(step)}, step)
+    assert after.path.read_text() == text
+
+
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped(start):
+    before = start()
+    before.log({"x": 1.0}, 1)
+    with open(before.path, "a") as file:
+        file.write('{"step": 2, "x"')
+    after = start(resumed_step=2)
+    after.log({"x": 3.0}, 3)
+    assert steps(after.path) == [1, 3]
+
+
+def test_resuming_without_a_file_begins_one(start):
+    tracker = start(resumed_step=4)
+    tracker.log({}, 5)
+    assert steps(tracker.path) == [5]
+
+
+def test_a_run_from_the_start_puts_an_older_file_aside(start):
+    for value in (1.0, 2.0, 3.0):
+        tracker = start()
+        tracker.log({"x": value}, step=1)
+        tracker.finish()
+    folder = tracker.path.parent
+    assert read_metrics(tracker.path) == [{"step": 1, "x": 3.0}]
+    assert [read_metrics(folder / f"metrics.{n}.jsonl")[0]["x"] for n in (1, 2)] == [1.0, 2.0]
+
+
+def test_a_folder_that_cannot_be_made_is_told_by_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="the tracker 'jsonl' did not start"):
+        Tracking(["jsonl"], RunInfo("p", "e", tmp_path / "file" / "folder", total_steps=1))
