@@ -44,7 +44,8 @@ def export_hugging_face(
 
 def _check(work: Path, target: Path) -> None:
     with quiet_transformers():
-        _, info = AutoModelForCausalLM.from_pretrained(work, local_files_only=True, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(work, local_files_only=True, output_loading_info=True)
+    info = loaded[1]
     wrong = [f"{key} ({kind})" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]]
     if wrong:
         raise CheckpointError(f"{target}: transformers does not take the exported weights: {', '.join(wrong[:8])}")

@@ -51,13 +51,19 @@ def write_arithmetic(
     right: tuple[int, int] = (0, 99),
     num_train: int = 4000,
     num_heldout: int = 500,
+    careless: float = 0.0,
     seed: int = 0,
 ) -> ArithmeticPaths:
     """Problems with operands in the ranges `left` and `right`, ends included.
 
     No problem is in both splits, and neither is its mirror image: if 12+35 is held out, 35+12 is not trained.
+    `careless` is the share of responses for supervised training that add digit by digit and forget to carry
+    (57+68=15): a model warmed up on them knows both ways, and a reward can teach it which one is right.
     """
+    if careless and tuple(operations) != ("addition",):
+        raise ConfigError(f"careless={careless}: only additions can forget to carry, operations={tuple(operations)}")
     train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
+    chance = random.Random(f"careless {seed}")
     folder = Path(folder).expanduser()
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
@@ -66,9 +72,13 @@ def write_arithmetic(
             {
                 "data_source": row["data_source"],
                 "prompt": row["prompt"],
-                "response": row["reward_model"]["ground_truth"],
+                "response": (
+                    str(_without_carry(left, right))
+                    if chance.random() < careless
+                    else row["reward_model"]["ground_truth"]
+                ),
             }
-            for row in rows
+            for row, (_, left, right) in zip(rows, problems, strict=True)
         ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
         files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", answered)
@@ -108,6 +118,15 @@ def _problem(number: int, operations: Sequence[str], left: int, right: int, shap
     rest, b = divmod(number, shape[2])
     which, a = divmod(rest, shape[1])
     return operations[which], left + a, right + b
+
+
+def _without_carry(left: int, right: int) -> int:
+    """57 and 68 make 15: 7 + 8 is 5, 5 + 6 is 1, and what should be carried is forgotten both times."""
+    result, place = 0, 1
+    while left or right:
+        result += (left + right) % 10 * place
+        left, right, place = left // 10, right // 10, place * 10
+    return result
 
 
 def _key(problem: Problem) -> Problem:

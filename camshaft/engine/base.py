@@ -29,6 +29,13 @@ from camshaft.dataproto import DataProto
 from camshaft.seat import Seat
 
 Output = Literal["log_probs", "entropy", "values", "scores"]
+OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
+    "causal_lm": ("log_probs", "entropy"),
+    "value": ("values",),
+    "reward": ("scores",),
+}
+"""What a model can be asked for, by its head; the first is what it gives unless told otherwise."""
+
 Batch = DataProto | Mapping[str, Any]
 Predictions = Mapping[str, Any]
 """Names to `Ragged` (one value per token) or tensors (one per row)."""
@@ -178,10 +185,10 @@ class BaseEngine(ABC):
         if loss_fn is not None:
             self.set_loss_fn(loss_fn)
         self.optimizer_zero_grad()
-        predictions, loss, ctx = self.forward_backward_step(batch, ctx)
+        predictions, loss, done = self.forward_backward_step(batch, ctx)
         skipped_before = self.skipped_steps
         grad_norm = self.optimizer_step()
-        metrics = {name: float(value) for name, value in ctx.get("metrics", {}).items()}
+        metrics = {name: float(value) for name, value in done["metrics"].items()}
         return StepResult(float(loss), grad_norm, self.skipped_steps > skipped_before, predictions, metrics)
 
     def infer_batch(self, batch: Batch, ctx: StepContext | None = None) -> Predictions:

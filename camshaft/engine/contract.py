@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import BaseEngine, StepContext
+from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
 from camshaft.engine.lab import Lab, Violation, close, expect, expect_error, same_bits
 from camshaft.engine.plain import plain_outputs, plain_step
 
@@ -52,13 +52,13 @@ def interface(lab: Lab) -> None:
         theirs = {n: p.default for n, p in found.parameters.items()}
         expect(ours.items() <= theirs.items(), f"{name}{found} does not take what BaseEngine.{name}{wanted} takes")
     crippled = type("Crippled", (lab.engine_class,), {})
-    crippled.__abstractmethods__ = frozenset({"optimizer_step"})
+    crippled.__abstractmethods__ = frozenset({"optimizer_step"})  # pyright: ignore[reportAttributeAccessIssue]
     expect_error(lambda: crippled(lab.config()), "optimizer_step", "a class that lacks optimizer_step was constructed")
 
 
 def predictions(lab: Lab) -> None:
     """log_probs, entropy, values and scores equal a plain forward of each row alone; zero outside loss_mask."""
-    for head, outputs in (("causal_lm", ("log_probs", "entropy")), ("value", ("values",)), ("reward", ("scores",))):
+    for head, outputs in OUTPUTS_OF_HEAD.items():
         engine = lab.build(head=head, random_init=head == "reward")
         context = StepContext(outputs=outputs, temperature=0.7)
         with engine.eval_mode():

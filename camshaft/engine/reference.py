@@ -171,8 +171,7 @@ class ReferenceEngine(BaseEngine):
                         state[name] = value.to(device)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.hf.named_parameters():
-            yield name, parameter.detach()
+        yield from self._state().items()
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         raise EngineError("disable_adapter: this model has no adapter")
@@ -217,8 +216,15 @@ class ReferenceEngine(BaseEngine):
                     tensors[f"{name}/{key}"] = value.contiguous()
         return tensors
 
+    def _state(self) -> dict[str, Tensor]:
+        """Parameters, tied ones once, and the buffers that belong to the weights."""
+        hf = self.module.hf
+        kept = hf.state_dict().keys()
+        buffers = {name: buffer for name, buffer in hf.named_buffers() if name in kept}
+        return {name: parameter.detach() for name, parameter in hf.named_parameters()} | buffers
+
     def _load_model(self, tensors: dict[str, Tensor], folder: Path) -> None:
-        expected = dict(self.module.hf.named_parameters())
+        expected = self._state()
         if tensors.keys() != expected.keys():
             wrong = sorted(tensors.keys() ^ expected.keys())
             raise CheckpointError(f"{folder} is of another model; names that differ: {', '.join(wrong[:5])}")

@@ -21,15 +21,10 @@ import torch
 from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import Batch, LossFn, Output, PostprocessFn, Predictions, PreprocessFn, StepContext
+from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
 from camshaft.engine.microbatch import plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
 
-OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
-    "causal_lm": ("log_probs", "entropy"),
-    "value": ("values",),
-    "reward": ("scores",),
-}
 _PER_TOKEN = frozenset({"log_probs", "entropy", "values"})
 
 

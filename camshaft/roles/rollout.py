@@ -40,7 +40,8 @@ class RolloutWorker(Worker):
         with rollout_mode(self.engine, self.rollout) as sync:
             out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, seeds)
         seconds = time.perf_counter() - start
-        metrics = out.metrics | sync.metrics()
+        metrics = {f"rollout/{name}": value for name, value in out.metrics.items() if name != "seconds"}
+        metrics |= sync.metrics()
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
         responses = out.responses.to("cpu")
         chosen = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))

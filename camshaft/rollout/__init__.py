@@ -2,8 +2,10 @@
 
     from camshaft.rollout import SamplingParams, build_rollout
 
-`torch` is the built-in generator (continuous batching on the training weights), `hf` is
-`transformers.generate`, the plain one. Roles import from here and never from a generator.
+`torch` is the built-in generator (`torch_rollout.py`: continuous batching on the training weights), `hf` is
+`transformers.generate`, the plain one. Both run a model whose weights are somebody else's (`borrowed.py`).
+`sampling.py` chooses tokens. `contract.py` proves any generator right, on the bench of `lab.py`. Roles import
+from here and never from a generator.
 """
 
 from camshaft.config.rollout import RolloutEngineConfig

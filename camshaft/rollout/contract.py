@@ -317,28 +317,15 @@ def half_precision_is_near(lab: RolloutLab) -> None:
     expect(mean < 2e-2, f"log-probs in bfloat16 are off by {mean:.1e} on average")
 
 
-RULES = tuple(
-    Rule(check.__name__.replace("_", " "), check)
-    for check in (
-        greedy_is_what_transformers_says,
-        log_probs_are_those_of_the_distribution,
-        frequencies_follow_the_distribution,
-        families,
-        seeds_decide,
-        rows_end,
-        the_models_own_end_is_honoured,
-        max_model_len_ends_a_row,
-        many_short_and_a_few_long_prompts,
-        no_prompts,
-        bad_prompts_are_refused,
-        the_last_weights_count,
-        tied_weights_come_once_or_twice,
-        weights_that_do_not_fit_are_named,
-        weights_come_before_tokens,
-        sleep_and_wake,
-        half_precision_is_near,
-    )  # fmt: skip
-)
+_CHECKS = (
+    greedy_is_what_transformers_says, log_probs_are_those_of_the_distribution, frequencies_follow_the_distribution,
+    families, seeds_decide, rows_end, the_models_own_end_is_honoured, max_model_len_ends_a_row,
+    many_short_and_a_few_long_prompts, no_prompts, bad_prompts_are_refused, the_last_weights_count,
+    tied_weights_come_once_or_twice, weights_that_do_not_fit_are_named, weights_come_before_tokens, sleep_and_wake,
+    half_precision_is_near,
+)  # fmt: skip
+
+RULES = tuple(Rule(check.__name__.replace("_", " "), check) for check in _CHECKS)
 
 
 @dataclass(frozen=True)

@@ -55,10 +55,11 @@ class RolloutLab:
         name = "-".join([family, *(f"{key}{value}" for key, value in (sizes or {}).items())])
         folder = self.folder / name
         if not folder.exists():
-            make_tiny_model(folder, family, **({"hidden": 32, "seed": 3} | (sizes or {})))
+            shape: dict[str, Any] = {"hidden": 32, "seed": 3} | (sizes or {})
+            make_tiny_model(folder, family, **shape)
         defaults = {"max_model_len": 96, "max_num_seqs": 16, "device": self.device}
         rollout = self.rollout_class(RolloutEngineConfig(model_path=str(folder), **(defaults | config)))
-        plain = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
         for weight in plain.parameters():
             if weight.ndim > 1:
                 weight.data *= SHARPNESS

@@ -96,17 +96,21 @@ class Batch:
     columns: dict[str, Tensor]
     """(B, T) each, 0 where there is no token"""
 
+    @property
+    def responses(self) -> Tensor:
+        """(B, T) token ids"""
+        return self.ids[:, -self.mask.shape[1] :]
+
     def rows(self, index: Tensor) -> "Batch":
-        return Batch(
-            self.ids[index], self.attention[index], self.mask[index], {k: v[index] for k, v in self.columns.items()}
-        )
+        columns = {name: column[index] for name, column in self.columns.items()}
+        return Batch(self.ids[index], self.attention[index], self.mask[index], columns)
 
 
 # -- models -----------------------------------------------------------------------------------------
 
 
 def load(path: str, head: Any, dtype: str) -> Any:
-    return head.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+    return head.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="sdpa").eval()
 
 
 def logits(model: Any, batch: Batch) -> Tensor:
@@ -118,9 +122,8 @@ def logits(model: Any, batch: Batch) -> Tensor:
 
 def log_probs_and_entropy(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     logp = torch.log_softmax(logits(model, batch) / temperature, dim=-1)
-    chosen = batch.ids[:, -batch.mask.shape[1] :]
     entropy = -(logp.exp() * logp).sum(-1)
-    return logp.gather(-1, chosen[:, :, None])[:, :, 0] * batch.mask, entropy * batch.mask
+    return logp.gather(-1, batch.responses[:, :, None])[:, :, 0] * batch.mask, entropy * batch.mask
 
 
 def values_of(model: Any, batch: Batch) -> Tensor:
@@ -173,7 +176,7 @@ def draw(scores: Tensor, settings: Settings, u: float) -> tuple[int, float]:
 @torch.no_grad()
 def generate(model: Any, prompts: list[list[int]], settings: Settings, step: int, stop: int) -> tuple[Batch, Rows]:
     """Responses up to the end-of-sequence token or the length limit, and the log-probs they were drawn with."""
-    width, seeds = max(map(len, prompts)), [(settings.seed * 2**20 + step) * 2**24 + row for row in range(len(prompts))]
+    width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     log_probs: Rows = [[] for _ in prompts]
@@ -183,9 +186,9 @@ def generate(model: Any, prompts: list[list[int]], settings: Settings, step: int
         found = model(ids, attention_mask=attention, position_ids=positions, use_cache=False).logits[:, -1]
         column = [0] * len(prompts)
         alive = list(going)
-        for row in (row for row in range(len(prompts)) if alive[row]):
-            u = uniform(seeds[row], len(prompts[row]) + t)
-            column[row], log_prob = draw(found[row], settings, u)
+        for row in [row for row, goes in enumerate(alive) if goes]:
+            seed = (settings.seed * 2**20 + step) * 2**24 + row
+            column[row], log_prob = draw(found[row], settings, uniform(seed, len(prompts[row]) + t))
             log_probs[row].append(log_prob)
             going[row] = column[row] != stop
         ids = torch.cat([ids, torch.tensor(column)[:, None]], dim=1)
@@ -310,61 +313,66 @@ class Learner:
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
                 self.optimizer.step()
-                found.append({name: float(value) for name, value in (metrics | {"grad_norm": norm}).items()})
+                found.append({name: value.item() for name, value in (metrics | {"grad_norm": norm}).items()})
         return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+
+
+class KLInReward:
+    """beta, and what it is multiplied with."""
+
+    def __init__(self, settings: Settings):
+        self.settings, self.beta = settings, settings.kl_coef
+
+    def __call__(self, rewards: Rows, batch: Batch) -> tuple[Rows, dict[str, float]]:
+        if not self.settings.kl_in_reward:
+            return rewards, {}
+        penalty = kl(batch.columns["old_log_probs"] - batch.columns["ref_log_prob"], self.settings.kl_penalty)
+        distances, beta = rows_of(penalty, batch.mask), self.beta
+        # The controller follows the mean over sequences of each one's mean over its tokens.
+        current = statistics.fmean(statistics.fmean(row) for row in distances)
+        if self.settings.kl_control == "adaptive":
+            error = min(max(current / self.settings.kl_target - 1, -0.2), 0.2)
+            self.beta *= 1 + error * len(rewards) / self.settings.kl_horizon
+        less = [[r - beta * d for r, d in zip(*row, strict=True)] for row in zip(rewards, distances, strict=True)]
+        return less, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+
+
+def scores_of(texts: list[str], rows: list[dict[str, Any]], reward: Reward) -> list[float]:
+    return [
+        reward(row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
+        for text, row in zip(texts, rows, strict=True)
+    ]
 
 
 def train(settings: Settings, reward: Reward) -> Iterator[Step]:
     """The algorithm."""
     tokenizer = AutoTokenizer.from_pretrained(settings.actor)
-    policy = load(settings.actor, AutoModelForCausalLM, settings.dtype)
-    reference = load(settings.actor, AutoModelForCausalLM, settings.dtype)
+    policy, reference = (load(settings.actor, AutoModelForCausalLM, settings.dtype) for _ in range(2))
     critic = load(settings.critic, AutoModelForTokenClassification, settings.dtype) if settings.critic else None
     learner = Learner(policy, actor_loss, settings.actor_lr, settings.actor_lr_warmup, settings)
     critic_learner = critic and Learner(critic, critic_loss, settings.critic_lr, settings.critic_lr_warmup, settings)
-    beta = settings.kl_coef
+    penalise = KLInReward(settings)
     for step, asked in zip(range(1, settings.steps + 1), prompts_of(settings, tokenizer), strict=False):
-        prompts = [ids for ids, _ in asked]
+        prompts, rows = [ids for ids, _ in asked], [row for _, row in asked]
         batch, rollout_log_probs = generate(policy, prompts, settings, step, tokenizer.eos_token_id)
-        mask, columns = batch.mask, batch.columns
-        responses = [ids[m].tolist() for ids, m in zip(batch.ids[:, -mask.shape[1] :], mask, strict=True)]
-        texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
-        scores = [
-            reward(row["data_source"], text, row["reward_model"]["ground_truth"], row["extra_info"])
-            for text, (_, row) in zip(texts, asked, strict=True)
-        ]
+        columns = batch.columns
+        responses = [ids[m].tolist() for ids, m in zip(batch.responses, batch.mask, strict=True)]
+        scores = scores_of(tokenizer.batch_decode(responses, skip_special_tokens=True), rows, reward)
         with torch.no_grad():
             columns["old_log_probs"], entropy = log_probs_and_entropy(policy, batch, settings.temperature)
             columns["ref_log_prob"], _ = log_probs_and_entropy(reference, batch, settings.temperature)
             if critic:
                 columns["values"] = values_of(critic, batch)
         rewards = [[0.0] * (len(tokens) - 1) + [score] for tokens, score in zip(responses, scores, strict=True)]
-        metrics = {
-            "critic/score/mean": statistics.fmean(scores),
-            "actor/entropy": float(entropy.sum() / mask.sum()),
-            "response_length/mean": statistics.fmean(map(len, responses)),
-        }
-        if settings.kl_in_reward:
-            penalty = kl(columns["old_log_probs"] - columns["ref_log_prob"], settings.kl_penalty)
-            distances = rows_of(penalty, mask)
-            rewards = [
-                [r - beta * d for r, d in zip(*row, strict=True)] for row in zip(rewards, distances, strict=True)
-            ]
-            # What the controller follows is the mean over sequences of each one's mean over its tokens.
-            current = statistics.fmean(statistics.fmean(row) for row in distances)
-            metrics |= {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
-            if settings.kl_control == "adaptive":
-                error = min(max(current / settings.kl_target - 1, -0.2), 0.2)
-                beta *= 1 + error * len(prompts) / settings.kl_horizon
+        rewards, metrics = penalise(rewards, batch)
         if critic:
-            values = rows_of(columns["values"], mask)
-            advantages, returns = gae(rewards, values, settings.gamma, settings.lam)
-            metrics["critic/values/mean"] = statistics.fmean(v for row in values for v in row)
+            advantages, returns = gae(rewards, rows_of(columns["values"], batch.mask), settings.gamma, settings.lam)
         else:
             advantages, returns = grpo(rewards, settings.n)
-        columns["advantages"] = grid(advantages, columns["old_log_probs"])
-        columns["returns"] = grid(returns, columns["old_log_probs"])
+        columns["advantages"], columns["returns"] = grid(advantages, entropy), grid(returns, entropy)
         metrics |= {
+            "actor/entropy": (entropy.sum() / batch.mask.sum()).item(),
+            "critic/score/mean": statistics.fmean(scores),
             "critic/rewards/mean": statistics.fmean(map(math.fsum, rewards)),
             "critic/advantages/max": max(map(max, advantages)),
             "critic/returns/mean": statistics.fmean(r for row in returns for r in row),

@@ -123,7 +123,6 @@ SPECIFIED = {
     "trainer.save_freq": -1,
     "trainer.test_freq": 2,
     "trainer.critic_warmup": 0,
-    "trainer.default_hdfs_dir": "~/experiments/gsm8k/ppo/gsm8k",
     "trainer.use_legacy_worker_impl": "auto",
 }
 

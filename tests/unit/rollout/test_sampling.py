@@ -1,6 +1,7 @@
 """Sampling: numbers worked out by hand, transformers' own warpers, splitmix64 in plain integers."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,9 @@ def test_restrict_is_what_transformers_does(seed: int, temperature: float, top_k
     steps = [TemperatureLogitsWarper(temperature)]
     steps += [TopKLogitsWarper(top_k)] if top_k else []
     steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
-    wanted = LogitsProcessorList(steps)(torch.zeros(3, 1, dtype=torch.long), logits)
+    no_tokens: Any = torch.zeros(3, 1, dtype=torch.long)
+    unrestricted: Any = logits
+    wanted = LogitsProcessorList(steps)(no_tokens, unrestricted)
     torch.testing.assert_close(restrict(logits, temperature, top_k, top_p), wanted)
 
 

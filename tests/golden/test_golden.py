@@ -1,0 +1,78 @@
+"""The metrics of tiny runs, to the last bit: a refactor reproduces them, anything else says why it does not.
+
+    python tests/golden/test_golden.py       writes the files anew, for a commit that says why
+
+Sums in floating point depend on the vector units of the processor, so each file names the one it was
+written on. There the comparison is exact; elsewhere it allows what rounding can do.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support.ppo_runs import run_ppo
+
+from camshaft.tracking import deterministic
+
+HERE = Path(__file__).parent
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo_tiny": {"algorithm.use_kl_in_reward": True, "actor_rollout_ref.rollout.n": 2},
+    "grpo_tiny": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 64,
+    },
+}
+STEPS = 5
+
+
+def processor() -> str:
+    """What decides how sums are rounded: the model of the processor, its vector units, torch."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
+
+
+def metrics_of(name: str, folder: Path) -> list[dict[str, float]]:
+    torch.set_num_threads(1)
+    return [deterministic(step.metrics) for step in run_ppo(folder, RUNS[name], STEPS)]
+
+
+def written(name: str) -> tuple[str, list[dict[str, float]]]:
+    head, *lines = (HERE / f"{name}.jsonl").read_text().splitlines()
+    return json.loads(head)["processor"], [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_run_reproduces_its_golden_metrics(name: str, tmp_path: Path) -> None:
+    where, golden = written(name)
+    found = metrics_of(name, tmp_path)
+    assert len(found) == len(golden) == STEPS
+    exact = where == processor()
+    for step, (ours, theirs) in enumerate(zip(found, golden, strict=True), start=1):
+        assert ours.keys() == theirs.keys(), f"step {step}: metrics {sorted(ours.keys() ^ theirs.keys())}"
+        for key, value in theirs.items():
+            wanted = value if exact else pytest.approx(value, rel=1e-3, abs=1e-4)
+            assert ours[key] == wanted, f"step {step}: {key}"
+
+
+def test_the_same_run_twice_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+    assert metrics_of("ppo_tiny", tmp_path / "a") == metrics_of("ppo_tiny", tmp_path / "b")
+
+
+if __name__ == "__main__":
+    for run in RUNS:
+        with tempfile.TemporaryDirectory() as scratch:
+            lines = metrics_of(run, Path(scratch))
+        body = "\n".join(json.dumps(line) for line in [{"processor": processor()}, *lines])
+        (HERE / f"{run}.jsonl").write_text(body + "\n")

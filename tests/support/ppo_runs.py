@@ -1,0 +1,144 @@
+"""Small PPO runs of the real trainer, in this process: a tiny model, sums to solve, a few steps in a second.
+
+    steps = run_ppo(tmp_path, {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}, steps=3)
+    steps[-1].metrics["actor/pg_loss"]
+    steps[0].batch["responses"]              # as the reward function was given it
+    steps[-1].actor["model.norm.weight"]     # after the step
+
+Any key of the config may be overridden; `SMALL` is what runs have otherwise. The model, the critic and the data
+are written to the folder by the first run in it, and later runs there take them as they are.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForTokenClassification
+
+from camshaft.config import PPOConfig, load_ppo
+from camshaft.data import write_arithmetic
+from camshaft.dataproto import DataProto
+from camshaft.models.loader import quiet_transformers
+from camshaft.models.tiny import make_tiny_model
+from camshaft.rewards.manager import RewardManager, RewardResult
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
+from support import even_digits
+
+SMALL: dict[str, Any] = {
+    "data.max_prompt_length": 16,
+    "data.max_response_length": 8,
+    "data.train_batch_size": 8,
+    "actor_rollout_ref.actor.strategy": "reference",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2,
+    "actor_rollout_ref.actor.optim.lr": 1e-3,
+    "actor_rollout_ref.rollout.name": "torch",
+    "actor_rollout_ref.rollout.dtype": "float32",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "critic.ppo_micro_batch_size_per_gpu": 2,
+    "critic.optim.lr": 1e-3,
+    "custom_reward_function.path": even_digits.__file__,
+    "custom_reward_function.num_workers": 1,
+    "custom_reward_function.on_error": "raise",
+    "trainer.device": "cpu",
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.logger": "[]",
+    "trainer.save_freq": -1,
+    "trainer.test_freq": -1,
+    "trainer.val_before_train": False,
+    "trainer.default_hdfs_dir": "null",
+    "trainer.resume_mode": "disable",
+}
+
+SPREAD = 0.1
+"""Of the initial weights: wide enough that the policy is not uniform and that PPO's clips have work to do."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run."""
+
+    metrics: dict[str, float]
+    batch: DataProto
+    """Prompts, what the data say of them, responses with their log-probs at generation."""
+    actor: dict[str, Tensor]
+    """Weights after the step."""
+    critic: dict[str, Tensor]
+    """The same; empty where there is no critic."""
+
+
+def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
+    """A config that runs here, with whatever it names written to `folder`."""
+    actor, critic, data = folder / "actor", folder / "critic", folder / "data"
+    if not actor.is_dir():
+        make_tiny_model(actor, hidden=32, initializer_range=SPREAD)
+        _make_tiny_critic(critic)
+        write_arithmetic(data, left=(0, 20), right=(0, 20), num_train=64, num_heldout=16)
+    here = {
+        "data.train_files": data / "train.parquet",
+        "data.val_files": data / "heldout.parquet",
+        "actor_rollout_ref.model.path": actor,
+        "critic.model.path": critic,
+        "trainer.default_local_dir": folder / "run",
+    }
+    return load_ppo([f"{key}={value}" for key, value in {**SMALL, **here, **(overrides or {})}.items()])
+
+
+def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Step]:
+    """Train for so many steps; what happened in each. With a validation before them, that is the first entry."""
+    lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
+    config = ppo_config(folder, {**lengths, **(overrides or {})})
+    with PPOParts(config) as parts:
+        trainer = PPOTrainer(config, parts)
+        trainer.rewards = watched = _WatchedRewards(parts.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+        trainer.prepare()
+        recorder = _Recorder(parts, watched)
+        trainer.fit(recorder)  # pyright: ignore[reportArgumentType]
+    return recorder.steps
+
+
+def _make_tiny_critic(folder: Path) -> None:
+    """With its head in the folder, so that another program can start from the same values."""
+    make_tiny_model(folder, hidden=32, seed=1, initializer_range=SPREAD)
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        AutoModelForTokenClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+
+
+class _WatchedRewards:
+    """Keeps the batch that was scored last."""
+
+    def __init__(self, rewards: RewardManager):
+        self.rewards = rewards
+        self.batch = DataProto()
+
+    def score(self, batch: DataProto, decode: Callable[[list[list[int]]], list[str]]) -> RewardResult:
+        self.batch = batch
+        return self.rewards.score(batch, decode)
+
+
+class _Recorder:
+    """A tracker that keeps everything; called at the end of each step."""
+
+    def __init__(self, parts: PPOParts, rewards: _WatchedRewards):
+        self.parts, self.rewards = parts, rewards
+        self.steps: list[Step] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        actor, critic = self.parts.actor, self.parts.critic
+        self.steps.append(Step(dict(metrics), self.rewards.batch, _weights(actor), _weights(critic) if critic else {}))
+
+
+def _weights(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
+    """Through a checkpoint: a driver does not hold them."""
+    with tempfile.TemporaryDirectory() as folder:
+        role.save_checkpoint(f"{folder}/weights")
+        return load_file(f"{folder}/weights/model.safetensors")

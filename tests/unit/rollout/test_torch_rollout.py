@@ -1,0 +1,214 @@
+"""What the built-in generator promises beyond the contract: seeds per row, shared weights, prompts computed once."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_folder
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import EngineError, RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.slots import GRAIN
+from camshaft.rollout.torch_rollout import TorchRollout
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
+    return RolloutLab(TorchRollout, tmp_path_factory.mktemp("models"))
+
+
+def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
+    """A generation whose log-probs are those of the plain model."""
+    out = case.rollout.generate_sequences(prompts, sampling, seeds)
+    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), TOLERANCE, "log-probs")
+    return out
+
+
+# -- seeds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3},
+        {"max_num_seqs": 4, "max_num_batched_tokens": 1},
+        {"max_num_seqs": 7, "max_num_batched_tokens": 30},
+    ],
+)
+def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(lab: RolloutLab, limits: dict[str, Any]) -> None:
+    rows = [0, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5]
+    prompts = lab.prompts(3, 11, 1, 5, 20, 5).select(rows)
+    seeds = torch.arange(len(rows)) * 31 + 5
+    sampling = SamplingParams(20, temperature=1.3, top_p=0.95, stop_token_ids=tuple(range(10, 16)))
+    wanted = lab.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
+    found = right(lab.case(**limits), prompts, sampling, seeds).responses.rows()
+    assert [row.tolist() for row in found] == [row.tolist() for row in wanted]
+    order = [7, 2, 11, 0]
+    some = lab.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
+    assert [row.tolist() for row in some.responses.rows()] == [wanted[row].tolist() for row in order]
+
+
+def test_equal_prompts_with_equal_seeds_get_equal_responses_and_others_do_not(lab: RolloutLab) -> None:
+    prompts = lab.prompts(4).select([0, 0, 0])
+    out = lab.case().rollout.generate_sequences(prompts, SamplingParams(12), torch.tensor([8, 9, 8])).responses.rows()
+    assert out[0].tolist() == out[2].tolist() != out[1].tolist()
+
+
+def test_a_response_can_be_continued(lab: RolloutLab) -> None:
+    # Uniforms are numbered by the place of a token in its row, prompt included.
+    case, prompts, seeds = lab.case(), lab.prompts(4, 9), torch.tensor([1, 2])
+    whole = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True), seeds).responses
+    start = case.rollout.generate_sequences(prompts, SamplingParams(4, ignore_eos=True), seeds).responses
+    rest = case.rollout.generate_sequences(Ragged.join(prompts, start), SamplingParams(6, ignore_eos=True), seeds)
+    assert torch.equal(Ragged.join(start, rest.responses).values, whole.values)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_step_in_place_is_seen_without_another_load(lab: RolloutLab) -> None:
+    case, prompts, sampling = lab.case(), lab.prompts(4, 9), SamplingParams(10)
+    before = right(case, prompts, sampling)
+    optimizer = torch.optim.AdamW(case.plain.parameters(), lr=0.05)
+    case.plain(input_ids=prompts.rows()[0][None], labels=prompts.rows()[0][None]).loss.backward()
+    optimizer.step()
+    after = right(case, prompts, sampling)
+    assert not torch.equal(before.log_probs.values, after.log_probs.values)
+
+
+def test_weights_of_another_dtype_are_copies(lab: RolloutLab) -> None:
+    case, prompts = lab.case(dtype="float64"), lab.prompts(4, 9)
+    before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
+    for weight in case.plain.parameters():
+        weight.data.zero_()
+    after = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
+    assert torch.equal(before.log_probs.values, after.log_probs.values)
+
+
+def test_weights_that_are_no_numbers_are_an_error_and_leave_no_trace(lab: RolloutLab) -> None:
+    case, prompts = lab.case(), lab.prompts(4, 9)
+    broken = [(name, weight.detach() * float("nan")) for name, weight in case.weights()]
+    case.rollout.load_weights(broken)
+    with pytest.raises(RolloutError, match="not finite for row 0"):
+        case.rollout.generate_sequences(prompts, SamplingParams(3))
+    case.rollout.load_weights(case.weights())
+    right(case, prompts, SamplingParams(10))
+
+
+# -- slots ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_num_seqs", [64, 8, 5, 2, 1])
+def test_each_distinct_prompt_is_computed_once(lab: RolloutLab, max_num_seqs: int) -> None:
+    prompts = lab.prompts(7, 12, 5).select([0] * 6 + [1] * 6 + [2] * 6 + [0])
+    case = lab.case(max_num_seqs=max_num_seqs)
+    out = right(case, prompts, SamplingParams(6, stop_token_ids=tuple(range(10, 30))))
+    assert out.metrics["prompt_tokens_computed"] == 7 + 12 + 5
+
+
+def test_metrics_count_the_work_of_a_call(lab: RolloutLab) -> None:
+    # Six rows of five tokens: the first comes with the prompt, four steps bring the others.
+    prompts = lab.prompts(4, 9).select([0, 0, 0, 1, 1, 1])
+    for max_num_seqs, steps, use in ((6, 4, 1.0), (100, 4, 1.0), (4, 8, 24 / 32), (1, 24, 1.0)):
+        case = lab.case(max_num_seqs=max_num_seqs)
+        metrics = case.rollout.generate_sequences(prompts, SamplingParams(5, ignore_eos=True)).metrics
+        assert metrics.pop("seconds") > 0
+        assert metrics == {
+            "prompt_tokens_computed": 13,
+            "response_tokens": 30,
+            "decode_steps": steps,
+            "rows_decoded": 24,
+            "slot_use": use,
+        }
+
+
+def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(lab: RolloutLab) -> None:
+    # Rows end after one to sixteen tokens; waiting for the longest of each four would take far more steps.
+    prompts = lab.prompts(*[3] * 32)
+    sampling = SamplingParams(16, stop_token_ids=tuple(range(3, 23)))
+    out = right(lab.case(max_num_seqs=4), prompts, sampling)
+    lengths = out.responses.lengths
+    assert lengths.max() >= 3 * lengths.double().mean()
+    in_batches = sum(int(part.max()) - 1 for part in lengths.split(4))
+    assert out.metrics["decode_steps"] < 0.8 * in_batches
+    assert out.metrics["slot_use"] > 0.7
+
+
+def test_long_responses_outgrow_their_slots(lab: RolloutLab) -> None:
+    case = lab.case(max_model_len=3 * GRAIN, max_num_seqs=2)
+    right(case, lab.prompts(2, 50, 7), SamplingParams(2 * GRAIN, ignore_eos=True))
+    assert case.rollout.pool.length >= 50 + 2 * GRAIN - 1  # pyright: ignore[reportAttributeAccessIssue]
+    right(case, lab.prompts(2, 5, 7), SamplingParams(4))
+
+
+def test_windows_hold_over_long_responses(lab: RolloutLab) -> None:
+    case = lab.case("mistral", {"sliding_window": 5}, max_num_seqs=2)
+    right(case, lab.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_sleep_frees_the_slots_unless_told_to_keep_them(lab: RolloutLab, free: bool) -> None:
+    case = lab.case(free_cache_engine=free)
+    rollout: Any = case.rollout
+    rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
+    assert rollout.pool.layers
+    rollout.sleep()
+    assert bool(rollout.pool.layers) != free
+
+
+def test_what_is_generated_can_be_used_in_training(lab: RolloutLab) -> None:
+    out = lab.case().rollout.generate_sequences(lab.prompts(4, 9), SamplingParams(6))
+    weight = torch.ones(len(out.log_probs.values), requires_grad=True)
+    (weight * out.log_probs.values).sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, out.log_probs.values)
+    assert not out.finished.is_inference()
+    assert not out.responses.values.is_inference()
+
+
+# -- what it refuses ------------------------------------------------------------------------------
+
+REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
+    (EngineError, "soft-capped", "gemma2", {}),
+    (EngineError, "sinks", "gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
+    (RolloutError, "recurrent state, or computes attention by itself", "jamba", {}),
+    (
+        RolloutError,
+        "'dynamic' rotary frequencies, .* max_model_len=32 or less, it is 64",
+        "llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_positions": 32},
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "told", "family", "sizes"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_a_model_that_it_would_get_wrong_is_refused_by_name(
+    error: type[Exception], told: str, family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    from camshaft.models.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path, family, **sizes)
+    with pytest.raises(error, match=told):
+        TorchRollout(RolloutEngineConfig(model_path=str(tmp_path), max_model_len=64))
+
+
+def test_rotary_frequencies_that_do_not_grow_yet_are_fine() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    folder = tiny_folder("llama", max_positions=64)
+    TorchRollout(
+        RolloutEngineConfig(model_path=str(folder), max_model_len=64, override_config={"rope_parameters": rope})
+    )
+
+
+def test_a_window_that_the_model_keeps_to_itself_is_refused_by_name(lab: RolloutLab) -> None:
+    case = lab.case("phimoe", {"sliding_window": 8, "num_local_experts": 4})
+    with pytest.raises(RolloutError, match="layer 0 of phimoe has a sliding window of 8 tokens"):
+        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
