@@ -123,6 +123,11 @@ class BaseEngine(ABC):
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one step; returns the rate that the next update will use."""
 
+    @property
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """The rate that the next update will use."""
+
     @abstractmethod
     def shard_data(self, data: DataProto) -> DataProto:
         """This rank's part of `data` inside its data-parallel slice (sequence parallelism); else `data`."""

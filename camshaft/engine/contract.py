@@ -266,7 +266,9 @@ def schedule(lab: Lab) -> None:
     """Linear warm-up from above 0, then cosine to min_lr_ratio; lr_scheduler_step returns the next rate."""
     optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
     engine = lab.build(optim=optim)
+    expect(engine.learning_rate == 0.5, f"the first of two warm-up updates is at rate {engine.learning_rate}, not 0.5")
     found = [engine.lr_scheduler_step() for _ in range(6)]
+    expect(engine.learning_rate == found[-1], "learning_rate is not what lr_scheduler_step returned")
     wave = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
     close(torch.tensor(found), torch.tensor([1.0, *wave]), 1e-6, "rates of updates 1 to 6")
 

@@ -47,13 +47,17 @@ class Schedule:
         self.optimizer, self.optim = optimizer, optim
         self.go_to(0)
 
+    @property
+    def rate(self) -> float:
+        """What the next update will use."""
+        return rate(self.optim, self.update)
+
     def go_to(self, update: int) -> float:
         """Use the rate of update number `update` from now on."""
         self.update = update
-        value = rate(self.optim, update)
         for group in self.optimizer.param_groups:
-            group["lr"] = value
-        return value
+            group["lr"] = self.rate
+        return self.rate
 
 
 def clip_and_step(optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, bool]:

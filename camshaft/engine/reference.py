@@ -153,6 +153,10 @@ class ReferenceEngine(BaseEngine):
     def lr_scheduler_step(self) -> float:
         return self.schedule.go_to(self.schedule.update + 1)
 
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.rate
+
     def shard_data(self, data: DataProto) -> DataProto:
         return data
 

@@ -57,7 +57,7 @@ class RewardResult:
     """The scores of one batch, row by row."""
 
     token_level_scores: Ragged
-    """float32, aligned with `responses`: the score on the last token, 0 elsewhere."""
+    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
     scores: Tensor
     """(B,) float32."""
     metrics: dict[str, float]
@@ -104,6 +104,8 @@ class RewardManager:
         """
         batch.require("data_source", "ground_truth")
         responses = batch.ragged("responses")
+        everywhere = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+        chosen = batch.ragged("response_mask") if "response_mask" in batch else everywhere
         texts = decode([row.tolist() for row in responses.rows()])
         if len(texts) != len(responses):
             raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
@@ -121,7 +123,7 @@ class RewardManager:
         settled = [outcome for outcome in outcomes if outcome is not None]
         _warn(failures, len(settled))
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
-        return RewardResult(_on_last_token(scores, responses), scores, _metrics(settled), tuple(failures[:_NUM_SHOWN]))
+        return RewardResult(_on_last_token(scores, chosen), scores, _metrics(settled), tuple(failures[:_NUM_SHOWN]))
 
     def close(self) -> None:
         """End the worker processes."""
@@ -134,12 +136,15 @@ class RewardManager:
         self.close()
 
 
-def _on_last_token(scores: Tensor, responses: Ragged) -> Ragged:
-    """Each row's score on its last token; a row without tokens has no place for one."""
-    values = torch.zeros(len(responses.values), dtype=torch.float32)
-    filled = responses.lengths > 0
-    values[responses.offsets[1:][filled] - 1] = scores[filled]
-    return Ragged(values.to(responses.values.device), responses.lengths)
+def _on_last_token(scores: Tensor, chosen: Ragged) -> Ragged:
+    """Each row's score on its last token that counts; a row without one has no place for it."""
+    counted = chosen.values.nonzero().squeeze(-1).cpu()
+    rows = chosen.row_ids()[counted].cpu()
+    ends = torch.ones(len(counted), dtype=torch.bool)
+    ends[:-1] = rows[1:] != rows[:-1]  # the last counted token before those of another row
+    values = torch.zeros(len(chosen.values), dtype=torch.float32)
+    values[counted[ends]] = scores[rows[ends]]
+    return chosen.like(values.to(chosen.values.device))
 
 
 def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:

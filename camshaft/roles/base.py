@@ -86,13 +86,13 @@ class EngineRole(Worker):
             return self.engine.infer_batch(as_sequences(data), ctx)
 
     def update(self, data: DataProto, loss_fn: LossFn, ctx: StepContext, plan: UpdatePlan) -> dict[str, float]:
-        """One optimizer step per mini-batch; returns metrics averaged over the steps, and the learning rate.
+        """One optimizer step per mini-batch; returns metrics averaged over the steps, and the rate they used.
 
         The schedule moves once per call: its steps are iterations of the trainer.
         """
         sums: dict[str, float] = defaultdict(float)
         steps = skipped = 0
-        batch = as_sequences(data)
+        batch, rate = as_sequences(data), self.engine.learning_rate
         with self.engine.train_mode():
             for mini_batch in batch.make_iterator(plan.mini_batch_size, plan.epochs, plan.seed):
                 result = self.engine.train_batch(mini_batch, ctx, loss_fn)
@@ -100,7 +100,8 @@ class EngineRole(Worker):
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] += value
         metrics = {name: value / steps for name, value in sums.items()}
-        return metrics | {"lr": self.engine.lr_scheduler_step(), "skipped_steps": float(skipped)}
+        self.engine.lr_scheduler_step()
+        return metrics | {"lr": rate, "skipped_steps": float(skipped)}
 
 
 def metric(value: Tensor) -> Tensor:

@@ -102,10 +102,10 @@ class SFTTrainer:
 
     def step(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step."""
-        start = time.perf_counter()
+        start, rate = time.perf_counter(), self.engine.learning_rate
         with self.engine.train_mode():
             result = self.engine.train_batch(batch)
-        rate = self.engine.lr_scheduler_step()
+        self.engine.lr_scheduler_step()
         seconds = time.perf_counter() - start
         return {
             "train/loss": result.loss,

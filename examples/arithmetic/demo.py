@@ -1,9 +1,9 @@
-"""The demo: a tiny model learns to carry. About five minutes on two CPU cores, nothing is downloaded.
+"""The demo: a tiny model learns to carry. A few minutes on two CPU cores, nothing is downloaded.
 
     python examples/arithmetic/demo.py [--out demo_out] [--steps N]
 
 1. Make a model of 0.6 million parameters and sums of two numbers of two digits; 256 sums are held out.
-2. Warm it up on a text in which six sums out of ten forget to carry (57+68=15): `camshaft sft`.
+2. Warm it up on a text in which six answers out of ten forget to carry (57+68=15): `camshaft sft`.
 3. Train it with PPO: a critic, a reference with a KL penalty, reward 1 for the right sum: `camshaft ppo`.
 4. Show what it says before and after, and draw the curves.
 
@@ -31,7 +31,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Teach a tiny model arithmetic with PPO on a laptop.")
     parser.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for everything (default: demo_out)")
     parser.add_argument("--sft-steps", type=int, default=600, help="optimizer steps of the warm-up (default: 600)")
-    parser.add_argument("--steps", type=int, default=150, help="iterations of PPO (default: 150)")
+    parser.add_argument("--steps", type=int, default=80, help="iterations of PPO (default: 80)")
     options = parser.parse_args()
     out, began = options.out, time.perf_counter()
 
@@ -81,7 +81,7 @@ def sft_words(out: Path, steps: int) -> list[str]:
         "data.micro_batch_size_per_gpu=64",
         "optim.lr=2e-3",
         "optim.lr_scheduler_type=cosine",
-        "optim.lr_warmup_steps=20",
+        "optim.lr_warmup_steps_ratio=0.03",
         "optim.min_lr_ratio=0.1",
         "trainer.device=cpu",
         "trainer.n_gpus_per_node=1",
@@ -105,7 +105,7 @@ def ppo_words(out: Path, steps: int) -> list[str]:
         "data.max_response_length=6",
         f"actor_rollout_ref.model.path={out}/sft/huggingface",
         "actor_rollout_ref.actor.strategy=reference",
-        "actor_rollout_ref.actor.optim.lr=2e-4",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
         "actor_rollout_ref.actor.entropy_coeff=0.0",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=128",
@@ -124,7 +124,7 @@ def ppo_words(out: Path, steps: int) -> list[str]:
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
         "trainer.save_freq=-1",
-        "trainer.test_freq=25",
+        "trainer.test_freq=10",
         "trainer.log_val_generations=256",
         "trainer.total_epochs=100",
         f"trainer.total_training_steps={steps}",

@@ -93,9 +93,7 @@ PPO = Settings(
 
 def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: float = 1e-5) -> list[Step]:
     """Run both, and hold everything that they report to each other; the steps of the real run."""
-    named = {
-        key: value for name, keys in KEYS.items() for key, value in dict.fromkeys(keys, vars(settings)[name]).items()
-    }
+    named = {key: vars(settings)[name] for name, keys in KEYS.items() for key in keys}
     steps = run_ppo(folder, {**named, **extra}, settings.steps)
     critic = None if settings.critic is None else f"{folder}/{settings.critic}"
     there = replace(settings, actor=f"{folder}/{settings.actor}", critic=critic, data=f"{folder}/{settings.data}")

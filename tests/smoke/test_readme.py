@@ -29,8 +29,8 @@ def test_make_targets_of_the_readme_run_what_is_tested_here() -> None:
 
 @pytest.mark.timeout(300)
 def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
-    script = ["set -e", f"camshaft() {{ {shlex.quote(sys.executable)} -m camshaft \"$@\"; }}"]
-    script.append(f"python3() {{ {shlex.quote(sys.executable)} \"$@\"; }}")
+    script = ["set -e", f'camshaft() {{ {shlex.quote(sys.executable)} -m camshaft "$@"; }}']
+    script.append(f'python3() {{ {shlex.quote(sys.executable)} "$@"; }}')
     for language, text in blocks():
         if any(command in text for command in MAKE) or "git clone" in text:
             continue

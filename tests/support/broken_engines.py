@@ -184,8 +184,12 @@ class WarmsUpTooLow(ReferenceEngine):
     """Half the rate during warm-up."""
 
     def lr_scheduler_step(self) -> float:
-        rate = super().lr_scheduler_step()
-        return 0.5 * rate if self.schedule.update < 2 else rate
+        super().lr_scheduler_step()
+        return self.learning_rate
+
+    @property
+    def learning_rate(self) -> float:
+        return self.schedule.rate * (0.5 if self.schedule.update < 2 else 1.0)
 
 
 class OtherSignature(ReferenceEngine):

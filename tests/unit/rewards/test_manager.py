@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 
+from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError, RewardError
-from camshaft.rewards.manager import RewardManager
+from camshaft.rewards.manager import RewardManager, _on_last_token
 
 FAIL_AT_B = "if solution_str == 'b': {}\nreturn 1.0"
 
@@ -265,3 +266,10 @@ def test_raise_covers_every_kind_of_failure(manager, score, failure):
 def test_no_workers_or_no_time_is_an_error(options):
     with pytest.raises(RewardError):
         RewardManager(**options)
+
+
+def test_the_score_stands_on_the_last_token_that_the_policy_chose():
+    # Rows of 3, 2 and 1 tokens; the tokens of a tool (mask 0) end the first, and are all there is of the third.
+    chosen = Ragged(torch.tensor([1, 1, 0, 1, 1, 0]).bool(), torch.tensor([3, 2, 1]))
+    placed = _on_last_token(torch.tensor([5.0, 7.0, 9.0]), chosen)
+    assert placed.values.tolist() == [0.0, 5.0, 0.0, 0.0, 7.0, 0.0]
