@@ -3,7 +3,7 @@
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
     camshaft config explain KEY           what a key means, its default, what it takes
-    camshaft check-engine pkg.mod:Class   prove an engine against the contract
+    camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
 
 Errors of ours are one message on stderr and exit status 2 (a wrong config or argument) or 1 (all else);
 a trace is shown only for errors that nobody foresaw.
@@ -13,10 +13,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from camshaft import __version__
-from camshaft.errors import CamshaftError, ConfigError
+from camshaft.errors import CamshaftError, ConfigError, tell
+
+if TYPE_CHECKING:
+    from camshaft.rules import Finding, Rule
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except CamshaftError as error:
-        sys.stderr.write(f"camshaft: {type(error).__name__}: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
+        return tell(error)
 
 
 def _run(arguments: list[str]) -> int:
@@ -52,10 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("ppo", help="train with PPO and its kin: camshaft ppo key=value ...", add_help=False)
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
-    check = commands.add_parser("check-engine", help="prove an engine against the contract")
-    check.add_argument("engine", metavar="NAME|pkg.module:Class", help="an engine of ours or anybody's")
-    check.add_argument("--rule", help="only rules whose name contains this")
-    check.set_defaults(run=_check_engine)
+    for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
+        check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
+        check.add_argument("name", metavar="NAME|pkg.module:Class", help="one of ours, or anybody's")
+        check.add_argument("--rule", default="", help="only rules whose name contains this")
+        check.set_defaults(run=run)
     return parser
 
 
@@ -97,33 +101,41 @@ def _docs(options: argparse.Namespace) -> int:
 
 
 def _check_engine(options: argparse.Namespace) -> int:
+    from camshaft.engine import engine_class
+    from camshaft.engine.contract import RULES, check_engine
+
+    return _check("engine", engine_class(options.name), RULES, check_engine, options.rule)
+
+
+def _check_rollout(options: argparse.Namespace) -> int:
+    from camshaft.rollout import rollout_class
+    from camshaft.rollout.contract import RULES, check_rollout
+
+    return _check("rollout", rollout_class(options.name), RULES, check_rollout, options.rule)
+
+
+def _check(what: str, found: type, rules: Sequence[Rule], check: Callable[..., Iterator[Finding]], only: str) -> int:
     """A line per rule as it is done; exit status 1 if one does not hold."""
     import tempfile
 
     from rich.console import Console
 
-    from camshaft.engine import engine_class
-    from camshaft.engine.contract import RULES, Finding, check_engine
-
     console = Console(highlight=False)
-    rules = [rule for rule in RULES if (options.rule or "") in rule.name]
-    if not rules:
-        raise ConfigError(f"no rule's name contains '{options.rule}'; rules: {', '.join(r.name for r in RULES)}")
-    found = engine_class(options.engine)
-    console.print(f"{found.__module__}:{found.__name__} against {len(rules)} rules of the engine contract")
-
-    def report(finding: Finding) -> None:
-        name = f"{finding.rule.name:<34}"
-        if finding.problem is None:
-            console.print(f"[green]holds[/]   {name} {finding.rule.meaning.splitlines()[0]}", soft_wrap=True)
-        else:
-            console.print(f"[red]BROKEN[/]  {name}", soft_wrap=True)
-            console.print(f"        {finding.problem}", markup=False, soft_wrap=True)
-
+    chosen = [rule for rule in rules if only in rule.name]
+    if not chosen:
+        raise ConfigError(f"no rule's name contains '{only}'; rules: {', '.join(rule.name for rule in rules)}")
+    title = f"{found.__module__}:{found.__name__} against {len(chosen)} rules of the {what} contract"
+    console.print(title, markup=False, soft_wrap=True)
+    broken = 0
     with tempfile.TemporaryDirectory() as folder:
-        findings = check_engine(found, folder, report, rules)
-    broken = sum(finding.problem is not None for finding in findings)
-    console.print(f"{len(findings) - broken} of {len(findings)} rules hold")
+        for finding in check(found, folder, chosen):
+            broken += finding.problem is not None
+            word = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
+            console.print(f"{word}  {finding.rule.name}", soft_wrap=True)
+            console.print(
+                f"        {finding.problem or finding.rule.meaning}", markup=False, style="dim", soft_wrap=True
+            )
+    console.print(f"{len(chosen) - broken} of {len(chosen)} rules hold")
     return 1 if broken else 0
 
 

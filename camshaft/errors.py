@@ -3,7 +3,12 @@
 One class for each place where a person has to act: the config, a batch, an engine, a rollout, a
 reward, a checkpoint. A message says what was wrong, the value, and what to type next. Invariants of
 our own are plain `assert`s; errors of libraries travel unchanged.
+
+    except CamshaftError as error:
+        return tell(error)          # what every entry point does: one message, an exit status, no trace
 """
+
+import sys
 
 
 class CamshaftError(Exception):
@@ -36,3 +41,12 @@ class CheckpointError(CamshaftError, RuntimeError):
 
 class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised, died or did not answer in time."""
+
+
+def tell(error: CamshaftError) -> int:
+    """Write the message to stderr; the exit status is 2 for a wrong config or argument, 1 for all else."""
+    if isinstance(error, ConfigError):
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stderr.write(f"camshaft: {type(error).__name__}: {error}\n")
+    return 1

@@ -31,7 +31,7 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
 
     `facts` (JSON) are kept in the manifest beside the size and checksum of every file.
     """
-    target = Path(target).expanduser()
+    target = Path(target).expanduser().absolute()
     work = target.with_name(target.name + _UNFINISHED)
     if work.exists():
         shutil.rmtree(work)
@@ -62,15 +62,38 @@ def verify(folder: str | Path) -> dict[str, Any]:
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Was `folder` written to its end? (Cheap: it reads no file but the manifest.)"""
-    return (Path(folder).expanduser() / MANIFEST).is_file()
+    """Was `folder` written to its end, every file in its full length? (Cheap: it reads the manifest alone.)"""
+    folder = Path(folder).expanduser()
+    try:
+        files = read_manifest(folder)["files"]
+    except CheckpointError:
+        return False
+    return all((folder / name).is_file() and (folder / name).stat().st_size == files[name]["bytes"] for name in files)
+
+
+def is_unfinished(path: Path) -> bool:
+    """Is this what `new_folder` was writing when its process ended?"""
+    return path.name.endswith(_UNFINISHED)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+
+
+def check_replaceable(target: str | Path, kind: str) -> None:
+    """An error if `new_folder(target, kind=kind)` would replace something that is not an older one of its kind."""
+    target = Path(target).expanduser()
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if (target / MANIFEST).is_file() and read_manifest(target)["facts"].get("kind") == kind:
+        return
+    raise CheckpointError(f"{target} is there already and would be replaced as a whole. Name a folder that is not")
 
 
 def prune(target: str | Path, keep: int) -> list[Path]:

@@ -4,14 +4,17 @@
                          /critic/...
                          /trainer/...    written last: its manifest lists the roles that belong to the step
           /latest_checkpointed_iteration.txt
+          /aside.1/global_step_30/...    of an earlier run that this one did not continue
 
 A step counts as saved when its `trainer` folder is whole and every role that it lists is. A run killed
-between two roles leaves a step that nobody mistakes for a checkpoint.
+between two roles leaves a step that nobody mistakes for a checkpoint, and retention removes an older step only
+after the newer one counts.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +25,12 @@ from camshaft import storage
 from camshaft.errors import CheckpointError
 
 LATEST = "latest_checkpointed_iteration.txt"
+TRAINER = "trainer"
+
+Write = Callable[[str, str | None], None]
+"""Writes one role to a folder, and to a second one unless that is None; `save_checkpoint` of a role is one."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -37,29 +46,84 @@ class Saved:
 
 
 class CheckpointManager:
-    """The steps under one root."""
+    """The steps under `root`; each is copied to the folder `second` too, if there is one."""
 
-    def __init__(self, root: str | Path):
+    def __init__(self, root: str | Path, second: str | None = None):
         self.root = Path(root).expanduser()
+        self.second = second
 
-    def save(self, step: int, roles: Mapping[str, Callable[[str], None]], state: Mapping[str, Any]) -> Saved:
-        """Let every role write its folder, then write `state` (JSON) and mark the step as whole."""
-        folder = self.root / f"global_step_{step}"
-        for name, write in roles.items():
-            write(str(folder / name))
-        with storage.new_folder(folder / "trainer", kind="trainer", global_step=step, roles=list(roles)) as work:
+    # -- writing ----------------------------------------------------------------------------------
+
+    def save(
+        self, step: int, roles: Mapping[str, Write], state: Mapping[str, Any], keep: Mapping[str, int | None]
+    ) -> Saved:
+        """Let every role write its folder, then write `state` (JSON) and mark the step as whole.
+
+        `keep` says of how many steps a role's folder stays; None, or a role that is not in it: of all.
+        """
+        name = f"global_step_{step}"
+        folder, copy = self.root / name, None if self.second is None else f"{self.second}/{name}"
+        # A step that is written again is not whole until all of it is new.
+        for place in (folder, *([] if copy is None else [storage.plain_path(copy)])):
+            if (place / TRAINER).exists():
+                storage.remove(place / TRAINER)
+        for role, write in roles.items():
+            write(str(folder / role), None if copy is None else f"{copy}/{role}")
+        with storage.new_folder(folder / TRAINER, kind="trainer", global_step=step, roles=list(roles)) as work:
             (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        if copy is not None:
+            storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
         marker = self.root / (LATEST + ".unfinished")
         marker.write_text(str(step), encoding="utf-8")
         os.replace(marker, self.root / LATEST)
-        self._forget_steps_without_roles()
+        for role in roles:
+            self._retain(role, keep.get(role))
+        self._sweep(step)
         return Saved(step, folder, dict(state))
+
+    def put_aside(self, after: int) -> None:
+        """Move the steps past `after` out of the way: they are of an earlier run that this one does not continue.
+
+        Left in place, they would be newer than whatever this run saves: taken for the step to resume from,
+        and kept in its stead.
+        """
+        later = [folder for step, folder in storage.step_folders(self.root) if step > after]
+        if not later:
+            return
+        number = 1
+        while (aside := self.root / f"aside.{number}").exists():
+            number += 1
+        aside.mkdir()
+        for folder in later:
+            os.replace(folder, aside / folder.name)
+        (self.root / LATEST).unlink(missing_ok=True)
+        logger.info("%s of an earlier run: moved to %s", ", ".join(folder.name for folder in later), aside)
+
+    def _retain(self, role: str, count: int | None) -> None:
+        """Remove the folders of `role` that are older than the newest `count` of whole steps."""
+        if count is None:
+            return
+        steps = storage.step_folders(self.root)
+        whole = [step for step, folder in steps if all(map(storage.is_complete, (folder / TRAINER, folder / role)))]
+        for step, folder in steps:
+            if step < whole[-count:][0] and (folder / role).is_dir():
+                storage.remove(folder / role)
+
+    def _sweep(self, now: int) -> None:
+        """Remove steps before `now` that retention, or a kill in mid-write, left without any role."""
+        for step, folder in storage.step_folders(self.root):
+            if step < now and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
+                storage.remove(folder)
+
+    # -- reading ----------------------------------------------------------------------------------
 
     def latest(self) -> Saved | None:
         """The newest step that is whole, or None."""
         for _, folder in reversed(storage.step_folders(self.root)):
-            if self._is_whole(folder):
+            try:
                 return self.open(folder)
+            except CheckpointError as error:
+                logger.warning("passed over: %s", error)
         return None
 
     def open(self, folder: str | Path) -> Saved:
@@ -67,21 +131,12 @@ class CheckpointManager:
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise CheckpointError(f"there is no checkpoint folder {folder}")
-        facts = storage.verify(folder / "trainer")
+        inside = storage.step_folders(folder)
+        if inside:
+            raise CheckpointError(f"{folder} holds several steps; name one of them, for instance {inside[-1][1]}")
+        facts = storage.verify(folder / TRAINER)
         for name in facts["roles"]:
             if not storage.is_complete(folder / name):
-                raise CheckpointError(f"{folder} is incomplete: '{name}' was not written to its end")
-        state = json.loads((folder / "trainer" / "state.json").read_text(encoding="utf-8"))
+                raise CheckpointError(f"{folder} is incomplete: '{name}' is not there, or was not written to its end")
+        state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
         return Saved(facts["global_step"], folder, state)
-
-    def _is_whole(self, folder: Path) -> bool:
-        if not storage.is_complete(folder / "trainer"):
-            return False
-        roles = storage.read_manifest(folder / "trainer")["facts"]["roles"]
-        return all(storage.is_complete(folder / name) for name in roles)
-
-    def _forget_steps_without_roles(self) -> None:
-        """Retention removes the folders of roles; the trainer's small one goes with the last of them."""
-        for _, folder in storage.step_folders(self.root):
-            if [path.name for path in folder.iterdir()] == ["trainer"]:
-                storage.remove(folder)

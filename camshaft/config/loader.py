@@ -32,7 +32,7 @@ from camshaft.config.problems import Problem, from_validation, report
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove
-from camshaft.errors import ConfigError
+from camshaft.errors import CamshaftError, ConfigError, tell
 
 Config = TypeVar("Config", PPOConfig, SFTConfig)
 
@@ -151,6 +151,7 @@ def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None
 def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], job: Callable[[Config], int]) -> int:
     """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
 
+    Errors of ours, those of `job` too, become one message on stderr.
     With `-m` every config of the sweep is checked before the first job starts; they run one after another.
     Hydra only composes: it makes no folders, changes no directory, sets up no logging.
     """
@@ -158,9 +159,8 @@ def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], 
         composed = _composed_by_main(list(argv), config_name)
         configs = [from_container(tree, schema, _keys_of(words)) for tree, words in composed]
         return max((job(config) for config in configs), default=0)
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    except CamshaftError as error:
+        return tell(error)
 
 
 def _composed_by_main(argv: list[str], config_name: str) -> list[tuple[dict[str, Any], list[str]]]:

@@ -51,7 +51,7 @@ class SFTTrainerConfig(Section):
     export_path: Path | None = Field(
         description="Folder of the finished model in the Hugging Face layout; null: <default_local_dir>/huggingface."
     )
-    seed: int = Field(ge=0, description="Seed of everything that is drawn.")
+    seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
 
     @property
     def world_size(self) -> int:

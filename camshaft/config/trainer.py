@@ -34,7 +34,7 @@ class TrainerConfig(Section):
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = Field(
         description="There is one implementation: auto, disable and false are accepted, enable and true are not."
     )
-    seed: int = Field(ge=0, description="Seed of everything that is drawn.")
+    seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
 
     @property
     def world_size(self) -> int:

@@ -44,7 +44,7 @@ class StatefulLoader:
         if drop_last and len(data) < batch_size:
             raise BatchError(
                 f"the data has {len(data)} rows, one batch needs {batch_size}: {batch_size - len(data)} are missing. "
-                f"Lower the batch size to {len(data)} or less, or add data"
+                f"Lower data.train_batch_size to {len(data)} or less, or add data"
             )
         self.data = data
         self.batch_size = batch_size
@@ -66,8 +66,13 @@ class StatefulLoader:
         """Batches in all epochs together, those already given out included."""
         return self.steps_per_epoch * self.total_epochs
 
+    @property
+    def exhausted(self) -> bool:
+        """The last batch has been given out."""
+        return self.epoch >= self.total_epochs
+
     def __iter__(self) -> Iterator[DataProto]:
-        while self.epoch < self.total_epochs:
+        while not self.exhausted:
             epoch, order = self.epoch, self._order(self.epoch)
             # The place is asked for anew each time: load_state_dict may move it in mid-epoch.
             while self.epoch == epoch:

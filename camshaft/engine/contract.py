@@ -1,7 +1,7 @@
 """The contract of `BaseEngine` as a suite that runs on anybody's engine.
 
     camshaft check-engine my_pkg.my_engine:MyEngine          # a table of what holds
-    for rule in RULES: rule.check(Lab(MyEngine, folder))     # one by one, raising Violation
+    for finding in check_engine(MyEngine, folder): ...       # in a program
 
 The oracle is not an engine: it is `transformers` itself on each row alone (`plain.py` beside this file).
 Gradients are read off the weights: with eps=1, no decay and no clipping the first AdamW update is
@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine import contract_files as files
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
-from camshaft.engine.lab import Lab, Violation, close, expect, expect_error, same_bits
+from camshaft.engine.lab import Lab, close, same_bits
 from camshaft.engine.plain import plain_outputs, plain_step
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One promise of the interface."""
-
-    name: str
-    check: Callable[[Lab], None]
-
-    @property
-    def meaning(self) -> str:
-        return inspect.getdoc(self.check) or ""
+from camshaft.rules import Finding, Rule, expect, expect_error, rules_of, run_rules
 
 
 def interface(lab: Lab) -> None:
@@ -53,7 +42,9 @@ def interface(lab: Lab) -> None:
         expect(ours.items() <= theirs.items(), f"{name}{found} does not take what BaseEngine.{name}{wanted} takes")
     crippled = type("Crippled", (lab.engine_class,), {})
     crippled.__abstractmethods__ = frozenset({"optimizer_step"})  # pyright: ignore[reportAttributeAccessIssue]
-    expect_error(lambda: crippled(lab.config()), "optimizer_step", "a class that lacks optimizer_step was constructed")
+    expect_error(
+        lambda: crippled(lab.config()), "optimizer_step", "a class that lacks optimizer_step was constructed", TypeError
+    )
 
 
 def predictions(lab: Lab) -> None:
@@ -325,46 +316,15 @@ def _functions() -> dict[str, Any]:
     return found
 
 
-def _all_rules() -> tuple[Rule, ...]:
-    from camshaft.engine import contract_files as files
-
-    checks = (
-        interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
-        norm_is_before_clipping, split_invariance, offload_changes_nothing, context, padded_border,
-        non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, same_bits_twice, seat_and_shards,
-        errors_name_the_step, libraries_are_left_alone, files.weights_have_hugging_face_names,
-        files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy,
-    )  # fmt: skip
-    return tuple(Rule(check.__name__.replace("_", " "), check) for check in checks)
+RULES: tuple[Rule[Lab], ...] = rules_of(
+    interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
+    norm_is_before_clipping, split_invariance, offload_changes_nothing, context, padded_border,
+    non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, same_bits_twice, seat_and_shards,
+    errors_name_the_step, libraries_are_left_alone, files.weights_have_hugging_face_names,
+    files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy,
+)  # fmt: skip
 
 
-RULES = _all_rules()
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rule found: nothing wrong, or what."""
-
-    rule: Rule
-    problem: str | None
-
-
-def check_engine(
-    engine_class: type[BaseEngine],
-    folder: str,
-    on_finding: Callable[[Finding], None],
-    rules: Sequence[Rule] = RULES,
-) -> list[Finding]:
-    """Run the rules in `folder` (a scratch place), reporting each as it is done."""
-    findings = []
-    for number, rule in enumerate(rules):
-        try:
-            rule.check(Lab(engine_class, f"{folder}/{number:02d}"))
-            finding = Finding(rule, None)
-        except Violation as violation:
-            finding = Finding(rule, str(violation))
-        except Exception as error:  # an engine that crashes breaks the rule; the others still run
-            finding = Finding(rule, f"{type(error).__name__}: {error}")
-        findings.append(finding)
-        on_finding(finding)
-    return findings
+def check_engine(engine_class: type[BaseEngine], folder: str, rules: Sequence[Rule[Lab]] = RULES) -> Iterator[Finding]:
+    """Try the rules in `folder` (a scratch place), each finding as it is made."""
+    return run_rules(rules, lambda number: Lab(engine_class, f"{folder}/{number:02d}"))

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from camshaft.engine.base import StepContext
-from camshaft.engine.lab import Lab, close, expect, expect_error, same_bits
+from camshaft.engine.lab import Lab, close, same_bits
 from camshaft.engine.plain import plain_outputs
+from camshaft.rules import expect, expect_error
 
 
 def weights_have_hugging_face_names(lab: Lab) -> None:

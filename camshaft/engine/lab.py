@@ -7,7 +7,7 @@ lab.step(engine, lab.batch).gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +21,9 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, StepContext
 from camshaft.engine.plain import HEAD_CLASSES, plain_loss
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
+from camshaft.rules import expect
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
-
-
-class Violation(Exception):
-    """A rule of the contract does not hold; the text says what was seen."""
 
 
 @dataclass(frozen=True)
@@ -140,21 +137,6 @@ class Lab:
 
 
 # -- saying what is wrong -------------------------------------------------------------------------
-
-
-def expect(holds: bool, problem: str) -> None:
-    if not holds:
-        raise Violation(problem)
-
-
-def expect_error(action: Callable[[], Any], told: str, problem: str) -> None:
-    """`action` must raise, and the message must contain `told`."""
-    try:
-        action()
-    except Exception as error:  # any class: what counts is that a reader is told
-        expect(told in str(error), f"the error does not mention '{told}': {error}")
-        return
-    raise Violation(problem)
 
 
 def _values(value: Ragged | Tensor) -> Iterator[Tensor]:

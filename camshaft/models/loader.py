@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -201,9 +202,9 @@ def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
         raise EngineError(
             f"{config.model_type} models compute attention by themselves: '{PACKED}' is unknown to them"
         ) from error
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise EngineError(
-            f"cannot read the weights: {error}\nFor weights drawn from the seed set random_init=True"
+            f"cannot read the weights in {config.name_or_path}: {error}\nFor weights drawn from the seed set random_init=True"
         ) from error
     except ValueError as error:
         raise EngineError(f"transformers cannot build a {config.model_type} model with head={head}: {error}") from error

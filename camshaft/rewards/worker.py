@@ -33,6 +33,8 @@ ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 
 _MAX_FLOAT32 = 3.4028234663852886e38
 _TRACE_CHARACTERS = 2000
+_LOADERS = (__file__, "<frozen importlib", str(Path(importlib.__file__).parent))
+"""Where the frames of a traceback are that a user has no use for."""
 _FAREWELL_SECONDS = 1.0
 
 
@@ -50,7 +52,7 @@ def main() -> None:
         _send(outbox, Loaded(str(error)))
         return
     except Exception as error:
-        _send(outbox, Loaded(f"{_named(spec)} could not be loaded:\n{_tail(error, error.__traceback__)}"))
+        _send(outbox, Loaded(f"{_named(spec)} could not be loaded:\n{_tail(error, _of_user(error))}"))
         return
     _send(outbox, Loaded(None))
     loop = asyncio.new_event_loop()
@@ -177,6 +179,14 @@ def _number(value: Any) -> float | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _of_user(error: BaseException) -> TracebackType | None:
+    """The traceback from the first frame that is neither ours nor the import system's; a syntax error has none."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADERS):
+        trace = trace.tb_next
+    return trace
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,7 +2,7 @@
 
     for rule in RULES:
         rule.check(RolloutLab(MyRollout, folder))      # raises Violation
-    check_rollout(MyRollout, folder, print)            # all of them, reporting each
+    for finding in check_rollout(MyRollout, folder): ... # all of them
 
 The oracle is `transformers` on each row alone (`lab.py` beside this file). A rule is a function of a lab; what
 it proves is its docstring, and its name is what a report shows.
@@ -10,16 +10,15 @@ it proves is its docstring, and its name is what a report shows.
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
-from camshaft.rollout.lab import EOS, Case, RolloutLab, Violation, close, expect, expect_error, off_by
+from camshaft.rollout.lab import EOS, Case, RolloutLab, close, expect_refusal, off_by
+from camshaft.rules import Finding, Rule, expect, rules_of, run_rules
 
 FAMILIES = {
     "qwen2": {},
@@ -37,18 +36,6 @@ WAYS = (
     SamplingParams(12, top_p=0.7),
     SamplingParams(12, temperature=1.4, top_k=20, top_p=0.8),
 )
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One promise of the interface."""
-
-    name: str
-    check: Callable[[RolloutLab], None]
-
-    @property
-    def meaning(self) -> str:
-        return inspect.getdoc(self.check) or ""
 
 
 # -- what is generated ----------------------------------------------------------------------------
@@ -218,10 +205,12 @@ def bad_prompts_are_refused(lab: RolloutLab) -> None:
         case.rollout.generate_sequences(prompts, SamplingParams(4))
 
     empty = Ragged.from_rows([torch.tensor([5]), torch.tensor([], dtype=torch.int64)])
-    expect_error(lambda: generate(empty), "row 1", "an empty prompt was taken")
-    expect_error(lambda: generate(lab.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was taken")
+    expect_refusal(lambda: generate(empty), "row 1", "an empty prompt was taken")
+    expect_refusal(
+        lambda: generate(lab.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was taken"
+    )
     unknown = Ragged.from_rows([[5], [6, 7000]])
-    expect_error(lambda: generate(unknown), "token id 7000", "an unknown token was taken")
+    expect_refusal(lambda: generate(unknown), "token id 7000", "an unknown token was taken")
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -268,7 +257,7 @@ def weights_that_do_not_fit_are_named(lab: RolloutLab) -> None:
     }
     told = {"missing": name, "unknown": "sideways", "misshapen": name}
     for kind, sent in wrong.items():
-        expect_error(lambda: case.rollout.load_weights(sent.items()), told[kind], f"a {kind} weight was taken")  # noqa: B023
+        expect_refusal(lambda: case.rollout.load_weights(sent.items()), told[kind], f"a {kind} weight was taken")  # noqa: B023
         _refuses_to_generate(case, lab, f"after a {kind} weight")
     case.rollout.load_weights(case.weights())
     case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
@@ -285,7 +274,7 @@ def sleep_and_wake(lab: RolloutLab) -> None:
     before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
     for _ in range(2):
         case.rollout.sleep()
-        expect_error(
+        expect_refusal(
             lambda: case.rollout.generate_sequences(prompts, SamplingParams(8)), "wake_up", "it generated while asleep"
         )
         case.rollout.wake_up()
@@ -298,7 +287,7 @@ def sleep_and_wake(lab: RolloutLab) -> None:
 
 
 def _refuses_to_generate(case: Case, lab: RolloutLab, when: str) -> None:
-    expect_error(
+    expect_refusal(
         lambda: case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2)),
         "load_weights",
         f"it generated {when}",
@@ -317,7 +306,7 @@ def half_precision_is_near(lab: RolloutLab) -> None:
     expect(mean < 2e-2, f"log-probs in bfloat16 are off by {mean:.1e} on average")
 
 
-_CHECKS = (
+RULES: tuple[Rule[RolloutLab], ...] = rules_of(
     greedy_is_what_transformers_says, log_probs_are_those_of_the_distribution, frequencies_follow_the_distribution,
     families, seeds_decide, rows_end, the_models_own_end_is_honoured, max_model_len_ends_a_row,
     many_short_and_a_few_long_prompts, no_prompts, bad_prompts_are_refused, the_last_weights_count,
@@ -325,33 +314,9 @@ _CHECKS = (
     half_precision_is_near,
 )  # fmt: skip
 
-RULES = tuple(Rule(check.__name__.replace("_", " "), check) for check in _CHECKS)
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one rule found: nothing wrong, or what."""
-
-    rule: Rule
-    problem: str | None
-
 
 def check_rollout(
-    rollout_class: type[BaseRollout],
-    folder: str,
-    on_finding: Callable[[Finding], None],
-    rules: Sequence[Rule] = RULES,
-) -> list[Finding]:
-    """Run the rules in `folder` (a scratch place), reporting each as it is done."""
-    findings = []
-    for rule in rules:
-        try:
-            rule.check(RolloutLab(rollout_class, folder))
-            finding = Finding(rule, None)
-        except Violation as violation:
-            finding = Finding(rule, str(violation))
-        except Exception as error:  # a generator that crashes breaks the rule; the others still run
-            finding = Finding(rule, f"{type(error).__name__}: {error}")
-        findings.append(finding)
-        on_finding(finding)
-    return findings
+    rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutLab]] = RULES
+) -> Iterator[Finding]:
+    """Try the rules in `folder` (a scratch place), each finding as it is made."""
+    return run_rules(rules, lambda _: RolloutLab(rollout_class, folder))

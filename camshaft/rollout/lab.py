@@ -22,19 +22,17 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
+from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
+from camshaft.rules import expect, expect_error
 
 SHARPNESS = 12.0
 """Freshly drawn tiny models say nearly nothing; with weights so much larger they prefer some tokens to others."""
 
 EOS = 2
 """The end-of-sequence token of tiny models."""
-
-
-class Violation(Exception):
-    """A rule of the contract does not hold; the text says what was seen."""
 
 
 class RolloutLab:
@@ -59,7 +57,8 @@ class RolloutLab:
             make_tiny_model(folder, family, **shape)
         defaults = {"max_model_len": 96, "max_num_seqs": 16, "device": self.device}
         rollout = self.rollout_class(RolloutEngineConfig(model_path=str(folder), **(defaults | config)))
-        plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        with quiet_transformers():
+            plain: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
         for weight in plain.parameters():
             if weight.ndim > 1:
                 weight.data *= SHARPNESS
@@ -133,19 +132,9 @@ def _cut(scores: Tensor, sampling: SamplingParams) -> Tensor:
 # -- saying what is wrong -------------------------------------------------------------------------
 
 
-def expect(holds: bool, problem: str) -> None:
-    if not holds:
-        raise Violation(problem)
-
-
-def expect_error(action: Callable[[], Any], told: str, problem: str) -> None:
+def expect_refusal(action: Callable[[], Any], told: str, problem: str) -> None:
     """`action` must raise a `RolloutError` whose message contains `told`."""
-    try:
-        action()
-    except RolloutError as error:
-        expect(told in str(error), f"the error does not mention '{told}': {error}")
-        return
-    raise Violation(problem)
+    expect_error(action, told, problem, RolloutError)
 
 
 def off_by(found: Ragged, wanted: Ragged) -> float:

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig, Topology
 from camshaft.controller import shutdown, spawn
 from camshaft.data import PromptOptions, StatefulLoader, load_prompts
+from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardManager
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
-
-if TYPE_CHECKING:
-    from camshaft.dataproto import DataProto
+from camshaft.trainer.session import run_length
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -38,9 +37,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
         )
-        self.val_prompts = self._prompts(config, train=False)
-        self.total_steps = config.trainer.total_training_steps or len(self.loader)
-        self.checkpoints = CheckpointManager(config.trainer.default_local_dir)
+        self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
+        self.total_steps = run_length(config.trainer, self.loader)
+        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.topology = Topology(config.trainer.world_size)
         with self._exit as undo:  # if a later part fails, the earlier ones are ended
             self.rewards = self._rewards(config)

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -97,20 +96,22 @@ class PPOTrainer:
             self.kl.load_state_dict(saved.state["kl"])
             self.global_step = saved.step
             logger.info("resumed from %s", saved.folder)
+        if self.config.trainer.resume_mode != "auto":
+            self.parts.checkpoints.put_aside(after=self.global_step)
         return saved
 
     def fit(self, tracking: Tracking) -> dict[str, float]:
         """Train to the end; returns the metrics of the last step."""
         trainer, total = self.config.trainer, self.parts.total_steps
         metrics: dict[str, float] = {}
-        if trainer.val_before_train and trainer.test_freq > 0 and self.global_step == 0:
+        if trainer.val_before_train and self.global_step == 0:
             tracking.log(self.validate(), step=0)
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
             self.global_step += 1
             metrics = self.step(prompts)
-            last = self.global_step == total
+            last = self.global_step == total or self.parts.loader.exhausted
             if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
                 metrics |= self.validate()
             tracking.log(metrics, step=self.global_step)
@@ -131,17 +132,12 @@ class PPOTrainer:
     def save(self) -> None:
         """All state of the run, whole or not at all."""
         trainer, step = self.config.trainer, self.global_step
-        roles = {"actor": self._writer(self.actor.save_checkpoint, "actor", trainer.max_actor_ckpt_to_keep)}
+        roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:
-            keep = trainer.max_critic_ckpt_to_keep
-            roles["critic"] = self._writer(self.critic.save_checkpoint, "critic", keep)
+            roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
         state = {"loader": self.parts.loader.state_dict(), "kl": self.kl.state_dict()}
-        self.parts.checkpoints.save(step, roles, state)
-
-    def _writer(self, save: Callable[..., None], role: str, keep: int | None) -> Callable[[str], None]:
-        remote = self.config.trainer.default_hdfs_dir
-        second = None if remote is None else f"{remote}/global_step_{self.global_step}/{role}"
-        return partial(save, hdfs_path=second, global_step=self.global_step, max_ckpt_to_keep=keep)
+        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        self.parts.checkpoints.save(step, roles, state, keep)
 
     def _saved(self) -> Saved | None:
         trainer, checkpoints = self.config.trainer, self.parts.checkpoints

@@ -1,7 +1,7 @@
-"""What surrounds a run of either trainer: logging, threads, errors told in one message, trackers.
+"""What surrounds a run of either trainer: logging, seed, the place it runs in, its length, trackers.
 
 with session(config.trainer) as run:
-    ...
+    total_steps = run_length(config.trainer, loader)
     with run.tracking(config, total_steps, saved) as tracking: ...
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,11 @@ from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig, SFTConfig
 from camshaft.config.sft import SFTTrainerConfig
 from camshaft.config.trainer import TrainerConfig
+from camshaft.data import StatefulLoader
+from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracking
+
+logger = logging.getLogger(__name__)
 
 
 class Session:
@@ -49,6 +54,7 @@ class Session:
 @contextlib.contextmanager
 def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
     """Log records go to the screen; the run's seed is set where a library draws without being told one."""
+    _check_place(trainer)
     run = Session(trainer)
     handler = RichHandler(console=run.console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
@@ -59,3 +65,32 @@ def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
         yield run
     finally:
         root.removeHandler(handler)
+
+
+def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader) -> int:
+    """Steps of the run: as many as the config asks for, and no more than the data has."""
+    asked, there = trainer.total_training_steps, len(loader)
+    if asked is None or asked <= there:
+        return asked or there
+    logger.warning(
+        "trainer.total_training_steps=%d: the data end after %d (trainer.total_epochs=%d of %d steps). For more steps "
+        "raise trainer.total_epochs",
+        *(asked, there, trainer.total_epochs, loader.steps_per_epoch),
+    )
+    return there
+
+
+def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
+    """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
+    if trainer.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: torch finds no CUDA device here. Type trainer.device=cpu")
+    folder = Path(trainer.default_local_dir).expanduser()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={trainer.default_local_dir}: the run cannot write there ({error.strerror}). "
+            "Name another folder"
+        ) from error

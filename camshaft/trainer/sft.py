@@ -9,19 +9,21 @@ however it is cut. At the end the model is written as a Hugging Face folder.
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from camshaft.algorithms import Counts, sft_loss
-from camshaft.checkpoint import CheckpointManager, Saved, export_hugging_face
+from camshaft.checkpoint import CheckpointManager, Saved, check_export_path, export_hugging_face
 from camshaft.config import SFTConfig, sft_engine
 from camshaft.data import SFTOptions, StatefulLoader, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
 from camshaft.models.loader import load_tokenizer
 from camshaft.tracking import Tracking
+from camshaft.trainer.session import run_length
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -36,6 +38,7 @@ class SFTTrainer:
 
     def __init__(self, config: SFTConfig):
         self.config = config
+        check_export_path(config.export_path())
         self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
         self.loader = StatefulLoader(
             self._rows(config.data.train_files, config.data.train_max_samples),
@@ -45,10 +48,10 @@ class SFTTrainer:
             seed=config.data_seed(),
         )
         self.val_rows = self._rows(config.data.val_files, -1) if config.data.val_files else None
-        self.total_steps = config.trainer.total_training_steps or len(self.loader)
+        self.total_steps = run_length(config.trainer, self.loader)
         self.engine = build_engine(config.strategy, sft_engine(config, self.total_steps))
         self.engine.set_loss_fn(loss_fn)
-        self.checkpoints = CheckpointManager(config.trainer.default_local_dir)
+        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.global_step = 0
 
     def _rows(self, paths: tuple[str, ...], most: int) -> DataProto:
@@ -71,6 +74,8 @@ class SFTTrainer:
             self.engine.load_checkpoint(saved.role("model"))
             self.loader.load_state_dict(saved.state["loader"])
             self.global_step = saved.step
+        if self.config.trainer.resume_mode == "disable":
+            self.checkpoints.put_aside(after=0)
         return saved
 
     def fit(self, tracking: Tracking) -> dict[str, float]:
@@ -82,7 +87,7 @@ class SFTTrainer:
                 break
             self.global_step += 1
             metrics = self.step(batch)
-            last = self.global_step == self.total_steps
+            last = self.global_step == self.total_steps or self.loader.exhausted
             if (
                 self.val_rows is not None
                 and trainer.test_freq > 0
@@ -97,6 +102,7 @@ class SFTTrainer:
             self.config.model.path,
             self.config.export_path(),
             self.config.model.override_config,
+            self.config.model.trust_remote_code,
         )
         return metrics
 
@@ -129,10 +135,6 @@ class SFTTrainer:
 
     def save(self) -> None:
         """All state of the run, whole or not at all."""
-        trainer, step = self.config.trainer, self.global_step
-        second = None if trainer.default_hdfs_dir is None else f"{trainer.default_hdfs_dir}/global_step_{step}/model"
-
-        def write(path: str) -> None:
-            self.engine.save_checkpoint(path, second, step, trainer.max_ckpt_to_keep)
-
-        self.checkpoints.save(step, {"model": write}, {"loader": self.loader.state_dict()})
+        roles = {"model": partial(self.engine.save_checkpoint, global_step=self.global_step)}
+        keep = {"model": self.config.trainer.max_ckpt_to_keep}
+        self.checkpoints.save(self.global_step, roles, {"loader": self.loader.state_dict()}, keep)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
     {"errors", "config", "seat", "storage", "plugins"},
-    {"ragged", "columns", "dataproto", "algorithms"},
+    {"ragged", "columns", "dataproto", "algorithms", "rules"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard"},

@@ -6,9 +6,10 @@ import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
 
 from camshaft.engine import ENGINES, engine_class
-from camshaft.engine.contract import RULES, Lab, Rule, check_engine
-from camshaft.engine.lab import Violation
+from camshaft.engine.contract import RULES, check_engine
+from camshaft.engine.lab import Lab
 from camshaft.engine.reference import ReferenceEngine
+from camshaft.rules import Rule, Violation
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -31,10 +32,10 @@ def test_contract_names_the_rule_that_a_broken_engine_breaks(
         BY_NAME[CAUGHT_BY[broken]].check(Lab(broken, tmp_path))
 
 
-def test_every_rule_has_a_meaning_of_one_line_and_its_own_name() -> None:
+def test_every_rule_has_a_meaning_and_its_own_name() -> None:
     assert len(BY_NAME) == len(RULES)
     for rule in RULES:
-        assert rule.meaning.splitlines()[0].endswith("."), rule.name
+        assert rule.meaning.endswith("."), rule.name
 
 
 def test_an_engine_that_crashes_breaks_rules_and_the_others_still_run(tmp_path: Path) -> None:
@@ -42,10 +43,9 @@ def test_an_engine_that_crashes_breaks_rules_and_the_others_still_run(tmp_path: 
         def optimizer_step(self) -> float:
             raise ZeroDivisionError("boom")
 
-    told: list[str] = []
     rules = [BY_NAME["step equals plain"], BY_NAME["predictions"]]
-    findings = check_engine(Crashes, str(tmp_path), lambda f: told.append(f.rule.name), rules)
-    assert told == ["step equals plain", "predictions"]
+    findings = list(check_engine(Crashes, str(tmp_path), rules))
+    assert [finding.rule for finding in findings] == rules
     assert findings[0].problem == "ZeroDivisionError: boom"
     assert findings[1].problem is None
 
