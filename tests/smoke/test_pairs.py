@@ -1,0 +1,34 @@
+"""Every rollout on every engine: a run of two steps, and what the two say of the same tokens."""
+
+from pathlib import Path
+
+import pytest
+from support.ppo_runs import run_ppo
+
+from camshaft.algorithms import ESTIMATORS
+from camshaft.engine import ENGINES
+from camshaft.rollout import ROLLOUTS
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_rollout_and_engine_agree_on_what_was_sampled(rollout: str, engine: str, tmp_path: Path) -> None:
+    names = {
+        "actor_rollout_ref.actor.strategy": engine,
+        "critic.strategy": engine,
+        "actor_rollout_ref.rollout.name": rollout,
+        "actor_rollout_ref.rollout.temperature": 0.8,
+    }
+    for step in run_ppo(tmp_path, names, steps=2):
+        assert step.metrics["rollout/log_prob_diff_max"] < 1e-4
+        assert step.metrics["rollout/effective_sample_share"] > 0.999
+
+
+@pytest.mark.parametrize("name", [name for name, estimator in ESTIMATORS.items() if not estimator.needs_baselines])
+def test_every_advantage_estimator_trains(name: str, tmp_path: Path) -> None:
+    overrides = {"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 4}
+    steps = run_ppo(tmp_path, overrides, steps=2)
+    assert steps[-1].metrics["actor/grad_norm"] > 0
+    assert bool(steps[-1].critic) == ESTIMATORS[name].needs_critic
+    moved = [n for n, weight in steps[1].actor.items() if not weight.equal(steps[0].actor[n])]
+    assert moved
