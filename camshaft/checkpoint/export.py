@@ -22,7 +22,6 @@ from camshaft import storage
 from camshaft.errors import CheckpointError
 from camshaft.models.loader import load_config, load_tokenizer, model_folder, quiet_transformers
 
-
 KIND = "huggingface"
 
 

@@ -37,12 +37,15 @@ from camshaft.errors import CamshaftError, ConfigError, tell
 Config = TypeVar("Config", PPOConfig, SFTConfig)
 
 HOME = Path(__file__).parent
+INTERRUPTED = 130
+"""What shells return for a program that was ended with Ctrl-C."""
 DEFAULTS: dict[type[Section], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 """The file of defaults of each schema."""
 
 logger = logging.getLogger("camshaft.config")
 
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=")
+_PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 
 
@@ -151,7 +154,7 @@ def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None
 def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], job: Callable[[Config], int]) -> int:
     """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
 
-    Errors of ours, those of `job` too, become one message on stderr.
+    Errors of ours, those of `job` too, become one message on stderr; so does Ctrl-C.
     With `-m` every config of the sweep is checked before the first job starts; they run one after another.
     Hydra only composes: it makes no folders, changes no directory, sets up no logging.
     """
@@ -161,6 +164,9 @@ def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], 
         return max((job(config) for config in configs), default=0)
     except CamshaftError as error:
         return tell(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        return INTERRUPTED
 
 
 def _composed_by_main(argv: list[str], config_name: str) -> list[tuple[dict[str, Any], list[str]]]:
@@ -217,15 +223,15 @@ def _folder(option: str, following: str) -> str:
 def _forced(overrides: list[str], folders: list[str]) -> list[str]:
     """`key=value` as `++key=value`, so that Hydra lets a misspelt key through to our own check.
 
-    Hydra's own keys and config groups (folders next to the file) stay as they are. A path in the home folder
-    is quoted, which Hydra's grammar wants and nobody thinks of.
+    Hydra's own keys and config groups (folders next to the file) stay as they are. A path is quoted, which
+    Hydra's grammar wants for many characters (~ = # and any accent) and nobody thinks of.
     """
 
     def forced(word: str) -> str:
         key, _, value = word.partition("=")
-        if value.startswith("~/"):
-            word = f"{key}='{value}'"
         group = any((Path(folder).expanduser() / key).is_dir() for folder in folders)
+        if _PATH.fullmatch(value) and not group:
+            word = f"{key}='{value}'"
         ours = _PLAIN.match(word) is not None and key.partition(".")[0] != "hydra" and not group
         return f"++{word}" if ours else word
 
@@ -300,7 +306,11 @@ def _plain(tree: DictConfig, resolve: bool = False) -> dict[str, Any]:
 
 def _told(error: Exception) -> str:
     """What Hydra found wrong, with its reason."""
+    from hydra.errors import OverrideParseException
+
     reason = f"\n  {error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
+    if isinstance(error, OverrideParseException):
+        reason += "\nA value with special characters stands in quotes of its own: \"key='value'\""
     return f"the config cannot be put together: {error}{reason}"
 
 

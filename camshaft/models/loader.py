@@ -78,6 +78,9 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
         raise EngineError(
             f"{folder} has no tokenizer that can be read: {error}\nPut tokenizer.json and tokenizer_config.json there"
         ) from error
+    # Where its files are missing, transformers makes one that knows nothing but special tokens.
+    if len(tokenizer) <= len(tokenizer.added_tokens_encoder):
+        raise EngineError(f"{folder} has no tokenizer: put tokenizer.json and tokenizer_config.json there")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise EngineError(f"the tokenizer in {folder} has neither pad_token nor eos_token; set one of them there")
@@ -204,7 +207,8 @@ def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
         ) from error
     except (OSError, SafetensorError) as error:
         raise EngineError(
-            f"cannot read the weights in {config.name_or_path}: {error}\nFor weights drawn from the seed set random_init=True"
+            f"cannot read the weights in {config.name_or_path}: {error}\n"
+            "For weights drawn from the seed set random_init=True"
         ) from error
     except ValueError as error:
         raise EngineError(f"transformers cannot build a {config.model_type} model with head={head}: {error}") from error

@@ -75,8 +75,8 @@ class Step:
     """The same; empty where there is no critic."""
 
 
-def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
-    """A config that runs here, with whatever it names written to `folder`."""
+def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """The words of a command line that runs here, with whatever they name written to `folder`."""
     actor, critic, data = folder / "actor", folder / "critic", folder / "data"
     if not actor.is_dir():
         make_tiny_model(actor, hidden=32, initializer_range=SPREAD)
@@ -89,7 +89,12 @@ def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOC
         "critic.model.path": critic,
         "trainer.default_local_dir": folder / "run",
     }
-    return load_ppo([f"{key}={value}" for key, value in {**SMALL, **here, **(overrides or {})}.items()])
+    return [f"{key}={value}" for key, value in {**SMALL, **here, **(overrides or {})}.items()]
+
+
+def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
+    """The config that these words make."""
+    return load_ppo(ppo_words(folder, overrides))
 
 
 def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Step]:

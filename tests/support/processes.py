@@ -1,8 +1,13 @@
 """Is a process still there? Read from /proc, so that it needs no other package."""
 
+import os
 import time
-from collections.abc import Iterable
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+MARK = "CAMSHAFT_TEST_MARK"
 
 
 def running(pid: int) -> bool:
@@ -22,3 +27,29 @@ def still_running(pids: Iterable[int], seconds: float) -> list[int]:
         time.sleep(0.02)
         left = [pid for pid in left if running(pid)]
     return left
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with `mark` in their environment (their children too)."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue  # it has ended, or is not ours to look at
+    return found
+
+
+@contextmanager
+def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
+    """Marks all processes that are started in the block, and fails if one outlives it by so many seconds."""
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    try:
+        yield mark
+    finally:
+        del os.environ[MARK]
+    until = time.monotonic() + seconds
+    while marked(mark) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert marked(mark) == []

@@ -55,6 +55,38 @@ def test_a_folder_without_manifest_is_not_complete(tmp_path: Path) -> None:
         storage.verify(tmp_path / "x")
 
 
+def test_a_folder_is_complete_while_every_file_has_its_length(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    assert storage.is_complete(tmp_path / "x")
+    (tmp_path / "x" / "more.txt").write_text("not of ours")
+    assert storage.is_complete(tmp_path / "x")
+    (tmp_path / "x" / "a.txt").write_text("hell")
+    assert not storage.is_complete(tmp_path / "x")
+    (tmp_path / "x" / "a.txt").unlink()
+    assert not storage.is_complete(tmp_path / "x")
+
+
+def test_a_manifest_that_was_cut_off_is_damage_and_no_other_error(tmp_path: Path) -> None:
+    write(tmp_path / "x")
+    manifest = tmp_path / "x" / storage.MANIFEST
+    manifest.write_text(manifest.read_text()[:10])
+    assert not storage.is_complete(tmp_path / "x")
+    with pytest.raises(CheckpointError, match="damaged"):
+        storage.verify(tmp_path / "x")
+
+
+def test_only_a_folder_of_the_same_kind_may_be_replaced(tmp_path: Path) -> None:
+    write(tmp_path / "ours", kind="huggingface")
+    write(tmp_path / "engine", kind="engine")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in ("ours", "empty", "nothing"):
+        storage.check_replaceable(tmp_path / name, "huggingface")
+    for path in (tmp_path / "engine", tmp_path / "file", tmp_path):
+        with pytest.raises(CheckpointError, match="is there already"):
+            storage.check_replaceable(path, "huggingface")
+
+
 def test_prune_keeps_the_newest_and_touches_no_other_role(tmp_path: Path) -> None:
     for step in (1, 2, 10):
         write(tmp_path / f"global_step_{step}" / "actor")

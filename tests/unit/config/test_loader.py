@@ -40,6 +40,24 @@ def test_one_path_and_a_list_of_paths_are_both_taken(words, tmp_path):
     assert two.data.train_files == (f"{tmp_path}/train.parquet", f"{tmp_path}/val.parquet")
 
 
+@pytest.mark.parametrize("name", ["a b", "step=7", "(copy)", "[x]", "{y}", "100%", "a#b", "caf\u00e9", "a&b", "x~y"])
+def test_a_path_needs_no_quotes_of_its_own(words, name, tmp_path):
+    file = tmp_path / name / "train.parquet"
+    file.parent.mkdir()
+    file.write_bytes(b"")
+    status, configs = _run([*words, f"data.train_files={file}"])
+    assert status == 0
+    assert configs[0].data.train_files == (str(file),)
+
+
+def test_a_value_that_needs_quotes_is_told_how_to_get_them(words, capfd):
+    status, _ = _run([*words, "trainer.experiment_name=caf\u00e9#1"])
+    assert status == 2
+    assert "\"key='value'\"" in capfd.readouterr().err
+    status, configs = _run([*words, "trainer.experiment_name='caf\u00e9#1'"])
+    assert (status, configs[0].trainer.experiment_name) == (0, "caf\u00e9#1")
+
+
 def test_a_tilde_in_a_path_is_the_home_folder(words, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_ppo([*words, "data.train_files=~/train.parquet", "actor_rollout_ref.model.path=~/model"])

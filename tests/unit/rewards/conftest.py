@@ -1,40 +1,19 @@
 """Reward functions in files, scored by real processes, none of which may outlive its test."""
 
 import textwrap
-import time
-import uuid
-from pathlib import Path
 
 import pytest
+from support.processes import marked, none_left_behind
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import RewardManager
 
-MARK = "CAMSHAFT_TEST_MARK"
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that were started with `mark` in their environment (their children too)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it has ended, or is not ours to look at
-    return found
-
 
 @pytest.fixture(autouse=True)
-def mark(monkeypatch):
+def mark():
     """Marks all processes that the test starts, and fails if one is left."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    yield mark
-    until = time.monotonic() + 5
-    while marked(mark) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert marked(mark) == []
+    with none_left_behind() as mark:
+        yield mark
 
 
 @pytest.fixture

@@ -1,0 +1,302 @@
+"""Every key of the config is read by something, found in the source by following types.
+
+A read is an attribute of something whose type is a section: a parameter with that annotation, a name or an
+attribute of `self` that was assigned from one, or a field of another section. A key counts as read when its last
+name is read from its section and each section above it is read from the one that holds it, so that
+`critic.optim.lr` is not taken for read because the actor's is. Where the type is lost (an item of a list, say),
+a name counts if no other section has one like it.
+
+Checks do not act on a key, so what they read does not count, but for the keys of `ONLY_CHECKED`.
+"""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel, Field
+
+import camshaft.config
+from camshaft.config import PPOConfig, SFTConfig
+from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.fields import Section
+from camshaft.config.not_yet import NOT_YET, READ_LATER
+from camshaft.config.roles import CriticModelConfig
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.trainer import TrainerConfig
+from camshaft.config.tree import as_section, fields, leaf_fields
+
+ROOT = Path(camshaft.config.__file__).parents[1]
+CHECKS = {ROOT / "config" / name for name in ("checks.py", "files.py", "not_yet.py")}
+SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path not in CHECKS}
+
+ONLY_CHECKED = {
+    "trainer.use_legacy_worker_impl": "there is one implementation; what asks for another is refused",
+    "critic.model.tokenizer_path": "a statement, which is held against the actor's tokenizer",
+}
+"""Keys that change nothing in a run, and why they are there."""
+
+EXTENSION = {
+    (EngineConfig, "options"): "the section of a backend that is not in this package",
+}
+"""Fields of an engine's config that only others read."""
+
+Kinds = frozenset[type[BaseModel]]
+NOTHING: Kinds = frozenset()
+
+
+def classes() -> dict[str, type[BaseModel]]:
+    """Every section and every config of an engine, by name."""
+    found: dict[str, type[BaseModel]] = {}
+    for module in pkgutil.iter_modules(camshaft.config.__path__, "camshaft.config."):
+        for name, member in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
+            if issubclass(member, BaseModel) and member.__module__.startswith("camshaft.config"):
+                found[name] = member
+    return found
+
+
+def owner(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The class that declares the field, which several may inherit."""
+    return next((base for base in kind.__mro__ if name in vars(base).get("__annotations__", {})), None)
+
+
+@dataclass
+class Reader:
+    """Walks sources and notes which field of which class is read."""
+
+    known: dict[str, type[BaseModel]]
+    reads: set[tuple[type[BaseModel], str]] = field(default_factory=set)
+    loose: set[str] = field(default_factory=set)
+    """Names read from something of unknown type."""
+    own: dict[str, dict[str, Kinds]] = field(default_factory=dict)
+    """Class -> attribute of self -> what it holds."""
+    bases: dict[str, list[str]] = field(default_factory=dict)
+
+    def read(self, sources: Iterable[str]) -> None:
+        trees = [ast.parse(source) for source in sources]
+        for _ in range(3):  # a class may hold what a class further down or in a later file hands on
+            self.reads.clear()
+            self.loose.clear()
+            for tree in trees:
+                self._body(tree, {}, None)
+
+    # -- statements -------------------------------------------------------------------------------
+
+    def _body(self, node: ast.AST, names: dict[str, Kinds], inside: str | None) -> None:
+        if isinstance(node, ast.ClassDef):
+            self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            for child in node.body:
+                self._body(child, {}, node.name)
+            return
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            names = names | self._parameters(node.args, inside)
+        for child in ast.iter_child_nodes(node):
+            self._body(child, names, inside)
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value, names, inside)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            self._note(node, names, inside)
+
+    def _parameters(self, arguments: ast.arguments, inside: str | None) -> dict[str, Kinds]:
+        every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        found = {argument.arg: self._annotated(argument.annotation) for argument in every}
+        if inside in self.known and "self" in found:
+            found["self"] = frozenset({self.known[inside]})
+        return found
+
+    def _annotated(self, annotation: ast.expr | None) -> Kinds:
+        if annotation is None:
+            return NOTHING
+        parts = (node.id for node in ast.walk(annotation) if isinstance(node, ast.Name))
+        return frozenset(self.known[part] for part in parts if part in self.known)
+
+    def _assign(self, target: ast.expr, value: ast.expr, names: dict[str, Kinds], inside: str | None) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            for left, right in zip(target.elts, value.elts, strict=True):
+                self._assign(left, right, names, inside)
+        elif isinstance(target, ast.Name):
+            names[target.id] = self._kinds(value, names, inside)
+        elif _of_self(target) and inside is not None:
+            assert isinstance(target, ast.Attribute)
+            held = self.own.setdefault(inside, {})
+            held[target.attr] = held.get(target.attr, NOTHING) | self._kinds(value, names, inside)
+
+    # -- expressions ------------------------------------------------------------------------------
+
+    def _kinds(self, node: ast.expr, names: dict[str, Kinds], inside: str | None) -> Kinds:
+        """The sections that an expression may be."""
+        if isinstance(node, ast.Name):
+            return names.get(node.id, NOTHING)
+        if isinstance(node, ast.IfExp):
+            return self._kinds(node.body, names, inside) | self._kinds(node.orelse, names, inside)
+        if not isinstance(node, ast.Attribute):
+            return NOTHING
+        found = set(self._held(inside, node.attr)) if _of_self(node) else set()
+        for kind in self._kinds(node.value, names, inside):
+            known = kind.model_fields.get(node.attr)
+            inner = None if known is None else known.annotation
+            options = {inner, *getattr(inner, "__args__", ())}
+            found |= {option for option in options if isinstance(option, type) and issubclass(option, BaseModel)}
+        return frozenset(found)
+
+    def _held(self, inside: str | None, name: str) -> Kinds:
+        if inside is None:
+            return NOTHING
+        return (
+            self.own.get(inside, {})
+            .get(name, NOTHING)
+            .union(*(self._held(base, name) for base in self.bases.get(inside, [])))
+        )
+
+    def _note(self, node: ast.Attribute, names: dict[str, Kinds], inside: str | None) -> None:
+        kinds = self._kinds(node.value, names, inside)
+        for kind in kinds:
+            found = owner(kind, node.attr)
+            if found is not None:
+                self.reads.add((found, node.attr))
+        if not kinds and not _of_self(node):
+            self.loose.add(node.attr)
+
+
+def _of_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+
+
+def is_read(reader: Reader, kind: type[BaseModel], name: str) -> bool:
+    declared = owner(kind, name)
+    assert declared is not None
+    alone = sum(name in vars(other).get("__annotations__", {}) for other in set(reader.known.values())) == 1
+    return (declared, name) in reader.reads or (alone and name in reader.loose)
+
+
+def dead_keys(reader: Reader, schema: type[Section]) -> list[str]:
+    """The keys of a whole config that nothing reads."""
+    excused = {*READ_LATER, *ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
+    dead = []
+    for key in leaf_fields(schema):
+        kind: type[Section] = schema
+        for name in key.split("."):
+            if not is_read(reader, kind, name) and key not in excused and key not in dead:
+                dead.append(key)
+            kind = as_section(kind.model_fields[name]) or kind
+    return dead
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    reader = Reader(classes())
+    reader.read(SOURCES.values())
+    return reader
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig])
+def test_every_key_is_read_by_something(schema: type[Section], reader: Reader) -> None:
+    assert dead_keys(reader, schema) == []
+
+
+@pytest.mark.parametrize("kind", [EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig])
+def test_every_field_that_an_engine_is_told_is_read_by_one(kind: type[BaseModel], reader: Reader) -> None:
+    unread = [name for name in kind.model_fields if not is_read(reader, kind, name) and (kind, name) not in EXTENSION]
+    assert unread == []
+
+
+def test_what_is_only_checked_is_checked() -> None:
+    checks = Reader(classes())
+    checks.read(path.read_text(encoding="utf-8") for path in CHECKS)
+    kinds = {"trainer": TrainerConfig, "critic.model": CriticModelConfig}
+    for key in ONLY_CHECKED:
+        section, _, name = key.rpartition(".")
+        assert is_read(checks, kinds[section], name), key
+
+
+def test_what_is_excused_exists() -> None:
+    assert [key for key in (*READ_LATER, *ONLY_CHECKED) if key not in leaf_fields(PPOConfig)] == []
+    assert [(kind, name) for kind, name in EXTENSION if name not in kind.model_fields] == []
+
+
+# -- the test can fail ----------------------------------------------------------------------------
+
+
+class Optim(Section):
+    lr: float = Field(description="")
+    forgotten: float = Field(description="")
+
+
+class Actor(Section):
+    optim: Optim = Field(description="")
+    epochs: int = Field(description="")
+    clip: float = Field(description="")
+
+    def doubled(self) -> float:
+        return 2 * self.clip
+
+
+class Critic(Section):
+    optim: Optim = Field(description="")
+    epochs: int = Field(description="")
+    alone: int = Field(description="")
+
+
+class Root(Section):
+    actor: Actor = Field(description="")
+    critic: Critic = Field(description="")
+
+
+MADE_UP = {"Optim": Optim, "Actor": Actor, "Critic": Critic, "Root": Root}
+
+CODE = """
+class Holder:
+    def __init__(self, config: Root):
+        self.config, self.count = config, 0
+
+class Role(Holder):
+    def use(self, flag):
+        part = self.config.actor if flag else None
+        rate = rate_of(part.optim)
+        self.forgotten = part.epochs
+        return [item.alone for item in self.items]
+
+def rate_of(optim: Optim) -> float:
+    optim.forgotten = 3
+    return optim.lr
+"""
+
+
+def made_up(code: str) -> list[str]:
+    reader = Reader(dict(MADE_UP))
+    reader.read([code, textwrap.dedent(inspect.getsource(Actor))])
+    return dead_keys(reader, Root)
+
+
+def test_keys_that_nothing_reads_are_found() -> None:
+    # Read are actor.optim.lr, actor.epochs, actor.clip (in a method), and critic.alone by its name; but `critic`
+    # itself is never read, nor is `forgotten`, which is only written.
+    found = made_up(CODE)
+    assert set(found) == {
+        "actor.optim.forgotten",
+        "critic.optim.lr",
+        "critic.optim.forgotten",
+        "critic.epochs",
+        "critic.alone",
+    }
+
+
+def test_a_key_is_found_dead_where_only_its_namesake_is_read() -> None:
+    more = CODE + "\ndef also(config: Root):\n    critic = config.critic\n    return rate_of(critic.optim)\n"
+    assert set(made_up(more)) == {"actor.optim.forgotten", "critic.optim.forgotten", "critic.epochs"}
+    more += "\ndef last(critic: Critic, optim: Optim):\n    return critic.epochs, optim.forgotten\n"
+    assert made_up(more) == []
+
+
+def test_every_key_of_the_schema_would_be_found() -> None:
+    nothing = Reader(classes())
+    nothing.read(["x = 1"])
+    excused = {*READ_LATER, *ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
+    assert set(dead_keys(nothing, PPOConfig)) == set(leaf_fields(PPOConfig)) - excused
+    assert fields(PPOConfig).keys() > leaf_fields(PPOConfig).keys()

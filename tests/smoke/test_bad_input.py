@@ -1,0 +1,351 @@
+"""What people get wrong, at the command line: one clear error and an exit status, or a counted outcome.
+
+A wrong config is status 2 and every other error of ours 1, always as one message without a traceback. A reward
+function that misbehaves costs its samples and never the run. `conftest.py` sees that no process is left.
+"""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from support.command_line import Run, camshaft, finished, sft_words, start
+from support.ppo_runs import ppo_words
+
+from camshaft.data.parquet import write_parquet
+from camshaft.rewards import pool
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(120)
+
+MODEL, CRITIC, REWARD = "actor_rollout_ref.model.path", "critic.model.path", "custom_reward_function.path"
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+ROW = {
+    "data_source": "camshaft/arithmetic",
+    "prompt": [{"role": "user", "content": "1+1="}],
+    "reward_model": {"ground_truth": "2"},
+}
+ANSWERED = {"data_source": "x", "prompt": [{"role": "user", "content": "1+1="}], "response": "2"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models and data that are right."""
+    home = tmp_path_factory.mktemp("home")
+    ppo_words(home)
+    return home
+
+
+def check(run: Run, status: int, said: Sequence[str]) -> None:
+    """One error, with all of this in it."""
+    assert run.status == status, f"{run.out}\n{run.err}"
+    assert [words for words in said if words not in run.err] == [], run.err
+    assert "Traceback" not in run.err
+    assert run.err.count("camshaft: ") + run.err.count("wrong in the config:") == 1
+
+
+# -- a wrong config -------------------------------------------------------------------------------
+
+WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "unknown key": ({"trainer.sede": 1}, ["trainer.sede = 1", "Did you mean trainer.seed?"]),
+    "unknown section": ({"trainr.seed": 1}, ["trainr.seed", "Did you mean trainer.seed"]),
+    "wrong type": ({"trainer.seed": "abc"}, ["trainer.seed = abc", "whole number"]),
+    "too large a seed": ({"trainer.seed": 2**40}, ["trainer.seed", "below 4294967296"]),
+    "several at once": (
+        {"trainer.sede": 1, "trainer.seed": "abc", "data.train_batch_size": 10, "data.train_files": "no.parquet"},
+        ["4 things", "trainer.sede = 1", "trainer.seed = abc", "ppo_mini_batch_size = 4", "no.parquet"],
+    ),
+    "mini-batches that do not divide": (
+        {"data.train_batch_size": 10, "actor_rollout_ref.rollout.n": 2},
+        ["10 prompts x rollout.n=2 = 20 sequences", "4 x 2 = 8 per mini-batch", "20 = 2 x 8 + 4"],
+    ),
+    "mini-batch above the batch": (
+        {"data.train_batch_size": 2},
+        ["ppo_mini_batch_size = 4", "more than an iteration has", "Type actor_rollout_ref.actor.ppo_mini_batch_size=2"],
+    ),
+    "no such train file": ({"data.train_files": "/nowhere/train.parquet"}, ["data.train_files = /nowhere", "no such"]),
+    "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "no such folder"]),
+    "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
+    "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "no such file"]),
+    "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
+    "an engine that is not there yet": ({"actor_rollout_ref.actor.strategy": "fsdp"}, ["not there yet", "=reference"]),
+    "no such tracker": ({"trainer.logger": "[consol]"}, ["trainer.logger", "Did you mean console?"]),
+    "resume from nothing": (
+        {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/nowhere/global_step_2"},
+        ["trainer.resume_from_path", "no such folder"],
+    ),
+    "two values for one thing": (
+        {"actor_rollout_ref.actor.grad_clip": 2.0, "+actor_rollout_ref.actor.optim.clip_grad": 3.0},
+        ["older name of actor_rollout_ref.actor.grad_clip", "Keep one"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_config_is_one_error_that_says_what_to_type(case: str, home: Path) -> None:
+    overrides, said = WRONG[case]
+    check(camshaft("ppo", *ppo_words(home, overrides)), 2, said)
+
+
+def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
+    words = sft_words(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
+    said = ["3 things", "trainer.sede = 1", "data.max_length = long", "whole number of 2 or more", "model.path"]
+    check(camshaft("sft", *words), 2, said)
+
+
+@pytest.mark.parametrize("word", ["trainer.seed={", "trainer.seed", "--no-such-option"])
+def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    try:
+        run = camshaft("ppo", *ppo_words(home), word)
+        status, err = run.status, run.err
+    except SystemExit as end:  # how the parser of options ends
+        status, err = end.code, capfd.readouterr().err or word
+    assert status == 2
+    assert word.strip("-") in err or "{" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
+    command: str, words: Callable[..., list[str]], home: Path
+) -> None:
+    run = camshaft(command, *words(home, {"trainer.device": "cuda"}))
+    assert (run.status, run.out) == (2, "")
+    assert "trainer.device=cpu" in run.err
+
+
+@pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(
+    command: str, words: Callable[..., list[str]], home: Path
+) -> None:
+    run = camshaft(command, *words(home, {"trainer.default_local_dir": home / "actor" / "config.json" / "run"}))
+    assert (run.status, run.out) == (2, "")
+    assert "trainer.default_local_dir" in run.err
+
+
+# -- data and models ------------------------------------------------------------------------------
+
+
+def rows(*changes: dict[str, Any], base: dict[str, Any] = ROW) -> Callable[[Path], Path]:
+    """Three rows that are right, then one with each of `changes`, then five more."""
+    return lambda path: write_parquet(path, [base] * 3 + [base | change for change in changes] + [base] * 5)
+
+
+def without(name: str, base: dict[str, Any] = ROW) -> Callable[[Path], Path]:
+    return lambda path: write_parquet(path, [{key: base[key] for key in base if key != name}] * 9)
+
+
+def empty(path: Path) -> Path:
+    parquet.write_table(pyarrow.Table.from_pylist([ROW]).slice(0, 0), path)
+    return path
+
+
+def text(path: Path) -> Path:
+    path.write_text('{"prompt": "1+1="}\n')
+    return path
+
+
+FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "no rows": (empty, ["rows.parquet has no rows"]),
+    "not parquet": (text, ["rows.parquet is not a parquet file", "to_parquet"]),
+    "no prompt column": (without("prompt"), ["no column 'prompt'", "data_source, reward_model"]),
+    "prompt column misspelt": (
+        lambda path: write_parquet(path, [{**ROW, "promt": ROW["prompt"], "prompt": None}] * 9),
+        ["row 0", "'prompt' is empty (None)"],
+    ),
+    "a row without prompt": (rows({"prompt": None}), ["rows.parquet, row 3", "'prompt' is empty (None)"]),
+    "a prompt without messages": (rows({"prompt": []}), ["rows.parquet, row 3", "'prompt' is empty ([])"]),
+    "a message without content": (
+        rows({"prompt": [{"role": "user", "content": None}]}),
+        ["rows.parquet, row 3", "content=None", "must be text"],
+    ),
+    "a prompt too long": (
+        rows({"prompt": [{"role": "user", "content": "1" * 40}]}),
+        ["row 3", "45 tokens", "max_prompt_length=16", "data.truncation=left"],
+    ),
+    "fewer rows than a batch": (
+        lambda path: write_parquet(path, [ROW] * 5),
+        ["5 rows, one batch needs 8: 3 are missing", "data.train_batch_size to 5"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_bad_data_is_one_error_that_names_file_and_row(case: str, home: Path, tmp_path: Path) -> None:
+    write, said = FILES[case]
+    words = ppo_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})
+    check(camshaft("ppo", *words), 1, said)
+
+
+def test_bad_validation_data_is_an_error_before_training(home: Path, tmp_path: Path) -> None:
+    words = ppo_words(home, {"data.val_files": rows({"prompt": None})(tmp_path / "val.parquet")})
+    check(camshaft("ppo", *words), 1, ["val.parquet, row 3"])
+
+
+SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
+    "no response column": (without("response", ANSWERED), ["no column 'response'", "data_source, prompt"]),
+    "a row without response": (rows({"response": None}, base=ANSWERED), ["row 3", "'response' is None"]),
+    "an empty response": (rows({"response": ""}, base=ANSWERED), ["row 3", "'response' is ''"]),
+    "a sequence too long": (
+        rows({"response": "1" * 40}, base=ANSWERED),
+        ["row 3", "50 tokens", "max_length=32", "truncation=left"],
+    ),
+    "a conversation without answer": (
+        lambda path: write_parquet(path, [{"messages": [{"role": "user", "content": "1"}]}] * 9),
+        ["row 0", "no assistant turn", "['user']"],
+    ),
+    "fewer rows than a batch": (
+        lambda path: write_parquet(path, [ANSWERED] * 5),
+        ["5 rows, one batch needs 8", "data.train_batch_size to 5"],
+    ),
+    "no rows": (empty, ["rows.parquet has no rows"]),
+}
+
+
+@pytest.mark.parametrize("case", SFT_FILES)
+def test_bad_data_of_a_supervised_run_likewise(case: str, home: Path, tmp_path: Path) -> None:
+    write, said = SFT_FILES[case]
+    check(camshaft("sft", *sft_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, said)
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def half_the_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def bad_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no weights": (no_weights, ["cannot read the weights in", "broken", "random_init=True"]),
+    "half the weights": (half_the_weights, ["cannot read the weights in", "broken"]),
+    "no tokenizer": (no_tokenizer, ["broken has no tokenizer", "tokenizer.json"]),
+    "config.json cut off": (bad_config, ["config.json", "not a valid JSON"]),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_broken_model_folder_is_one_error(case: str, home: Path, tmp_path: Path) -> None:
+    spoil, said = MODELS[case]
+    folder = tmp_path / "broken"
+    shutil.copytree(home / "actor", folder)
+    spoil(folder)
+    check(camshaft("ppo", *ppo_words(home, {MODEL: folder, "data.tokenizer": "null"})), 1, said)
+    check(camshaft("sft", *sft_words(home, {"model.path": folder})), 1, said)
+
+
+# -- reward functions -----------------------------------------------------------------------------
+
+UNLOADABLE: dict[str, tuple[str, list[str]]] = {
+    "syntax error": ("def compute_score(:\n    pass\n", ["my_reward.py", "line 1", "SyntaxError"]),
+    "no such function": ("def score_it(a, b, c, d):\n    return 1.0\n", ["no 'compute_score'", "score_it"]),
+    "wrong parameters": ("def compute_score(text):\n    return 1.0\n", ["cannot be called with", "data_source"]),
+    "ends its process": ("import os\nos._exit(3)\n", ["ended its process (exit code 3)"]),
+    "takes for ever": ("import time\ntime.sleep(1000)\n", ["did not finish within 1 s"]),
+}
+
+
+@pytest.mark.parametrize("case", UNLOADABLE)
+def test_a_reward_that_cannot_be_loaded_ends_the_run_before_it_begins(
+    case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, said = UNLOADABLE[case]
+    monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if case == "takes for ever" else 60.0)
+    (tmp_path / "my_reward.py").write_text(body)
+    check(camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})), 1, said)
+
+
+def test_of_a_reward_that_fails_to_import_something_the_users_lines_are_shown(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text("import there_is_no_such_module\n")
+    run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
+    assert run.status == 1
+    assert "my_reward.py" in run.err
+    assert "No module named 'there_is_no_such_module'" in run.err
+    assert "worker.py" not in run.err
+    assert "importlib" not in run.err
+
+
+BAD_CALLS = {
+    "errors": "raise KeyError('my table')",
+    "timeouts": "import subprocess; subprocess.run(['sleep', '1000'])",
+    "invalid": "return float('nan')",
+    "crashes": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("outcome", [*BAD_CALLS, "invalid text"])
+def test_a_call_that_misbehaves_costs_its_sample_and_never_the_run(outcome: str, home: Path, tmp_path: Path) -> None:
+    body = BAD_CALLS.get(outcome, "return 'very good'")
+    # Rows come in order: in each batch of 8 every other one is bad, the others are worth 1.
+    code = f"{HEAD}    if extra_info['index'] % 2:\n        {body}\n    return {{'score': 1.0, 'mine': 3.0}}\n"
+    (tmp_path / "my_reward.py").write_text(code)
+    overrides = {
+        REWARD: tmp_path / "my_reward.py",
+        "custom_reward_function.timeout": 0.3,
+        "custom_reward_function.num_workers": 2,
+        "custom_reward_function.on_error": "zero",
+        "data.shuffle": False,
+        "trainer.total_training_steps": 2,
+        "trainer.default_local_dir": tmp_path / "run",
+        "trainer.logger": "[jsonl]",
+    }
+    run = camshaft("ppo", *ppo_words(home, overrides))
+    assert run.status == 0, run.err
+    assert "4 of 8 samples could not be scored" in " ".join(run.out.split())
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in steps] == [1, 2]
+    for metrics in steps:
+        counted = {name: metrics[f"reward/{name}"] for name in BAD_CALLS}
+        assert counted == {name: 4.0 if name == outcome.split()[0] else 0.0 for name in BAD_CALLS}
+        assert metrics["critic/score/mean"] == 0.5
+        assert metrics["reward/mine/mean"] == 3.0
+
+
+def test_with_on_error_raise_a_bad_call_is_the_one_error(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_reward.py").write_text(f"{HEAD}    raise KeyError('my table')\n")
+    run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
+    assert run.status == 1
+    assert "row 0" in run.err
+    assert "KeyError: 'my table'" in run.err
+    assert 'my_reward.py", line 2' in run.err
+    assert "worker.py" not in run.err
+
+
+# -- what a run would overwrite -------------------------------------------------------------------
+
+
+def test_an_export_never_replaces_a_folder_of_somebody_else(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    check(camshaft("sft", *sft_words(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "is there already"])
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+# -- the same in a process of its own -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["unknown key", "main_ppo", "main_sft", "reward"])
+def test_each_entry_point_of_its_own_is_as_clean(case: str, home: Path, tmp_path: Path) -> None:
+    bad = without("prompt")(tmp_path / "rows.parquet")
+    (tmp_path / "my_reward.py").write_text("def compute_score(:\n")
+    arguments, status, said = {
+        "unknown key": (["camshaft", "ppo", *ppo_words(home, {"trainer.sede": 1})], 2, "Did you mean trainer.seed?"),
+        "main_ppo": (["camshaft.trainer.main_ppo", *ppo_words(home, {"data.train_files": bad})], 1, "no column"),
+        "main_sft": (["camshaft.trainer.main_sft", *sft_words(home, {"data.train_files": bad})], 1, "no column"),
+        "reward": (["camshaft", "ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})], 1, "SyntaxError"),
+    }[case]
+    check(finished(start("-m", *arguments)), status, [said])

@@ -1,0 +1,342 @@
+"""Runs that were interrupted and go on: what they log and write is that of the undisturbed run, bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.command_line import Run, camshaft, finished, sft_words, start
+from support.interrupting import NAME
+from support.ppo_runs import ppo_words
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from camshaft import storage
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(150)
+
+# Three steps in an epoch, so that a run of six crosses its border.
+LENGTH = {"trainer.total_training_steps": 6, "trainer.total_epochs": 2, "trainer.save_freq": 2}
+PPO: dict[str, Any] = {
+    **LENGTH,
+    "data.train_max_samples": 24,
+    "trainer.test_freq": 3,
+    "trainer.val_before_train": True,
+    "trainer.logger": f"[jsonl,{NAME}]",
+    "trainer.resume_mode": "auto",
+}
+BUSY: dict[str, Any] = {
+    **PPO,
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 50,
+    "algorithm.kl_ctrl.target_kl": 0.02,
+    "actor_rollout_ref.actor.shuffle": True,
+    "actor_rollout_ref.actor.ppo_epochs": 2,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+    "actor_rollout_ref.rollout.n": 2,
+    "+actor_rollout_ref.model.override_config.attention_dropout": 0.1,
+    "critic.optim.lr_warmup_steps": 5,
+}
+GRPO: dict[str, Any] = {
+    **PPO,
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.rollout.name": "hf",
+    "actor_rollout_ref.actor.use_kl_loss": True,
+    "data.shuffle": True,
+}
+SFT: dict[str, Any] = {
+    **LENGTH,
+    "data.train_max_samples": 24,
+    "trainer.logger": f"[jsonl,{NAME}]",
+    "+model.override_config.attention_dropout": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    ppo_words(home)
+    return home
+
+
+Command = Callable[..., list[str]]
+
+
+@pytest.fixture
+def command(home: Path) -> Command:
+    """The words of a run in a folder."""
+
+    def words(settings: Mapping[str, Any], run: Path, **more: Any) -> list[str]:
+        make, name = (sft_words, "sft") if settings is SFT else (ppo_words, "ppo")
+        changes = {f"trainer.{key}": value for key, value in more.items()}
+        return [name, *make(home, {**settings, "trainer.default_local_dir": run, **changes})]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home: Path) -> Path:
+    """The folder of a whole run of `PPO`; not to be written to."""
+    assert camshaft("ppo", *ppo_words(home, {**PPO, "trainer.default_local_dir": home / "whole"})).status == 0
+    return home / "whole"
+
+
+def lines(run: Path) -> list[str]:
+    """What the run logged, as text with every bit, without what a clock measured."""
+    return [json.dumps(deterministic(line)) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def weights(run: Path, step: int) -> dict[str, Any]:
+    """Checksums of all that the roles wrote at a step."""
+    roles = [path for path in (run / f"global_step_{step}").iterdir() if path.name != "trainer"]
+    return {role.name: storage.read_manifest(role)["files"] for role in roles}
+
+
+def steps(run: Path) -> list[int]:
+    return [step for step, _ in storage.step_folders(run)]
+
+
+def run_until(
+    step: int, run: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, how: signal.Signals = signal.SIGKILL
+) -> Run:
+    """Start the command in a process of its own, and end it when the step is logged and not yet saved."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    run.mkdir()
+    (run / "hold").write_text(str(step))
+    process, log = start("-m", "camshaft", *words), run / "metrics.jsonl"
+    try:
+        until = time.monotonic() + 100
+        while not log.exists() or f'{{"step": {step},' not in log.read_text():
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        process.send_signal(how)
+        ended = finished(process)
+    (run / "hold").unlink()
+    return ended
+
+
+@pytest.mark.parametrize(
+    ("settings", "killed_after", "goes_on_after"), [(PPO, 3, 2), (BUSY, 4, 2)], ids=["ppo", "adaptive KL, shuffled"]
+)
+def test_a_run_that_was_killed_goes_on_bit_for_bit(
+    settings: dict[str, Any],
+    killed_after: int,
+    goes_on_after: int,
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_until(killed_after, killed, command(settings, killed), monkeypatch).status == -signal.SIGKILL
+    assert steps(killed) == [goes_on_after]
+    assert camshaft(*command(settings, killed)).status == 0
+    assert camshaft(*command(settings, whole)).status == 0
+    assert [line["step"] for line in read_metrics(killed / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
+    assert lines(killed) == lines(whole)
+    assert weights(killed, 6) == weights(whole, 6)
+
+
+def test_a_supervised_run_that_was_killed_goes_on_bit_for_bit(
+    command: Command, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run_until(4, killed, command(SFT, killed), monkeypatch).status == -signal.SIGKILL
+    assert steps(killed) == [2]
+    assert camshaft(*command(SFT, killed)).status == 0
+    assert camshaft(*command(SFT, whole)).status == 0
+    assert len(lines(killed)) == 6
+    assert lines(killed) == lines(whole)
+    assert weights(killed, 6) == weights(whole, 6)
+
+    exported: Any = AutoModelForCausalLM.from_pretrained(killed / "huggingface")
+    trained = load_file(killed / "global_step_6" / "model" / "model.safetensors")
+    begun = load_file(home / "actor" / "model.safetensors")
+    found = dict(exported.named_parameters())
+    assert found.keys() == trained.keys() == begun.keys()
+    assert all(torch.equal(found[name], trained[name]) for name in found)
+    assert not any(torch.equal(found[name], begun[name]) for name in found)
+    assert AutoTokenizer.from_pretrained(killed / "huggingface")("1+1=")["input_ids"]
+
+
+def test_a_run_that_was_interrupted_says_so_in_a_word_and_goes_on_bit_for_bit(
+    command: Command, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    ended = run_until(5, run, command(PPO, run), monkeypatch, signal.SIGINT)
+    assert (ended.status, ended.err) == (130, "interrupted\n")
+    assert camshaft(*command(PPO, run)).status == 0
+    assert lines(run) == lines(undisturbed)
+
+
+def test_a_run_that_ended_with_an_error_goes_on_bit_for_bit(command: Command, tmp_path: Path) -> None:
+    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    ended.mkdir()
+    (ended / "stop").write_text("5")
+    assert camshaft(*command(GRPO, ended)).status == 1
+    (ended / "stop").unlink()
+    assert camshaft(*command(GRPO, ended)).status == 0
+    assert camshaft(*command(GRPO, whole)).status == 0
+    assert lines(ended) == lines(whole)
+    assert weights(ended, 6) == weights(whole, 6)
+
+
+def test_a_run_that_goes_on_with_smaller_batches_saves_its_last_step(command: Command, tmp_path: Path) -> None:
+    # 16 of the first 24 rows are done; batches of 4 make 2 more steps of them, and 6 of the second epoch.
+    assert camshaft(*command(PPO, tmp_path, total_training_steps=2)).status == 0
+    words = command(PPO, tmp_path, total_training_steps="null", save_freq=7)
+    assert camshaft(*words, "data.train_batch_size=4").status == 0
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(11))
+    assert steps(tmp_path) == [2, 7, 10]
+
+
+def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+    assert camshaft(*command(PPO, tmp_path, total_training_steps=4)).status == 0
+    assert camshaft(*command(PPO, tmp_path)).status == 0
+    # Step 4 was the last one for a while, and so was validated.
+    found, wanted = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
+    extra = {name for name in found[4] if name.startswith("val")}
+    assert extra == {name for name in found[3] if name.startswith("val")}
+    found[4] = {name: value for name, value in found[4].items() if name not in extra}
+    assert [deterministic(line) for line in found] == [deterministic(line) for line in wanted]
+    assert weights(tmp_path, 6) == weights(undisturbed, 6)
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(
+    command: Command, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    assert camshaft(*command(PPO, run)).status == 0
+    assert (run / "metrics.jsonl").read_text() == (undisturbed / "metrics.jsonl").read_text()
+    assert weights(run, 6) == weights(undisturbed, 6)
+
+
+# -- where a run starts from ----------------------------------------------------------------------
+
+
+def test_disable_starts_afresh_and_what_was_there_is_neither_lost_nor_in_the_way(
+    command: Command, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    again = command(PPO, run, resume_mode="disable", total_training_steps=2, max_actor_ckpt_to_keep=1)
+    assert camshaft(*again).status == 0
+    assert steps(run) == [2]
+    assert steps(run / "aside.1") == [2, 4, 6]
+    assert lines(run)[:2] == lines(undisturbed)[:2]
+    assert len(lines(run)) == 3
+    assert (run / "metrics.1.jsonl").read_text() == (undisturbed / "metrics.jsonl").read_text()
+    # What goes on now is the new run, at its step 2; not the older one, at its step 6.
+    assert "resumed from" in (ended := camshaft(*command(PPO, run))).out
+    assert "global_step_2" in "".join(ended.out.split())
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_resume_path_starts_from_that_step(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+    chosen = undisturbed / "global_step_2"
+    elsewhere = command(PPO, tmp_path / "run", resume_mode="resume_path", resume_from_path=chosen)
+    assert camshaft(*elsewhere).status == 0
+    assert lines(tmp_path / "run") == lines(undisturbed)[3:]
+    assert weights(tmp_path / "run", 6) == weights(undisturbed, 6)
+
+
+def test_resume_path_back_in_the_same_folder_puts_the_later_steps_aside(
+    command: Command, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    words = command(PPO, run, resume_mode="resume_path", resume_from_path=run / "global_step_2", save_freq=3)
+    assert camshaft(*words).status == 0
+    assert steps(run) == [2, 3, 6]
+    assert steps(run / "aside.1") == [4, 6]
+    assert lines(run) == lines(undisturbed)
+
+
+def test_resume_path_takes_the_copy_in_the_second_place(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    assert camshaft(*command(PPO, tmp_path / "a", default_hdfs_dir=second, total_training_steps=2)).status == 0
+    shutil.rmtree(tmp_path / "a")
+    words = command(PPO, tmp_path / "b", resume_mode="resume_path", resume_from_path=second / "global_step_2")
+    assert camshaft(*words).status == 0
+    assert lines(tmp_path / "b") == lines(undisturbed)[3:]
+
+
+def test_resume_path_of_a_folder_with_several_steps_names_one(
+    command: Command, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = camshaft(*command(PPO, tmp_path, resume_mode="resume_path", resume_from_path=undisturbed))
+    assert run.status == 1
+    assert "holds several steps" in run.err
+    assert "global_step_6" in run.err
+
+
+# -- steps that are not whole ---------------------------------------------------------------------
+
+
+def without_trainer(step: Path) -> None:
+    shutil.rmtree(step / "trainer")
+
+
+def without_critic(step: Path) -> None:
+    shutil.rmtree(step / "critic")
+
+
+def in_mid_write(step: Path) -> None:
+    without_trainer(step)
+    without_critic(step)
+    (step / "actor" / "manifest.json").unlink()
+    (step / "actor").rename(step / "actor.unfinished")
+
+
+def file_cut_off(step: Path) -> None:
+    os.truncate(step / "actor" / "optimizer.safetensors", 1000)
+
+
+def manifest_cut_off(step: Path) -> None:
+    os.truncate(step / "trainer" / "manifest.json", 10)
+
+
+@pytest.mark.parametrize("spoil", [without_trainer, without_critic, in_mid_write, file_cut_off, manifest_cut_off])
+def test_a_newest_step_that_is_not_whole_is_passed_over(
+    spoil: Callable[[Path], None], command: Command, undisturbed: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    spoil(run / "global_step_6")
+    again = camshaft(*command(PPO, run))
+    assert again.status == 0
+    said = "".join(again.out.split())
+    assert "passedover" in said
+    assert "resumedfrom" in said
+    assert "global_step_4" in said.split("resumedfrom")[1]
+    assert lines(run) == lines(undisturbed)
+    assert weights(run, 6) == weights(undisturbed, 6)
+
+
+def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(undisturbed, tmp_path / "run")
+    file = run / "global_step_6" / "critic" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    ended = camshaft(*command(PPO, run))
+    assert ended.status == 1
+    assert "'model.safetensors' does not match its checksum" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_as_many_checkpoints_stay_as_the_config_says(command: Command, tmp_path: Path) -> None:
+    words = command(PPO, tmp_path, save_freq=1, max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=1)
+    assert camshaft(*words).status == 0
+    assert steps(tmp_path) == [5, 6]
+    assert sorted(path.name for path in (tmp_path / "global_step_5").iterdir()) == ["actor", "trainer"]
+    assert sorted(path.name for path in (tmp_path / "global_step_6").iterdir()) == ["actor", "critic", "trainer"]
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "6"

@@ -1,0 +1,96 @@
+"""The command line as its users type it, in this process (fast) or in one of its own (real).
+
+    run = camshaft("ppo", *ppo_words(folder, {"trainer.seed": "abc"}))
+    assert run.status == 2 and "trainer.seed" in run.err
+
+    process = start("-m", "camshaft", "sft", *sft_words(folder))
+    run = finished(process)
+
+Every wait is bounded.
+"""
+
+import contextlib
+import io
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from camshaft.cli import main
+from support.ppo_runs import ppo_words
+
+ROOT = Path(__file__).parents[2]
+
+SMALL_SFT: dict[str, Any] = {
+    "strategy": "reference",
+    "data.val_files": "null",
+    "data.max_length": 32,
+    "data.train_batch_size": 8,
+    "data.micro_batch_size_per_gpu": 4,
+    "optim.lr": 1e-3,
+    "trainer.total_epochs": 1,
+    "trainer.total_training_steps": 6,
+    "trainer.device": "cpu",
+    "trainer.nnodes": 1,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.logger": "[jsonl]",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a shell sees of a run that has ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """The words of a supervised run on the model and the data that `ppo_words` writes to `folder`."""
+    ppo_words(folder)
+    here = {
+        "data.train_files": folder / "data" / "sft_train.parquet",
+        "model.path": folder / "actor",
+        "trainer.default_local_dir": folder / "sft",
+    }
+    return [f"{key}={value}" for key, value in {**SMALL_SFT, **here, **(overrides or {})}.items()]
+
+
+def camshaft(*words: str) -> Run:
+    """The same entry point as the command `camshaft`, called here."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(list(words))
+    return Run(status, out.getvalue(), err.getvalue())
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Python with these arguments."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_hear_ctrl_c,
+    )
+
+
+def _hear_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore it, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def finished(process: subprocess.Popen[str], seconds: float = 100) -> Run:
+    """How it ended; it is killed if it does not."""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
+    return Run(process.returncode, out, err)

@@ -1,0 +1,160 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from camshaft import storage
+from camshaft.checkpoint import CheckpointManager
+from camshaft.checkpoint.manager import LATEST, Write
+from camshaft.errors import CheckpointError
+
+BOTH = ("actor", "critic")
+
+
+def role(text: str = "weights") -> Write:
+    def write(local: str, second: str | None) -> None:
+        with storage.new_folder(local) as work:
+            (work / "weights.txt").write_text(text)
+        if second is not None:
+            storage.copy_folder(local, second)
+
+    return write
+
+
+def fails(local: str, second: str | None) -> None:
+    raise OSError("no space left on device")
+
+
+def save(
+    manager: CheckpointManager, step: int, *names: str, text: str = "weights", **keep: int | None
+) -> CheckpointManager:
+    manager.save(step, {name: role(text) for name in names or BOTH}, {"at": step}, keep)
+    return manager
+
+
+def there(root: Path) -> dict[int, list[str]]:
+    return {step: sorted(path.name for path in folder.iterdir()) for step, folder in storage.step_folders(root)}
+
+
+def test_the_latest_is_the_newest_step_with_its_state_and_roles(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    assert manager.latest() is None
+    for step in (9, 10):
+        saved = save(manager, step).latest()
+        assert saved is not None
+        assert (saved.step, saved.state) == (step, {"at": step})
+        assert Path(saved.role("actor"), "weights.txt").read_text() == "weights"
+        assert (tmp_path / "run" / LATEST).read_text() == str(step)
+    assert there(tmp_path / "run") == {9: ["actor", "critic", "trainer"], 10: ["actor", "critic", "trainer"]}
+
+
+@pytest.mark.parametrize("lost", ["actor", "critic", "trainer", "actor/manifest.json", "trainer/state.json"])
+def test_a_step_that_lost_a_part_is_passed_over(lost: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = save(save(CheckpointManager(tmp_path), 1), 2)
+    path = tmp_path / "global_step_2" / lost
+    if path.is_dir():
+        storage.remove(path)
+    else:
+        path.unlink()
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 1
+    assert "passed over" in caplog.text
+    assert "global_step_2" in caplog.text
+
+
+def test_a_step_that_could_not_be_written_leaves_the_older_one_whatever_is_kept(tmp_path: Path) -> None:
+    manager = save(CheckpointManager(tmp_path), 1)
+    with pytest.raises(OSError, match="no space"):
+        manager.save(2, {"actor": role(), "critic": fails}, {}, {"actor": 1, "critic": 1})
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 1
+    assert (tmp_path / LATEST).read_text() == "1"
+
+
+def test_a_step_that_is_written_again_never_counts_with_old_and_new_parts(tmp_path: Path) -> None:
+    manager = save(save(CheckpointManager(tmp_path), 1), 2, text="old")
+    with pytest.raises(OSError, match="no space"):
+        manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_each_role_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3, 10):
+        save(manager, step, actor=3, critic=1)
+    assert there(tmp_path) == {
+        2: ["actor", "trainer"],
+        3: ["actor", "trainer"],
+        10: ["actor", "critic", "trainer"],
+    }
+
+
+def test_without_a_number_all_are_kept(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        save(manager, step, actor=None)
+    assert list(there(tmp_path)) == [1, 2, 3]
+
+
+def test_a_step_that_is_not_whole_is_not_one_of_those_kept(tmp_path: Path) -> None:
+    manager = save(save(CheckpointManager(tmp_path), 1), 2)
+    storage.remove(tmp_path / "global_step_2" / "trainer")
+    save(manager, 3, actor=2, critic=2)
+    assert list(there(tmp_path)) == [1, 2, 3]
+    save(manager, 4, actor=2, critic=2)
+    assert list(there(tmp_path)) == [3, 4]
+
+
+def test_what_a_kill_in_mid_write_left_is_swept_away_by_the_next_step(tmp_path: Path) -> None:
+    manager = save(CheckpointManager(tmp_path), 1)
+    (tmp_path / "global_step_2" / "actor.unfinished").mkdir(parents=True)
+    save(manager, 3)
+    assert list(there(tmp_path)) == [1, 3]
+
+
+def test_steps_of_an_earlier_run_are_put_aside_and_not_lost(tmp_path: Path) -> None:
+    manager = save(save(save(CheckpointManager(tmp_path), 2), 4), 6)
+    manager.put_aside(after=2)
+    assert list(there(tmp_path)) == [2]
+    assert list(there(tmp_path / "aside.1")) == [4, 6]
+    assert not (tmp_path / LATEST).exists()
+    manager.put_aside(after=2)
+    assert not (tmp_path / "aside.2").exists()
+    manager.put_aside(after=0)
+    assert list(there(tmp_path / "aside.2")) == [2]
+    assert manager.latest() is None
+
+
+def test_a_step_is_opened_by_its_folder_or_an_error_says_what_is_there(tmp_path: Path) -> None:
+    manager = save(save(CheckpointManager(tmp_path / "run"), 2), 4)
+    assert CheckpointManager(tmp_path / "other").open(tmp_path / "run" / "global_step_2").step == 2
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        manager.open(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"several steps.*global_step_4"):
+        manager.open(tmp_path / "run")
+    storage.remove(tmp_path / "run" / "global_step_2" / "critic")
+    with pytest.raises(CheckpointError, match="'critic' is not there"):
+        manager.open(tmp_path / "run" / "global_step_2")
+    file = tmp_path / "run" / "global_step_4" / "trainer" / "state.json"
+    file.write_text(json.dumps({"at": 5}))
+    with pytest.raises(CheckpointError, match=r"state\.json.*checksum"):
+        manager.open(tmp_path / "run" / "global_step_4")
+
+
+def test_the_second_place_holds_whole_steps_of_its_own(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", second=str(tmp_path / "second"))
+    save(save(manager, 1), 2, actor=1, critic=1)
+    assert list(there(tmp_path / "run")) == [2]
+    assert list(there(tmp_path / "second")) == [1, 2]
+    found = CheckpointManager(tmp_path / "second").latest()
+    assert found is not None
+    assert (found.step, found.state) == (2, {"at": 2})
+    with pytest.raises(OSError, match="no space"):
+        manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
+    found = CheckpointManager(tmp_path / "second").latest()
+    assert found is not None
+    assert found.step == 1

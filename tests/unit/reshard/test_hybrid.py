@@ -1,0 +1,115 @@
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_folder, tiny_rows
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from camshaft.algorithms import Counts, sft_loss
+from camshaft.config import EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine import BaseEngine, StepContext, build_engine
+from camshaft.reshard import rollout_mode
+from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
+
+
+@pytest.fixture
+def engine() -> BaseEngine:
+    model = EngineModel(path=str(tiny_folder()))
+    engine = build_engine("reference", EngineConfig(model=model, optim=OptimConfig(lr=0.1)))
+    engine.init_model()
+    return engine
+
+
+class Watched(BaseRollout):
+    """Writes down what is asked of it, and what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__(RolloutEngineConfig(model_path=str(tiny_folder())))
+        self.calls: list[str] = []
+        self.weights: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls.append("load_weights")
+        self.weights = {name: weight.clone() for name, weight in weights}
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        raise ZeroDivisionError
+
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
+    def wake_up(self) -> None:
+        self.calls.append("wake_up")
+
+
+def train(engine: BaseEngine) -> None:
+    """One step away from where the engine is."""
+    ids = Ragged.from_rows(tiny_rows([6, 4]), dtype=torch.int64)
+
+    def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+        mask = data.ragged("loss_mask")
+        counts = Counts(mask.values, mask.lengths, ctx["num_tokens"], ctx["num_sequences"])
+        return sft_loss(predictions["log_probs"].values, counts), ctx
+
+    with engine.train_mode():
+        engine.train_batch(DataProto.from_dict({"input_ids": ids}), loss_fn=loss_fn)
+
+
+def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine) -> None:
+    rollout = Watched()
+    with rollout_mode(engine, rollout) as sync:
+        assert rollout.calls == ["wake_up", "load_weights"]
+    assert rollout.calls == ["wake_up", "load_weights", "sleep"]
+    weights = dict(engine.named_weights())
+    assert rollout.weights.keys() == weights.keys()
+    assert sync.tensors == len(weights)
+    assert sync.bytes == sum(weight.numel() * 4 for weight in weights.values())
+    assert sync.metrics() == {"rollout/sync_bytes": float(sync.bytes), "timing_s/sync": sync.seconds}
+    assert sync.seconds > 0
+
+
+def test_the_rollout_sleeps_after_an_error_too(engine: BaseEngine) -> None:
+    rollout = Watched()
+    with pytest.raises(ZeroDivisionError), rollout_mode(engine, rollout):
+        rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
+    assert rollout.calls[-1] == "sleep"
+
+
+def test_each_entry_hands_over_the_weights_of_that_moment(engine: BaseEngine) -> None:
+    rollout, name = Watched(), "model.norm.weight"
+    with rollout_mode(engine, rollout):
+        first = rollout.weights[name]
+    train(engine)
+    with rollout_mode(engine, rollout):
+        assert torch.equal(rollout.weights[name], dict(engine.named_weights())[name])
+        assert not torch.equal(rollout.weights[name], first)
+
+
+def greedy(folder: str, weights: Iterator[tuple[str, Tensor]], prompt: Tensor, count: int) -> list[int]:
+    """By plain transformers, the whole row computed anew for every token."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    model.load_state_dict(dict(weights), strict=False)
+    ids = prompt.tolist()
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", ["torch", "hf"])
+def test_real_rollouts_say_what_the_trained_engine_would_say(name: str, engine: BaseEngine) -> None:
+    folder = str(tiny_folder())
+    rollout = build_rollout(name, RolloutEngineConfig(model_path=folder))
+    prompts = Ragged.from_rows(tiny_rows([5, 3]), dtype=torch.int64)
+    said = []
+    for _ in range(2):
+        with rollout_mode(engine, rollout):
+            found = rollout.generate_sequences(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
+        rows = [row.tolist() for row in found.responses.rows()]
+        assert rows == [greedy(folder, engine.named_weights(), prompt, 4) for prompt in prompts.rows()]
+        said.append(rows)
+        train(engine)
+    assert said[0] != said[1]

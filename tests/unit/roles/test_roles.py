@@ -1,0 +1,276 @@
+"""Roles on their own: built by hand, without a controller, and compared with plain transformers."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from camshaft.config import PPOConfig, Topology
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import BatchError, EngineError
+from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
+from camshaft.roles.base import as_sequences, of_responses
+
+TEMPERATURE = 0.7
+STEPS = 10
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("roles")
+
+
+def config_of(home: Path, **overrides: Any) -> PPOConfig:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    return ppo_config(home, {"actor_rollout_ref.rollout.temperature": TEMPERATURE, **keys})
+
+
+def rows(*lengths: int, seed: int = 0) -> Ragged:
+    generator = torch.Generator().manual_seed(seed)
+    return Ragged.from_rows([torch.randint(3, 100, (length,), generator=generator) for length in lengths], torch.int64)
+
+
+def batch_of() -> DataProto:
+    """Four rows; of the second response the third token came from a tool."""
+    prompts, responses = rows(3, 5, 2, 4), rows(4, 6, 1, 3, seed=1)
+    mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+    mask.values[4 + 2] = False
+    return DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": mask})
+
+
+def learnable(**more: Ragged) -> DataProto:
+    batch = batch_of()
+    like = batch.ragged("responses").map(Tensor.float)
+    generator = torch.Generator().manual_seed(2)
+    noise = [like.like(torch.randn(len(like.values), generator=generator)) for _ in range(3)]
+    columns = {"advantages": noise[0], "values": noise[1], "returns": noise[2], **more}
+    return batch.with_columns(**columns).with_meta(update_seed=5)
+
+
+@cache
+def plain(folder: Path, kind: Any) -> Any:
+    return kind.from_pretrained(folder)
+
+
+def plain_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[Tensor]]:
+    """(log-probs, entropies) of the response tokens, row by row; 0 where the policy did not choose."""
+    log_probs, entropies = [], []
+    columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
+    for prompt, response, mask in zip(*columns, strict=True):
+        with torch.no_grad():
+            logits = plain(folder, AutoModelForCausalLM)(torch.cat([prompt, response])[None]).logits[0]
+        spread = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
+        log_probs.append(spread.gather(-1, response[:, None])[:, 0] * mask)
+        entropies.append(-(spread.exp() * spread).sum(-1) * mask)
+    return log_probs, entropies
+
+
+# -- what roles share -----------------------------------------------------------------------------
+
+
+def test_a_sequence_is_prompt_and_response_with_outputs_wanted_of_what_the_policy_chose() -> None:
+    batch = DataProto.from_dict(
+        {
+            "prompts": Ragged.from_rows([[1, 2], [3]]),
+            "responses": Ragged.from_rows([[4], [5, 6, 7]]),
+            "response_mask": Ragged.from_rows([[True], [True, False, True]]),
+        }
+    )
+    found = as_sequences(batch)
+    assert [row.tolist() for row in found.ragged("input_ids").rows()] == [[1, 2, 4], [3, 5, 6, 7]]
+    assert found.ragged("loss_mask").values.int().tolist() == [0, 0, 1, 0, 1, 0, 1]
+    predictions = {"values": found.ragged("input_ids").map(lambda ids: 10 * ids)}
+    assert [row.tolist() for row in of_responses(predictions, "values", found).rows()] == [[40], [50, 60, 70]]
+
+
+# -- actor ----------------------------------------------------------------------------------------
+
+
+def test_log_probs_and_entropy_are_those_of_plain_transformers_at_the_sampling_temperature(home: Path) -> None:
+    actor = ActorWorker(config_of(home), Topology(1), STEPS)
+    actor.init_model()
+    found, batch = actor.compute_log_prob(batch_of()), batch_of()
+    log_probs, entropies = plain_log_probs(home / "actor", batch)
+    assert found["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist()
+    torch.testing.assert_close(found["old_log_probs"].values, torch.cat(log_probs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["entropy"].values, torch.cat(entropies), rtol=1e-4, atol=1e-5)
+
+
+BASIC = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "grad_norm", "lr", "skipped_steps"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more"),
+    [
+        ({}, set()),
+        ({"actor_rollout_ref__actor__use_kl_loss": True}, {"kl_loss"}),
+        ({"actor_rollout_ref__actor__entropy_coeff": 0.01}, set()),
+    ],
+    ids=["clipped", "with KL", "with entropy"],
+)
+def test_an_update_of_the_actor_names_its_metrics_and_moves_the_weights(
+    overrides: dict[str, Any], more: set[str], home: Path
+) -> None:
+    actor = ActorWorker(config_of(home, **overrides), Topology(1), STEPS)
+    actor.init_model()
+    before = {name: weight.clone() for name, weight in actor.engine.named_weights()}
+    batch = batch_of()
+    old = actor.compute_log_prob(batch).ragged("old_log_probs")
+    metrics = actor.update_actor(learnable(old_log_probs=old, ref_log_prob=old)).meta_info["metrics"]
+    assert metrics.keys() == {f"actor/{name}" for name in BASIC | more}
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert any(not torch.equal(before[name], weight) for name, weight in actor.engine.named_weights())
+    assert metrics["actor/lr"] == 1e-3
+
+
+def test_the_first_loss_is_worked_out_by_hand(home: Path) -> None:
+    # Nothing has moved yet, so every ratio is 1 and the loss is minus the mean advantage of the chosen tokens.
+    actor = ActorWorker(config_of(home), Topology(1), STEPS)
+    actor.init_model()
+    batch = learnable(old_log_probs=actor.compute_log_prob(batch_of()).ragged("old_log_probs"))
+    metrics = actor.update_actor(batch).meta_info["metrics"]
+    chosen = batch["advantages"].values[batch["response_mask"].values]
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(chosen.mean()), rel=1e-4, abs=1e-6)
+    assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+
+
+def test_an_update_without_its_columns_says_who_writes_them(home: Path) -> None:
+    actor = ActorWorker(config_of(home), Topology(1), STEPS)
+    actor.init_model()
+    with pytest.raises(BatchError, match=r"'old_log_probs' \(written by roles/actor.compute_log_prob\)"):
+        actor.update_actor(learnable())
+
+
+# -- critic ---------------------------------------------------------------------------------------
+
+
+def test_values_are_those_of_plain_transformers(home: Path) -> None:
+    critic = CriticWorker(config_of(home), Topology(1), STEPS)
+    critic.init_model()
+    found, batch = critic.compute_values(batch_of()).ragged("values"), batch_of()
+    columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
+    for values, prompt, response, mask in zip(found.rows(), *columns, strict=True):
+        with torch.no_grad():
+            model = plain(home / "critic", AutoModelForTokenClassification)
+            logits = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
+        # The value of a token is that of the state in which it was chosen.
+        torch.testing.assert_close(values, logits[len(prompt) - 1 : -1] * mask, rtol=1e-4, atol=1e-5)
+
+
+def test_an_update_of_the_critic_names_its_metrics_and_comes_closer(home: Path) -> None:
+    critic = CriticWorker(config_of(home, critic__ppo_epochs=3), Topology(1), STEPS)
+    critic.init_model()
+    batch = learnable(values=critic.compute_values(batch_of()).ragged("values"))
+    chosen = batch["response_mask"].values
+
+    def distance() -> float:
+        now = critic.compute_values(batch_of()).ragged("values").values
+        return float((now - batch["returns"].values)[chosen].square().mean())
+
+    before = distance()
+    metrics = critic.update_critic(batch).meta_info["metrics"]
+    names = {"vf_loss", "vf_clipfrac", "vpred_mean", "grad_norm", "lr", "skipped_steps"}
+    assert metrics.keys() == {f"critic/{name}" for name in names}
+    assert distance() < before
+
+
+# -- reference, rollout, and all three in one -----------------------------------------------------
+
+
+def test_the_reference_stays_where_the_actor_began(home: Path) -> None:
+    worker = ActorRolloutRefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1), STEPS)
+    worker.init_model()
+    old = worker.compute_log_prob(batch_of()).ragged("old_log_probs")
+    before = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
+    assert torch.equal(before.values, old.values)
+    worker.update_actor(learnable(old_log_probs=old))
+    assert torch.equal(worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob").values, before.values)
+    assert not torch.equal(worker.compute_log_prob(batch_of()).ragged("old_log_probs").values, old.values)
+
+
+def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
+    ref = RefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1))
+    ref.init_model()
+    found = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
+    expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_use_for_it_there_is_no_reference(home: Path) -> None:
+    worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
+    worker.init_model()
+    assert worker.ref is None
+    with pytest.raises(EngineError, match="use_kl_in_reward=True"):
+        worker.compute_ref_log_prob(batch_of())
+
+
+@pytest.fixture(scope="module")
+def worker(home: Path) -> ActorRolloutRefWorker:
+    worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
+    worker.init_model()
+    return worker
+
+
+def prompts() -> DataProto:
+    return DataProto.from_dict({"prompts": rows(3, 5, 2, 4), "sampling_seed": torch.arange(4)})
+
+
+def test_generation_recomputes_old_log_probs_unless_it_is_told_not_to(worker: ActorRolloutRefWorker) -> None:
+    found = worker.generate_sequences(prompts())
+    again = worker.compute_log_prob(prompts().union(DataProto(found.columns)))
+    assert torch.equal(found["old_log_probs"].values, again["old_log_probs"].values)
+    torch.testing.assert_close(found["old_log_probs"].values, found["rollout_log_probs"].values, rtol=0, atol=1e-5)
+    assert "rollout/response_tokens" in found.meta_info["metrics"]
+    assert "old_log_probs" not in worker.generate_sequences(prompts().with_meta(recompute_log_prob=False))
+
+
+def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRefWorker) -> None:
+    first = worker.generate_sequences(prompts())["responses"].rows()
+    turned = worker.generate_sequences(prompts().reorder([3, 0]))["responses"].rows()
+    assert [row.tolist() for row in turned] == [first[3].tolist(), first[0].tolist()]
+    other = worker.generate_sequences(prompts().with_columns(sampling_seed=torch.arange(4) + 100))["responses"].rows()
+    assert [row.tolist() for row in other] != [row.tolist() for row in first]
+
+
+def test_responses_end_at_the_limit_or_with_the_end_of_sequence(worker: ActorRolloutRefWorker) -> None:
+    found = worker.generate_sequences(prompts())
+    ends = [int(row[-1]) for row in found["responses"].rows()]
+    end = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM).config.eos_token_id
+    assert [token == end for token in ends] == found["finished"].tolist()
+    assert all(length == 8 for length in found["responses"].lengths[~found["finished"]].tolist())
+    assert bool(found["response_mask"].values.all())
+
+
+def test_validation_is_greedy_whatever_the_seed(worker: ActorRolloutRefWorker) -> None:
+    asked = prompts().with_meta(validate=True, recompute_log_prob=False)
+    first = worker.generate_sequences(asked)["responses"].values
+    other = worker.generate_sequences(asked.with_columns(sampling_seed=torch.arange(4) + 100))["responses"].values
+    assert torch.equal(first, other)
+    ids = as_sequences(prompts().union(DataProto(worker.generate_sequences(asked).columns))).ragged("input_ids").rows()
+    with torch.no_grad():
+        logits = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM)(
+            ids[0][None]
+        ).logits
+    assert logits[0, 2:-1].argmax(-1).tolist() == ids[0][3:].tolist()
+
+
+def test_a_checkpoint_of_a_role_brings_its_next_update_back(home: Path, tmp_path: Path) -> None:
+    def fresh() -> ActorRolloutRefWorker:
+        worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
+        worker.init_model()
+        return worker
+
+    first, second = fresh(), fresh()
+    batch = learnable(old_log_probs=first.compute_log_prob(batch_of()).ragged("old_log_probs"))
+    first.update_actor(batch)
+    first.save_checkpoint(str(tmp_path / "actor"))
+    second.load_checkpoint(str(tmp_path / "actor"))
+    told = [worker.update_actor(batch).meta_info["metrics"] for worker in (first, second)]
+    assert told[0] == told[1]
+    found = [worker.compute_log_prob(batch_of())["old_log_probs"].values for worker in (first, second)]
+    assert torch.equal(*found)

@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from camshaft.algorithms import AdaptiveKL, FixedKL
+from camshaft.config import AlgorithmConfig
+from camshaft.config.algorithm import KLCtrlConfig
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.trainer.advantages import build_kl_controller, estimate, group_ids, mean_of_rows, token_rewards
+
+
+def algorithm(**changes: object) -> AlgorithmConfig:
+    control = KLCtrlConfig(type="fixed", kl_coef=0.5, horizon=10, target_kl=0.1)
+    plain: dict[str, object] = {
+        "gamma": 1.0,
+        "lam": 1.0,
+        "adv_estimator": "gae",
+        "norm_adv_by_std_in_grpo": True,
+        "kl_penalty": "kl",
+        "use_kl_in_reward": True,
+        "kl_ctrl": control,
+    }
+    return AlgorithmConfig.model_validate(plain | changes)
+
+
+def floats(*rows: list[float]) -> Ragged:
+    return Ragged.from_rows(list(rows), dtype=torch.float32)
+
+
+def two_rows() -> DataProto:
+    """Three tokens of which the second came from a tool, and one token."""
+    return DataProto.from_dict(
+        {
+            "token_level_scores": floats([0, 0, 1], [2]),
+            "response_mask": Ragged.from_rows([[True, False, True], [True]]),
+            "old_log_probs": floats([-1.0, -9.0, -2.0], [-3.0]),
+            "ref_log_prob": floats([-1.4, -1.0, -1.8], [-2.0]),
+        }
+    )
+
+
+def test_the_penalty_is_taken_from_every_token_that_the_policy_chose() -> None:
+    # d = 0.4, (tool: none), -0.2 and -1.0; times 0.5.
+    rewards, metrics = token_rewards(two_rows(), algorithm(), FixedKL(0.5))
+    expected = torch.tensor([-0.2, 0.0, 1.1, 2.5])
+    torch.testing.assert_close(rewards.ragged("token_level_rewards").values, expected)
+    # Rows: (0.4 - 0.2) / 2 = 0.1 and -1.0; their mean is -0.45.
+    assert metrics == pytest.approx({"actor/reward_kl_penalty": -0.45, "actor/reward_kl_penalty_coeff": 0.5})
+
+
+def test_without_a_penalty_rewards_are_the_scores() -> None:
+    rewards, metrics = token_rewards(two_rows(), algorithm(use_kl_in_reward=False), FixedKL(0.5))
+    assert torch.equal(rewards.ragged("token_level_rewards").values, torch.tensor([0.0, 0.0, 1.0, 2.0]))
+    assert metrics == {}
+
+
+def test_an_adaptive_weight_moves_after_it_was_used() -> None:
+    control = KLCtrlConfig(type="adaptive", kl_coef=0.5, horizon=10, target_kl=0.1)
+    kl = build_kl_controller(algorithm(kl_ctrl=control))
+    assert isinstance(kl, AdaptiveKL)
+    _, metrics = token_rewards(two_rows(), algorithm(kl_ctrl=control), kl)
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    # KL / target - 1 = -5.5, clipped to -0.2; two sequences of a horizon of ten.
+    assert kl.coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 10))
+
+
+def test_the_config_chooses_the_controller() -> None:
+    assert type(build_kl_controller(algorithm())) is FixedKL
+    assert build_kl_controller(algorithm()).coef == 0.5
+
+
+def test_rows_of_different_lengths_keep_their_tokens() -> None:
+    batch = DataProto.from_dict(
+        {
+            "token_level_rewards": floats([1, 2, 4], [8]),
+            "response_mask": Ragged.from_rows([[True, True, True], [True]]),
+            "values": floats([0, 0, 0], [0]),
+        }
+    )
+    found = estimate(batch, algorithm())
+    assert found["returns"].lengths.tolist() == [3, 1]
+    assert found["returns"].values.tolist() == [7, 6, 4, 8]
+    # Whitened over the four tokens: mean 6.25, unbiased variance (0.75^2 + 0.25^2 + 2.25^2 + 1.75^2) / 3.
+    spread = ((0.75**2 + 0.25**2 + 2.25**2 + 1.75**2) / 3) ** 0.5
+    expected = torch.tensor([0.75, -0.25, -2.25, 1.75]) / spread
+    torch.testing.assert_close(found["advantages"].values, expected)
+
+
+def test_groups_are_the_rows_of_one_prompt_wherever_they_stand() -> None:
+    batch = DataProto.from_dict(
+        {
+            "token_level_rewards": floats([0, 1], [5], [3], [9]),
+            "response_mask": Ragged.from_rows([[True, True], [True], [True], [True]]),
+            "uid": ["0/7", "0/3", "0/7", "0/3"],
+        }
+    )
+    assert group_ids(batch).tolist() == [0, 1, 0, 1]
+    found = estimate(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    assert found["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
+
+
+def test_a_mean_of_rows_counts_the_tokens_of_the_mask() -> None:
+    mask = Ragged.from_rows([[True, False, True], [False]])
+    assert mean_of_rows(floats([1, 0, 4], [0]), mask).tolist() == [2.5, 0.0]

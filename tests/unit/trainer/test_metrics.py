@@ -1,0 +1,109 @@
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
+
+
+def floats(*rows: list[float]) -> Ragged:
+    return Ragged.from_rows(list(rows), dtype=torch.float32)
+
+
+def two_rows(**more: Any) -> DataProto:
+    """A response of three tokens of which the second came from a tool, and one of one token that was cut off."""
+    columns = {
+        "prompts": Ragged.from_rows([[1, 2], [3, 4, 5, 6]]),
+        "responses": Ragged.from_rows([[7, 8, 9], [7]]),
+        "response_mask": Ragged.from_rows([[True, False, True], [True]]),
+        "finished": torch.tensor([True, False]),
+        "token_level_scores": floats([0, 0, 1], [3]),
+        "token_level_rewards": floats([-1, 0, 1], [2]),
+        "advantages": floats([0.5, 99, -0.5], [1.5]),
+        "returns": floats([1, 99, 2], [6]),
+        "old_log_probs": floats([-1.0, -5.0, -2.0], [-3.0]),
+        "rollout_log_probs": floats([-1.1, 0.0, -1.6], [-3.2]),
+    }
+    return DataProto.from_dict(columns | more)
+
+
+def test_metrics_speak_of_rows_and_of_the_tokens_that_the_policy_chose() -> None:
+    found = batch_metrics(two_rows(entropy=floats([1, 99, 2], [6])))
+    expected = {
+        "critic/score/mean": 2, "critic/score/max": 3, "critic/score/min": 1,
+        "critic/rewards/mean": 1, "critic/rewards/max": 2, "critic/rewards/min": 0,
+        "critic/advantages/mean": 0.5, "critic/advantages/max": 1.5, "critic/advantages/min": -0.5,
+        "critic/returns/mean": 3, "critic/returns/max": 6, "critic/returns/min": 1,
+        "response_length/mean": 2, "response_length/max": 3, "response_length/min": 1,
+        "prompt_length/mean": 3, "prompt_length/max": 4, "prompt_length/min": 2,
+        "response_length/clip_ratio": 0.5,
+        "actor/entropy": 3,
+    }  # fmt: skip
+    told = {name: value for name, value in found.items() if not name.startswith("rollout/")}
+    assert told == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("values", "explained"),
+    [
+        (floats([1, 0, 2], [6]), 1.0),  # a perfect critic; the tool's token does not count
+        (floats([3, 0, 3], [3]), 0.0),  # one that knows the mean alone
+        # errors -1, 1, 0: variance 1; returns 1, 2, 6: variance 7
+        (floats([2, 0, 1], [6]), 1 - 1 / 7),
+    ],
+)
+def test_explained_variance_of_the_critic(values: Ragged, explained: float) -> None:
+    assert batch_metrics(two_rows(values=values))["critic/vf_explained_var"] == pytest.approx(explained)
+
+
+def test_returns_that_do_not_vary_explain_nothing() -> None:
+    found = batch_metrics(two_rows(values=floats([1, 0, 2], [3]), returns=floats([4, 0, 4], [4])))
+    assert math.isnan(found["critic/vf_explained_var"])
+
+
+def test_mismatch_against_numbers_worked_out_by_hand() -> None:
+    # d = 0.1 and -0.4 in the first row, 0.2 in the second; the tool's token does not count.
+    # k3: 0.1051709-0.1, 0.6703200-0.6, 1.2214028-1.2, that is 0.0051709, 0.0703200, 0.0214028.
+    # Sequence weights: exp(-0.3) = 0.7408182 and exp(0.2) = 1.2214028; share (sum)^2 / (2 sum of squares).
+    found = mismatch(two_rows())
+    share = (0.7408182 + 1.2214028) ** 2 / (2 * (0.7408182**2 + 1.2214028**2))
+    expected = {
+        "rollout/log_prob_diff_max": 0.4,
+        "rollout/log_prob_diff_mean": 0.7 / 3,
+        "rollout/kl_k1": 0.1 / 3,
+        "rollout/kl_k3": (0.0051709 + 0.0703200 + 0.0214028) / 3,
+        "rollout/effective_sample_share": share,
+    }
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_no_mismatch_is_zero_with_every_sample_effective() -> None:
+    batch = two_rows()
+    found = mismatch(batch.with_columns(rollout_log_probs=batch["old_log_probs"]))
+    assert found.pop("rollout/effective_sample_share") == pytest.approx(1.0)
+    assert set(found.values()) <= {0.0, -0.0}
+
+
+def test_a_token_that_the_rollout_held_impossible_leaves_numbers() -> None:
+    found = mismatch(two_rows(rollout_log_probs=floats([-200.0, 0.0, -2.0], [-3.0])))
+    assert found["rollout/log_prob_diff_max"] == pytest.approx(199)
+    assert found["rollout/effective_sample_share"] == pytest.approx(0.5)
+    assert all(map(math.isfinite, found.values()))
+
+
+def test_a_phase_is_timed_and_what_a_worker_tells_is_kept() -> None:
+    metrics, batch = StepMetrics(), two_rows()
+    with metrics.phase("gen"):
+        time.sleep(0.02)
+        told = DataProto.from_dict({"entropy": floats([1, 2, 3], [4])}, {"metrics": {"rollout/x": 7.0}})
+        joined = metrics.union(batch, told)
+    assert "entropy" in joined
+    assert joined.meta_info == {}
+    found = metrics.finished(joined)
+    assert found["rollout/x"] == 7.0
+    assert 0.02 <= found["timing_s/gen"] <= found["timing_s/step"]
+    assert found["perf/total_num_tokens"] == 2 + 4 + 3 + 1
+    assert found["perf/throughput"] == pytest.approx(10 / found["timing_s/step"])

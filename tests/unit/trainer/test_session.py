@@ -1,0 +1,66 @@
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config
+
+from camshaft.config import TrainerConfig
+from camshaft.data import StatefulLoader
+from camshaft.dataproto import DataProto
+from camshaft.errors import ConfigError
+from camshaft.trainer.session import run_length, session
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> TrainerConfig:
+    return ppo_config(tmp_path, {"trainer.total_epochs": 3, "trainer.seed": 5}).trainer
+
+
+def loader() -> StatefulLoader:
+    """Three epochs of two steps."""
+    return StatefulLoader(DataProto.from_dict({"x": torch.arange(9)}), 4, total_epochs=3)
+
+
+@pytest.mark.parametrize(("asked", "steps"), [(None, 6), (4, 4), (6, 6)])
+def test_a_run_is_as_long_as_it_is_told_or_as_the_data(asked: int | None, steps: int, trainer: TrainerConfig) -> None:
+    assert run_length(trainer.model_copy(update={"total_training_steps": asked}), loader()) == steps
+
+
+def test_a_run_that_is_told_more_steps_than_the_data_have_says_so(
+    trainer: TrainerConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_length(trainer.model_copy(update={"total_training_steps": 50}), loader()) == 6
+    assert "total_training_steps=50" in caplog.text
+    assert "after 6 (trainer.total_epochs=3 of 2 steps)" in caplog.text
+
+
+def test_a_session_seeds_what_libraries_draw_and_takes_its_handler_away(trainer: TrainerConfig) -> None:
+    root = logging.getLogger("camshaft")
+    before = list(root.handlers)
+
+    def draw(count: int) -> torch.Tensor:
+        with session(trainer):
+            assert len(root.handlers) == len(before) + 1
+            return torch.rand(count)
+
+    assert torch.equal(draw(3), draw(3))
+    with pytest.raises(RuntimeError, match="negative"):
+        draw(-1)
+    assert root.handlers == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_an_error_of_the_config(trainer: TrainerConfig) -> None:
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.device=cpu"),
+        session(trainer.model_copy(update={"device": "cuda"})),
+    ):
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_config(trainer: TrainerConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    taken = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match="cannot write there"), session(taken):
+        pass

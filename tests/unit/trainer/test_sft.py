@@ -1,0 +1,60 @@
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import sft_words
+from transformers import AutoModelForCausalLM
+
+from camshaft.config import load_sft
+from camshaft.dataproto import DataProto
+from camshaft.errors import CheckpointError
+from camshaft.trainer.sft import SFTTrainer
+
+
+def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
+    words = sft_words(folder, {"data.val_files": folder / "data" / "sft_heldout.parquet", **overrides})
+    trainer = SFTTrainer(load_sft(words))
+    trainer.prepare()
+    return trainer
+
+
+def plain_loss(model: Any, rows: DataProto) -> float:
+    """Cross-entropy per trained token, each row by itself."""
+    total, count = 0.0, 0
+    for ids, mask in zip(rows["input_ids"].rows(), rows["loss_mask"].rows(), strict=True):
+        with torch.no_grad():
+            log_probs = model(ids[None]).logits[0, :-1].double().log_softmax(-1)
+        total -= float(log_probs.gather(-1, ids[1:, None])[mask[1:]].sum())
+        count += int(mask.sum())
+    return total / count
+
+
+def test_losses_are_those_of_plain_transformers_over_all_trained_tokens(tmp_path: Path) -> None:
+    # 16 held-out rows in batches of 6: a mean of the batches' means would be another number.
+    trainer = trainer_of(tmp_path, **{"data.train_batch_size": 6, "data.micro_batch_size_per_gpu": 4})
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert trainer.val_rows is not None
+    assert trainer.validate(trainer.val_rows)["val/loss"] == pytest.approx(
+        plain_loss(model, trainer.val_rows), rel=1e-5
+    )
+    batch = next(iter(trainer.loader))
+    assert trainer.step(batch)["train/loss"] == pytest.approx(plain_loss(model, batch), rel=1e-5)
+
+
+def test_a_step_learns_and_says_at_which_rate(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, **{"optim.lr": 0.01, "optim.lr_warmup_steps": 2})
+    batch = next(iter(trainer.loader))
+    steps = [trainer.step(batch) for _ in range(3)]
+    assert steps[0]["train/loss"] > steps[1]["train/loss"] > steps[2]["train/loss"]
+    assert [step["train/lr"] for step in steps] == [0.005, 0.01, 0.01]
+    assert steps[0]["train/skipped_steps"] == 0
+    assert all(math.isfinite(step["train/grad_norm"]) and step["train/grad_norm"] > 0 for step in steps)
+
+
+def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="is there already"):
+        trainer_of(tmp_path, **{"trainer.export_path": tmp_path / "out"})
