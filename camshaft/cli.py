@@ -12,6 +12,7 @@ a trace is shown only for errors that nobody foresaw.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; returns the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, "")  # my_engine:MyEngine is found in the folder one stands in, as with python -m
     try:
         return _run(arguments)
     except CamshaftError as error:
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
         check.add_argument("name", metavar="NAME|pkg.module:Class", help="one of ours, or anybody's")
         check.add_argument("--rule", default="", help="only rules whose name contains this")
+        check.add_argument("--device", default="cpu", help="where to run it (default: cpu)")
         check.set_defaults(run=run)
     return parser
 
@@ -104,31 +108,34 @@ def _check_engine(options: argparse.Namespace) -> int:
     from camshaft.engine import engine_class
     from camshaft.engine.contract import RULES, check_engine
 
-    return _check("engine", engine_class(options.name), RULES, check_engine, options.rule)
+    return _check(engine_class(options.name), RULES, check_engine, options)
 
 
 def _check_rollout(options: argparse.Namespace) -> int:
     from camshaft.rollout import rollout_class
     from camshaft.rollout.contract import RULES, check_rollout
 
-    return _check("rollout", rollout_class(options.name), RULES, check_rollout, options.rule)
+    return _check(rollout_class(options.name), RULES, check_rollout, options)
 
 
-def _check(what: str, found: type, rules: Sequence[Rule], check: Callable[..., Iterator[Finding]], only: str) -> int:
+def _check(
+    found: type, rules: Sequence[Rule], check: Callable[..., Iterator[Finding]], options: argparse.Namespace
+) -> int:
     """A line per rule as it is done; exit status 1 if one does not hold."""
     import tempfile
 
     from rich.console import Console
 
     console = Console(highlight=False)
-    chosen = [rule for rule in rules if only in rule.name]
+    chosen = [rule for rule in rules if options.rule in rule.name]
     if not chosen:
-        raise ConfigError(f"no rule's name contains '{only}'; rules: {', '.join(rule.name for rule in rules)}")
-    title = f"{found.__module__}:{found.__name__} against {len(chosen)} rules of the {what} contract"
+        known = ", ".join(rule.name for rule in rules)
+        raise ConfigError(f"no rule's name contains '{options.rule}'; rules: {known}")
+    title = f"{found.__module__}:{found.__name__} against {len(chosen)} rules"
     console.print(title, markup=False, soft_wrap=True)
     broken = 0
     with tempfile.TemporaryDirectory() as folder:
-        for finding in check(found, folder, chosen):
+        for finding in check(found, folder, chosen, options.device):
             broken += finding.problem is not None
             word = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
             console.print(f"{word}  {finding.rule.name}", soft_wrap=True)

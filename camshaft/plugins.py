@@ -57,8 +57,8 @@ def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type
 def import_attribute(target: str) -> Any:
     """`package.module:attribute`, with errors that say what to type next."""
     module_name, _, attribute = target.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(f"'{target}' should be package.module:Class")
+    if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
+        raise ConfigError(f"'{target}' should be package.module:Class, as Python imports it, and no file name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -188,7 +188,7 @@ class Ragged:
             values = values.long()
             return values.new_zeros((len(self), *values.shape[1:])).index_add(0, self.row_ids(), values)
         values = values.float() if values.itemsize < 4 else values
-        return torch.segment_reduce(values, "sum", lengths=lengths, initial=0)
+        return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
 
     def mean(self) -> Tensor:
         """(B, ...) the mean of each row, float32 unless the values are float64; an empty row gives 0."""

@@ -5,8 +5,8 @@
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
     losses.py      log-probs or values -> a loss; on the workers, flat (N,) tokens of a micro-batch
 
-Add a variant by writing a function with the same parameters and one line in its dict: ESTIMATORS,
-POLICY_LOSSES, KL_PENALTIES, AGGREGATIONS. The config takes the keys of these dicts.
+Add a variant by writing a function with the same parameters, one line in its dict (ESTIMATORS, POLICY_LOSSES,
+KL_PENALTIES, AGGREGATIONS) and its name among the values that the config takes (config/algorithm.py, fields.py).
 
 Glossary, for names and formulas alike:
 

@@ -7,7 +7,8 @@
     ppo_trainer.yaml, sft_trainer.yaml    every default, with comments; nowhere else are defaults
     data model roles reward algorithm trainer root sft    the schema: types, bounds, one line on each key
     fields.py      the base class of sections and the kinds of value
-    loader.py      Hydra composes, then everything is checked; programs and command lines enter here
+    loader.py      Hydra composes, then everything is checked; programs enter here
+    command.py     the same for a command line; usage.py its --help
     aliases.py     THE table of older names
     not_yet.py     THE table of what is accepted by name but not there yet
     checks.py      what several keys must fulfil together; files.py what is named on disk
@@ -20,10 +21,11 @@ To add a key: a line in the YAML, a line in the schema. Nothing here imports tor
 """
 
 from camshaft.config.algorithm import AlgorithmConfig
+from camshaft.config.command import run_with_hydra
 from camshaft.config.data import DataConfig
 from camshaft.config.derive import actor_engine, critic_engine, ref_engine, rollout_engine, sampling, sft_engine
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
-from camshaft.config.loader import from_container, load_ppo, load_sft, run_with_hydra
+from camshaft.config.loader import from_container, load_ppo, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig

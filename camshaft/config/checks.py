@@ -49,7 +49,11 @@ def _names(config: PPOConfig) -> Iterator[Problem]:
     yield from _name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
     if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
         yield from _name("critic.strategy", config.critic.strategy, ENGINES, "engines")
-    yield from _name(f"{ROLLOUT}.name", config.actor_rollout_ref.rollout.name, ROLLOUTS, "rollouts")
+    rollout = config.actor_rollout_ref.rollout
+    yield from _name(f"{ROLLOUT}.name", rollout.name, ROLLOUTS, "rollouts")
+    if rollout.engine_kwargs and rollout.name in ROLLOUTS:
+        sentence = f"{ROLLOUT}.name={rollout.name} takes no options. Leave the key out, or set it to {{}} in your file."
+        yield Problem(f"{ROLLOUT}.engine_kwargs", rollout.engine_kwargs, sentence, (f"{ROLLOUT}.name",))
     for tracker in config.trainer.logger:
         yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
 

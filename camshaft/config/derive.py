@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.fields import DType
 from camshaft.config.model import AnyModelConfig, OptimSection
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
@@ -75,17 +76,14 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
     """The policy that is trained. Its schedule starts after the iterations of `critic_warmup`."""
     section = config.actor_rollout_ref
     train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
-    return EngineConfig(
-        model=_model(section.model, section.model.random_init),
-        optim=_optim(section.actor.optim, max(1, total_steps - config.trainer.critic_warmup)),
-        grad_clip=section.actor.grad_clip,
-        micro_batch_size=train.sequences,
-        max_tokens=train.tokens,
-        infer_micro_batch_size=infer.sequences,
-        infer_max_tokens=infer.tokens,
-        device=config.trainer.device,
-        dtype=section.actor.fsdp_config.model_dtype,
-        seed=config.trainer.seed,
+    return _engine(
+        config,
+        _model(section.model, section.model.random_init),
+        section.actor.fsdp_config.model_dtype,
+        infer,
+        train,
+        _optim(section.actor.optim, max(1, total_steps - config.trainer.critic_warmup)),
+        section.actor.grad_clip,
     )
 
 
@@ -93,36 +91,27 @@ def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """The frozen policy: the actor's model, forward only."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
-    return EngineConfig(
-        model=_model(section.model, section.model.random_init),
-        infer_micro_batch_size=infer.sequences,
-        infer_max_tokens=infer.tokens,
-        device=config.trainer.device,
-        dtype=section.ref.fsdp_config.model_dtype,
-        seed=config.trainer.seed,
-    )
+    model = _model(section.model, section.model.random_init)
+    return _engine(config, model, section.ref.fsdp_config.model_dtype, infer)
 
 
 def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
     """The value function."""
     critic = config.critic
     train, infer = critic_train(config, topology), critic_infer(config, topology)
-    return EngineConfig(
-        model=_model(critic.model, head="value"),
-        optim=_optim(critic.optim, total_steps),
-        grad_clip=critic.grad_clip,
-        micro_batch_size=train.sequences,
-        max_tokens=train.tokens,
-        infer_micro_batch_size=infer.sequences,
-        infer_max_tokens=infer.tokens,
-        device=config.trainer.device,
-        dtype=critic.model.fsdp_config.model_dtype,
-        seed=config.trainer.seed,
+    return _engine(
+        config,
+        _model(critic.model, head="value"),
+        critic.model.fsdp_config.model_dtype,
+        infer,
+        train,
+        _optim(critic.optim, total_steps),
+        critic.grad_clip,
     )
 
 
-def rollout_engine(config: PPOConfig, topology: Topology) -> RolloutEngineConfig:
-    """The generator. Its limits are those of one rank already; `topology` is taken so that all are called alike."""
+def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
+    """The generator. Its limits are those of one rank already."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     return RolloutEngineConfig(
         model_path=model.path,
@@ -157,16 +146,37 @@ def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
     """The model of a supervised run. Its batch sizes are those of one rank already."""
     train = sft_train(config)
+    return _engine(
+        config,
+        _model(config.model, config.model.random_init),
+        config.fsdp_config.model_dtype,
+        train,
+        train,
+        _optim(config.optim, total_steps),
+        config.grad_clip,
+    )
+
+
+def _engine(
+    config: PPOConfig | SFTConfig,
+    model: EngineModel,
+    dtype: DType,
+    infer: MicroBatch,
+    train: MicroBatch = MicroBatch(),
+    optim: OptimConfig | None = None,
+    grad_clip: float = 1.0,
+) -> EngineConfig:
+    """What all engines of a run are told; without `train` and the rest, one that is never trained."""
     return EngineConfig(
-        model=_model(config.model, config.model.random_init),
-        optim=_optim(config.optim, total_steps),
-        grad_clip=config.grad_clip,
+        model=model,
+        optim=optim,
+        grad_clip=grad_clip,
         micro_batch_size=train.sequences,
         max_tokens=train.tokens,
-        infer_micro_batch_size=train.sequences,
-        infer_max_tokens=train.tokens,
+        infer_micro_batch_size=infer.sequences,
+        infer_max_tokens=infer.tokens,
         device=config.trainer.device,
-        dtype=config.fsdp_config.model_dtype,
+        dtype=dtype,
         seed=config.trainer.seed,
     )
 

@@ -1,21 +1,17 @@
 """From YAML files and command-line words to a checked config.
 
-    config = load_ppo(["trainer.device=cpu", "algorithm.adv_estimator=grpo"])       # in a program
-    run_with_hydra(sys.argv[1:], "ppo_trainer", PPOConfig, job)                      # for a command line
+    config = load_ppo(["trainer.device=cpu", "algorithm.adv_estimator=grpo"])
 
 Hydra composes; what it made is laid over the defaults, so a file may hold a few keys only and a deleted key
 falls back to its default. Then older names are renamed, `${...}` is resolved, and every check runs. All that
-is wrong comes as one `ConfigError`.
+is wrong comes as one `ConfigError`. This is for programs; `command.py` does the same for a command line.
 """
 
 import contextlib
 import copy
 import logging
-import os
 import re
-import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,18 +23,16 @@ from pydantic import ValidationError
 from camshaft.config.aliases import rename
 from camshaft.config.checks import check
 from camshaft.config.fields import Section
-from camshaft.config.not_yet import refusals
+from camshaft.config.not_yet import READ_LATER, ROLLOUT_DEVICES, refusals
 from camshaft.config.problems import Problem, from_validation, report
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
-from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove
-from camshaft.errors import CamshaftError, ConfigError, tell
+from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove, shown
+from camshaft.errors import ConfigError
 
 Config = TypeVar("Config", PPOConfig, SFTConfig)
 
 HOME = Path(__file__).parent
-INTERRUPTED = 130
-"""What shells return for a program that was ended with Ctrl-C."""
 DEFAULTS: dict[type[Section], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
 """The file of defaults of each schema."""
 
@@ -46,10 +40,6 @@ logger = logging.getLogger("camshaft.config")
 
 _PLAIN = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=")
 _PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
-_OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
-
-
-# -- for programs ---------------------------------------------------------------------------------
 
 
 def load_ppo(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> PPOConfig:
@@ -73,9 +63,9 @@ def from_container(
     written = nested(container, leaves)
     by_hand = flatten(written, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename(written, raw_defaults(schema), by_hand, leaves)
-    plain, unresolved = resolve(tree, schema)
+    values, unresolved = resolve(tree, schema)
     problems += unresolved
-    config, wrong = _validated(plain, schema, {problem.key for problem in problems})
+    config, wrong = _validated(values, schema, {problem.key for problem in problems})
     problems += wrong
     for found in (refusals(config.model_dump(), schema), check(config)):
         keys = [key for problem in problems for key in (problem.key, *problem.others)]
@@ -83,6 +73,7 @@ def from_container(
     if problems:
         raise ConfigError(report(problems))
     _tell(config, by_hand)
+    _tell_unread(tree, schema, set_keys or ())
     return config
 
 
@@ -95,13 +86,13 @@ def _default_file(schema: type[Section]) -> DictConfig:
 
 def raw_defaults(schema: type[Section]) -> dict[str, Any]:
     """The defaults as they are written, `${...}` unresolved."""
-    return _plain(_default_file(schema))
+    return plain(_default_file(schema))
 
 
 @cache
 def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
     """The defaults with their values."""
-    return _plain(_default_file(schema), resolve=True)
+    return plain(_default_file(schema), resolve=True)
 
 
 def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
@@ -115,10 +106,10 @@ def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, A
     assert isinstance(merged, DictConfig)
     while True:
         try:
-            return _plain(merged, resolve=True), problems
+            return plain(merged, resolve=True), problems
         except InterpolationResolutionError as error:
             key = error.full_key or ""
-            problems.append(Problem(key, get(_plain(merged), key), str(error).splitlines()[0]))
+            problems.append(Problem(key, get(plain(merged), key), str(error).splitlines()[0]))
             _reset(merged, key, schema)
 
 
@@ -131,103 +122,31 @@ def compose(
 
     folder = HOME if config_dir is None else Path(config_dir).expanduser().absolute()
     name = config_name or DEFAULTS[schema]
-    words = _forced(list(overrides), [str(folder)])
+    words = forced(list(overrides), [str(folder)])
     if folder != HOME:
         in_folder = (folder / name).with_suffix(".yaml").is_file()
         words.append(f"hydra.searchpath=[file://{HOME if in_folder else folder}]")
         folder = folder if in_folder else HOME
     try:
         with _hydra_of_our_own(), hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"):
-            return _plain(hydra.compose(name, words))
+            return plain(hydra.compose(name, words))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_told(error)) from error
+        raise ConfigError(told(error)) from error
 
 
 def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
     composed = compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, _keys_of(overrides))
+    return from_container(composed, schema, keys_of(overrides))
 
 
-# -- for a command line ---------------------------------------------------------------------------
-
-
-def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], job: Callable[[Config], int]) -> int:
-    """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
-
-    Errors of ours, those of `job` too, become one message on stderr; so does Ctrl-C.
-    With `-m` every config of the sweep is checked before the first job starts; they run one after another.
-    Hydra only composes: it makes no folders, changes no directory, sets up no logging.
-    """
-    try:
-        composed = _composed_by_main(list(argv), config_name)
-        configs = [from_container(tree, schema, _keys_of(words)) for tree, words in composed]
-        return max((job(config) for config in configs), default=0)
-    except CamshaftError as error:
-        return tell(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return INTERRUPTED
-
-
-def _composed_by_main(argv: list[str], config_name: str) -> list[tuple[dict[str, Any], list[str]]]:
-    """What `hydra.main` composes, with the overrides of each; empty where it only printed something."""
-    import hydra
-    from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
-
-    found: list[tuple[dict[str, Any], list[str]]] = []
-    here = os.getpid()
-
-    def collect(composed: DictConfig) -> None:
-        if os.getpid() != here:
-            raise ConfigError("sweeps run in this process, one job after another: leave out hydra/launcher")
-        found.append((_plain(composed), list(HydraConfig.get().overrides.task)))
-
-    main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
-    with tempfile.TemporaryDirectory() as scratch, _as_process([sys.argv[0], *_words(argv, scratch)]):
-        try:
-            main()
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(_told(error)) from error
-    return found
-
-
-def _words(argv: list[str], scratch: str) -> list[str]:
-    """`argv` for Hydra: the overrides first, all in one place, then the options."""
-    overrides = [word for word in argv if _OVERRIDE.match(word)]
-    options = [word for word in argv if not _OVERRIDE.match(word)]
-    quiet = [
-        f"hydra.run.dir={scratch}",
-        f"hydra.sweep.dir={scratch}",
-        "hydra.output_subdir=null",
-        "hydra.job.chdir=false",
-        "hydra.job.name=camshaft",
-    ]
-    quiet += [
-        f"hydra/{kind}=none"
-        for kind in ("job_logging", "hydra_logging")
-        if not any(word.startswith(f"hydra/{kind}=") for word in overrides)
-    ]
-    folders = [value for value in map(_folder, options, [*options[1:], ""]) if value]
-    return [*quiet, *_forced(overrides, folders), *options]
-
-
-def _folder(option: str, following: str) -> str:
-    """The folder that an option of Hydra adds to the search path, or nothing."""
-    name, equals, value = option.partition("=")
-    if name not in ("--config-dir", "-cd", "--config-path", "-cp"):
-        return ""
-    return value if equals else following
-
-
-def _forced(overrides: list[str], folders: list[str]) -> list[str]:
+def forced(overrides: list[str], folders: list[str]) -> list[str]:
     """`key=value` as `++key=value`, so that Hydra lets a misspelt key through to our own check.
 
     Hydra's own keys and config groups (folders next to the file) stay as they are. A path is quoted, which
     Hydra's grammar wants for many characters (~ = # and any accent) and nobody thinks of.
     """
 
-    def forced(word: str) -> str:
+    def one(word: str) -> str:
         key, _, value = word.partition("=")
         group = any((Path(folder).expanduser() / key).is_dir() for folder in folders)
         if _PATH.fullmatch(value) and not group:
@@ -235,26 +154,12 @@ def _forced(overrides: list[str], folders: list[str]) -> list[str]:
         ours = _PLAIN.match(word) is not None and key.partition(".")[0] != "hydra" and not group
         return f"++{word}" if ours else word
 
-    return [forced(word) for word in overrides]
+    return [one(word) for word in overrides]
 
 
-def _keys_of(overrides: Sequence[str]) -> set[str]:
+def keys_of(overrides: Sequence[str]) -> set[str]:
+    """The keys that somebody typed."""
     return {word.lstrip("+").partition("=")[0] for word in overrides if not word.startswith("~")}
-
-
-@contextlib.contextmanager
-def _as_process(argv: list[str]) -> Iterator[None]:
-    """Hydra reads its words from the process, and lets errors out whole only if the environment says so."""
-    words, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
-    try:
-        yield
-    finally:
-        sys.argv = words
-        if full is None:
-            del os.environ["HYDRA_FULL_ERROR"]
-        else:
-            os.environ["HYDRA_FULL_ERROR"] = full
 
 
 @contextlib.contextmanager
@@ -298,13 +203,14 @@ def _reset(tree: DictConfig, key: str, schema: type[Section]) -> None:
         OmegaConf.update(tree, key, None, merge=False)
 
 
-def _plain(tree: DictConfig, resolve: bool = False) -> dict[str, Any]:
+def plain(tree: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    """A composed config as a dict."""
     found = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """What Hydra found wrong, with its reason."""
     from hydra.errors import OverrideParseException
 
@@ -325,3 +231,19 @@ def _tell(config: PPOConfig | SFTConfig, by_hand: Collection[str]) -> None:
             logger.warning("config: %s.use_remove_padding=false changes nothing: no token is ever padded", key)
     if "trainer.use_legacy_worker_impl" in by_hand:
         logger.warning("config: trainer.use_legacy_worker_impl changes nothing: there is one implementation")
+
+
+def _tell_unread(tree: Mapping[str, Any], schema: type[Section], typed: Collection[str]) -> None:
+    """One notice for each key that was typed, or changed in a file, and that only a missing feature reads."""
+    defaults, leaves = raw_defaults(schema), leaf_fields(schema)
+    for key, reader in READ_LATER.items():
+        if key not in leaves or not has(tree, key):
+            continue
+        value, default = get(tree, key), get(defaults, key)
+        # A default that follows another key is filled in where a whole config comes from a dict.
+        changed = value != default and not str(default).startswith("${")
+        if key in typed or changed:
+            logger.warning("config: %s=%s changes nothing yet: read by %s", key, shown(value), reader)
+    if ROLLOUT_DEVICES in typed and get(tree, ROLLOUT_DEVICES) != 1:
+        value = shown(get(tree, ROLLOUT_DEVICES))
+        logger.warning("config: %s=%s changes nothing yet: read by the vllm rollout", ROLLOUT_DEVICES, value)

@@ -47,7 +47,11 @@ _FSDP = (
     "critic.model.fsdp_config",
     "fsdp_config",
 )
+ROLLOUT_DEVICES = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _OFFLOADS = tuple(f"{section}.{part}_offload" for section in _FSDP for part in ("param", "grad", "optimizer"))
+_NO_MASTER_WEIGHTS = (
+    "float32 master weights are not there yet, and training in pure bfloat16 loses updates smaller than its rounding."
+)
 
 NOT_YET = (
     NotYet(
@@ -66,10 +70,16 @@ NOT_YET = (
         "more than one training process is not there yet. Type {key}=1.",
     ),
     NotYet(
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size",),
+        (ROLLOUT_DEVICES,),
         lambda value: value not in (1, 2),
         "a generator on several devices is not there yet. Type {key}=1. (The default, 2, is read by vllm alone.)",
     ),
+    NotYet(
+        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "critic.model.fsdp_config.model_dtype"),
+        _is("bfloat16"),
+        f"{_NO_MASTER_WEIGHTS} Type {{key}}=float32. (The reference and the rollout may be bfloat16.)",
+    ),
+    NotYet(("fsdp_config.model_dtype",), _is("bfloat16"), f"{_NO_MASTER_WEIGHTS} Type {{key}}=float32."),
     NotYet(_OFFLOADS, _is_true, "offloading is not there yet. Type {key}=false."),
     NotYet(
         tuple(f"{section}.wrap_policy.transformer_layer_cls_to_wrap" for section in _FSDP),

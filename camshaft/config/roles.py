@@ -105,7 +105,9 @@ class RolloutConfig(Section):
     log_prob_use_dynamic_bsz: bool = Field(description="Size these micro-batches by tokens, not sequences.")
     log_prob_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per such forward pass on one rank.")
     do_sample: bool = Field(description="Sample; false takes the likeliest token.")
-    engine_kwargs: dict[str, Any] = Field(description="Handed to the generator as they are.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options for a generator of your own (package.module:Class), as they are; torch and hf take none."
+    )
     val_kwargs: ValKwargs = Field(description="Sampling in validation.")
 
 

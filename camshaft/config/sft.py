@@ -43,7 +43,10 @@ class SFTTrainerConfig(Section):
     save_freq: OffOrPositive = Field(description="Steps between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Steps between validations; -1 for none.")
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
-    default_hdfs_dir: Path | None = Field(description="Second place that checkpoints are copied to; null for none.")
+    default_hdfs_dir: Path | None = Field(
+        description="Second place that checkpoints are copied to; null for none. "
+        "Only written: old copies are not removed, and resuming does not look there yet."
+    )
     max_ckpt_to_keep: int | None = Field(ge=1, description="Checkpoints kept, newest first; null: all.")
     resume_mode: Literal["auto", "disable"] = Field(
         description="Start from the newest checkpoint in default_local_dir, or from the model as it is."

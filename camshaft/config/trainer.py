@@ -23,7 +23,10 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(description="Validate once before the first iteration.")
     log_val_generations: int = Field(ge=0, description="Validation responses written out each time.")
     critic_warmup: int = Field(ge=0, description="Iterations at the start that train the critic alone.")
-    default_hdfs_dir: Path | None = Field(description="Second place that checkpoints are copied to; null for none.")
+    default_hdfs_dir: Path | None = Field(
+        description="Second place that checkpoints are copied to; null for none. "
+        "Only written: old copies are not removed, and resuming does not look there yet."
+    )
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
     max_actor_ckpt_to_keep: int | None = Field(ge=1, description="Actor checkpoints kept, newest first; null: all.")
     max_critic_ckpt_to_keep: int | None = Field(ge=1, description="Critic checkpoints kept, newest first; null: all.")

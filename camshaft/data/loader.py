@@ -91,7 +91,8 @@ class StatefulLoader:
             if state[name] != here:
                 raise BatchError(
                     f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: the rows would "
-                    "come in another order. Resume with the same data and seed, or start afresh"
+                    "come in another order. Resume with the same data and seed, or start afresh: type "
+                    "trainer.resume_mode=disable, or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch

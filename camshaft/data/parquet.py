@@ -110,7 +110,7 @@ def _open(file: Path) -> parquet.ParquetFile:
     except pyarrow.ArrowInvalid as error:
         raise BatchError(
             f"{file} is not a parquet file ({error}). JSON lines become one with "
-            f"pandas.read_json('{file.name}', lines=True).to_parquet('{file.stem}.parquet')"
+            f"pyarrow.parquet.write_table(pyarrow.json.read_json('{file.name}'), '{file.stem}.parquet')"
         ) from error
     if source.metadata.num_rows == 0:
         raise BatchError(f"{file} has no rows")

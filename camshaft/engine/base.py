@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict
 
+import torch
 from torch import Tensor
 
 from camshaft.config.engine import EngineConfig
@@ -193,8 +194,10 @@ class BaseEngine(ABC):
         predictions, loss, done = self.forward_backward_step(batch, ctx)
         skipped_before = self.skipped_steps
         grad_norm = self.optimizer_step()
-        metrics = {name: float(value) for name, value in done["metrics"].items()}
-        return StepResult(float(loss), grad_norm, self.skipped_steps > skipped_before, predictions, metrics)
+        shares = torch.stack([loss.double(), *(value.double() for value in done["metrics"].values())])
+        value, *metrics = shares.tolist()  # one read for all of them
+        told = dict(zip(done["metrics"], metrics, strict=True))
+        return StepResult(value, grad_norm, self.skipped_steps > skipped_before, predictions, told)
 
     def infer_batch(self, batch: Batch, ctx: StepContext | None = None) -> Predictions:
         """Predictions without gradients; call inside `eval_mode` (or `train_mode`, at no extra move)."""

@@ -158,10 +158,13 @@ def split_invariance(lab: Lab) -> None:
 def offload_changes_nothing(lab: Lab) -> None:
     """Moving model and optimizer to the CPU between phases leaves the numbers as they are."""
     still, moved = lab.build(), lab.build()
-    for _ in range(2):
-        moved.to("cpu", model=True, optimizer=True)
+    for what in ({"model": True, "optimizer": True}, {"optimizer": False}, {"model": False}):
+        moved.to("cpu", **what)
         a, b = lab.step(still, lab.batch), lab.step(moved, lab.batch)
-        expect(a.loss == b.loss and a.grad_norm == b.grad_norm, "a step after to('cpu') differs from one without")
+        expect(
+            a.loss == b.loss and a.grad_norm == b.grad_norm, f"a step after to('cpu', {what}) differs from one without"
+        )
+    same_bits(lab.weights(moved), lab.weights(still), "weights after steps with moves between them")
 
 
 def context(lab: Lab) -> None:
@@ -325,6 +328,8 @@ RULES: tuple[Rule[Lab], ...] = rules_of(
 )  # fmt: skip
 
 
-def check_engine(engine_class: type[BaseEngine], folder: str, rules: Sequence[Rule[Lab]] = RULES) -> Iterator[Finding]:
+def check_engine(
+    engine_class: type[BaseEngine], folder: str, rules: Sequence[Rule[Lab]] = RULES, device: str = "cpu"
+) -> Iterator[Finding]:
     """Try the rules in `folder` (a scratch place), each finding as it is made."""
-    return run_rules(rules, lambda number: Lab(engine_class, f"{folder}/{number:02d}"))
+    return run_rules(rules, lambda number: Lab(engine_class, f"{folder}/{number:02d}", device))

@@ -27,7 +27,8 @@ def plan_micro_batches(
 ) -> list[list[int]]:
     """Rows of each micro-batch. `equalise(count)` returns the largest count of all ranks of the group.
 
-    With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones.
+    With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
+    `MicroBatchRun` runs a row that counts for nothing.
     """
     sizes = lengths.tolist()
     if not sizes:

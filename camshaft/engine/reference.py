@@ -36,6 +36,13 @@ class ReferenceEngine(BaseEngine):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
+        if config.options:
+            raise EngineError(f"the reference engine has no options of its own, got {sorted(config.options)}")
+        if config.optim is not None and config.dtype == "bfloat16":
+            raise EngineError(
+                "dtype=bfloat16: this engine would update the bfloat16 weights themselves, and small updates are lost "
+                "to rounding. Train in float32; a forward-only engine may be bfloat16"
+            )
         self._module: PackedModel | None = None
         self._optimizer: torch.optim.AdamW | None = None
         self._schedule: Schedule | None = None
@@ -80,39 +87,35 @@ class ReferenceEngine(BaseEngine):
 
     # -- modes ------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def train_mode(self) -> Iterator[None]:
-        with self._resident(optimizer=self._optimizer is not None):
-            before = self.module.training
-            self.module.train()
-            try:
-                yield
-            finally:
-                self.module.train(before)
+    def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        return self._mode(training=True)
+
+    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
+        return self._mode(training=False)
 
     @contextlib.contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        with self._resident(optimizer=False):
-            before = self.module.training
-            self.module.eval()
-            try:
-                yield
-            finally:
-                self.module.train(before)
+    def _mode(self, training: bool) -> Iterator[None]:
+        """Parameters (to train, the optimizer's state too) where the engine computes, and away again at the end."""
+        before = self.module.training
+        with contextlib.ExitStack() as put_back:
+            for part in ("model", "optimizer") if training else ("model",):
+                place = self._place(part)
+                if place is not None and place.type != torch.device(self.config.device).type:
+                    self._move(part, self.config.device)
+                    put_back.callback(self._move, part, str(place))
+            self.module.train(training)
+            put_back.callback(self.module.train, before)
+            yield
 
-    @contextlib.contextmanager
-    def _resident(self, optimizer: bool) -> Iterator[None]:
-        """Bring the parts that `to` moved away back to the engine's device, and away again at the end."""
-        home = torch.device(self.config.device)
-        parked = next(self.module.parameters()).device
-        if parked.type == home.type:
-            yield
-            return
-        self.to(self.config.device, model=True, optimizer=optimizer)
-        try:
-            yield
-        finally:
-            self.to(str(parked), model=True, optimizer=optimizer)
+    def _place(self, part: str) -> torch.device | None:
+        """Where the parameters are, or AdamW's moments; None where there are none."""
+        if part == "model":
+            return next(self.module.parameters()).device
+        states = self._optimizer.state.values() if self._optimizer is not None else ()
+        return next((state["exp_avg"].device for state in states), None)
+
+    def _move(self, part: str, device: str) -> None:
+        self.to(device, model=part == "model", optimizer=part == "optimizer")
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -127,9 +127,10 @@ class MicroBatchRun:
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         parts: list[Predictions] = []
+        shortest = int(lengths.argmin())
         with torch.set_grad_enabled(loss_fn is not None):
             for rows in plan:
-                data, ctx["metrics"] = whole.reorder(rows), {}
+                data, ctx["metrics"] = whole.reorder(rows or [shortest]), {}
                 inputs = data
                 if preprocess_fn is not None:
                     inputs, ctx = preprocess_fn(data, ctx)
@@ -137,9 +138,13 @@ class MicroBatchRun:
                 predictions: Any = self.forward(inputs, ctx)
                 if postprocess_fn is not None:
                     predictions, ctx = postprocess_fn(predictions, ctx)
-                parts.append(_detached(predictions))
+                if rows:
+                    parts.append(_detached(predictions))
                 if loss_fn is not None:
                     loss, ctx = loss_fn(data.to(self.device), predictions, ctx)
+                    if not rows:  # other ranks still have rows: take part in what they exchange, add nothing
+                        self.backward(loss * 0)
+                        continue
                     self.backward(loss)
                     total = total + loss.detach()
                     for name, share in ctx.get("metrics", {}).items():

@@ -43,15 +43,15 @@ class ActorWorker(EngineRole):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto) -> DataProto:
-        """PPO on the batch; `meta_info["metrics"]` of the result says what happened."""
+    def update_actor(self, data: DataProto, seed: int = 0) -> DataProto:
+        """PPO on the batch, mini-batches drawn by `seed`; `meta_info["metrics"]` says what happened."""
         wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
         if self.actor.use_kl_loss:
             wanted.append("ref_log_prob")
         plan = UpdatePlan(
             mini_batch_size=self.config.actor_mini_batch_per_rank(self.topology),
             epochs=self.actor.ppo_epochs,
-            seed=data.meta_info["update_seed"] if self.actor.shuffle else None,
+            seed=seed if self.actor.shuffle else None,
         )
         outputs = ("log_probs", "entropy") if self.actor.entropy_coeff else ("log_probs",)
         ctx = StepContext(outputs=outputs, temperature=self.temperature)

@@ -32,12 +32,12 @@ class CriticWorker(EngineRole):
         return DataProto.from_dict({"values": of_responses(found, "values", data).to("cpu")})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto) -> DataProto:
-        """Regression on `returns`; `meta_info["metrics"]` of the result says what happened."""
+    def update_critic(self, data: DataProto, seed: int = 0) -> DataProto:
+        """Regression on `returns`, mini-batches drawn by `seed`; `meta_info["metrics"]` says what happened."""
         plan = UpdatePlan(
             mini_batch_size=self.config.critic_mini_batch_per_rank(self.topology),
             epochs=self.critic.ppo_epochs,
-            seed=data.meta_info["update_seed"] if self.critic.shuffle else None,
+            seed=seed if self.critic.shuffle else None,
         )
         wanted = data.select("prompts", "responses", "response_mask", "values", "returns")
         metrics = self.update(wanted, self._loss, StepContext(outputs=("values",)), plan)

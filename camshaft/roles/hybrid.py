@@ -37,14 +37,16 @@ class ActorRolloutRefWorker(Worker):
             self.ref.init_model()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
+    def generate_sequences(
+        self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True
+    ) -> DataProto:
         """Generate, then recompute the old log-probs with the actor.
 
-        The second half is left out when `meta_info["recompute_log_prob"]` is false: the trainer calls
+        The second half is left out when `recompute_log_prob` is false: the trainer calls
         `compute_log_prob` as a phase of its own, and validation needs none.
         """
-        generated = self.rollout.generate_sequences(prompts)
-        if not prompts.meta_info.get("recompute_log_prob", True):
+        generated = self.rollout.generate_sequences(prompts, validate)
+        if not recompute_log_prob:
             return generated
         return generated.union(self.actor.compute_log_prob(prompts.select("prompts").union(generated)))
 
@@ -62,8 +64,8 @@ class ActorRolloutRefWorker(Worker):
         return self.ref.compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto) -> DataProto:
-        return self.actor.update_actor(data)
+    def update_actor(self, data: DataProto, seed: int = 0) -> DataProto:
+        return self.actor.update_actor(data, seed)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

@@ -25,16 +25,16 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOConfig, topology: Topology, engine: BaseEngine):
         super().__init__()
         self.config, self.engine = config, engine
-        self.rollout = build_rollout(config.actor_rollout_ref.rollout.name, rollout_engine(config, topology))
+        self.rollout = build_rollout(config.actor_rollout_ref.rollout.name, rollout_engine(config))
 
     @property
     def seat(self) -> Seat:
         return self.engine.seat
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row; `meta_info["validate"]` chooses the sampling of validation."""
-        params = SamplingParams(**sampling(self.config, validate=prompts.meta_info.get("validate", False)))
+    def generate_sequences(self, prompts: DataProto, validate: bool = False) -> DataProto:
+        """One response per row; `validate` chooses the sampling of validation."""
+        params = SamplingParams(**sampling(self.config, validate))
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
         start = time.perf_counter()
         with rollout_mode(self.engine, self.rollout) as sync:

@@ -316,7 +316,7 @@ RULES: tuple[Rule[RolloutLab], ...] = rules_of(
 
 
 def check_rollout(
-    rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutLab]] = RULES
+    rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutLab]] = RULES, device: str = "cpu"
 ) -> Iterator[Finding]:
     """Try the rules in `folder` (a scratch place), each finding as it is made."""
-    return run_rules(rules, lambda _: RolloutLab(rollout_class, folder))
+    return run_rules(rules, lambda _: RolloutLab(rollout_class, folder, device))

@@ -57,7 +57,7 @@ class ConsoleTracker(Tracker):
             self._live.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._num_steps += 1
+        self._num_steps += step > 0  # step 0 is the validation before the first one
         self._moments.append((step, self._clock()))
         there = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
         found = {label: metrics[name] for label, name in there.items() if name}

@@ -1,7 +1,7 @@
 """What a PPO run is made of, built from its config. Everything that can fail early fails here.
 
     with PPOParts(config) as parts:
-        PPOTrainer(config, parts).fit()
+        trainer = PPOTrainer(config, parts)
 
 In this order: tokenizer and data (a bad row ends the run before a model is loaded), the reward function
 (loaded in a worker process), then the roles. Leaving the context ends every process that was started.
@@ -18,7 +18,9 @@ from camshaft.config import PPOConfig, Topology
 from camshaft.controller import shutdown, spawn
 from camshaft.data import PromptOptions, StatefulLoader, load_prompts
 from camshaft.dataproto import DataProto
+from camshaft.errors import RewardError
 from camshaft.models.loader import load_tokenizer
+from camshaft.rewards.auto import SOURCES
 from camshaft.rewards.manager import RewardManager
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
 from camshaft.trainer.session import run_length
@@ -38,6 +40,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             seed=config.data_seed(),
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
+        for prompts in (self.loader.data, self.val_prompts):
+            _check_scorable(prompts, config)
         self.total_steps = run_length(config.trainer, self.loader)
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.topology = Topology(config.trainer.world_size)
@@ -80,4 +84,25 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             timeout=custom.timeout,
             num_workers=custom.num_workers,
             on_error=custom.on_error,
+        )
+
+
+def _check_scorable(prompts: DataProto, config: PPOConfig) -> None:
+    """Can a scoring function of ours score these rows? One of the user's own is not second-guessed."""
+    custom = config.custom_reward_function
+    if custom.path is not None or not len(prompts):
+        return
+    own = "custom_reward_function.path=my_reward.py for a function of your own"
+    unknown = sorted({str(source) for source in prompts["data_source"] if source not in SOURCES})
+    if custom.function_name() == "auto" and unknown:
+        raise RewardError(
+            f"no scoring function goes with data_source {', '.join(unknown[:5])} (known: {', '.join(SOURCES)}). Type "
+            f"custom_reward_function.name=exact_match to compare with the ground truth, or {own}"
+        )
+    without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
+    if without:
+        raise RewardError(
+            f"{len(without)} of {len(prompts)} rows have nothing to compare a response with, first row "
+            f"{without[0]}: give the files a struct 'reward_model' with 'ground_truth', or a column 'ground_truth'; or "
+            f"type {own}"
         )

@@ -1,7 +1,9 @@
 """PPO and its kin: the step, and the loop around it.
 
     with PPOParts(config) as parts, Tracking(...) as tracking:
-        PPOTrainer(config, parts, tracking).fit()
+        trainer = PPOTrainer(config, parts)
+        trainer.prepare()
+        trainer.fit(tracking)
 
 `step` is the algorithm, phase by phase; each phase adds columns to the batch (the table is in
 `columns.py`). The roles decide how a phase is computed, `advantages.py` holds what the driver computes.
@@ -9,7 +11,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from pathlib import Path
 
@@ -21,9 +22,8 @@ from camshaft.trainer.advantages import build_kl_controller, estimate, token_rew
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
+from camshaft.trainer.session import told_resume
 from camshaft.trainer.validate import save_samples, validate
-
-logger = logging.getLogger(__name__)
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """The columns that a role needs to run its model over the batch."""
@@ -45,7 +45,8 @@ class PPOTrainer:
         config, metrics = self.config, StepMetrics()
         with metrics.phase("gen"):
             batch = self._one_row_per_response(prompts)
-            batch = metrics.union(batch, self.actor.generate_sequences(batch.select("prompts", "sampling_seed")))
+            asked = batch.select("prompts", "sampling_seed")
+            batch = metrics.union(batch, self.actor.generate_sequences(asked, recompute_log_prob=False))
         with metrics.phase("reward"):
             scored = self.rewards.score(batch, self.parts.decode)
             batch = batch.with_columns(token_level_scores=scored.token_level_scores)
@@ -64,13 +65,13 @@ class PPOTrainer:
             batch = batch.union(estimate(batch, config.algorithm))
             metrics.add(penalty)
         learn = batch.drop("uid", "data_source", "ground_truth", "extra_info", "sampling_seed")
-        learn = learn.with_meta(update_seed=shuffle_seed(config.trainer.seed, self.global_step))
+        seed = shuffle_seed(config.trainer.seed, self.global_step)
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                metrics.add(self.critic.update_critic(learn).meta_info["metrics"])
+                metrics.add(self.critic.update_critic(learn, seed).meta_info["metrics"])
         if self.global_step > config.trainer.critic_warmup:
             with metrics.phase("update_actor"):
-                metrics.add(self.actor.update_actor(learn).meta_info["metrics"])
+                metrics.add(self.actor.update_actor(learn, seed).meta_info["metrics"])
         metrics.add(batch_metrics(batch))
         return metrics.finished(batch)
 
@@ -78,7 +79,7 @@ class PPOTrainer:
         """Each prompt `rollout.n` times, with a seed for each response."""
         rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
         seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows))
-        return rows.with_columns(sampling_seed=seeds).with_meta(recompute_log_prob=False)
+        return rows.with_columns(sampling_seed=seeds)
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -95,7 +96,7 @@ class PPOTrainer:
             self.parts.loader.load_state_dict(saved.state["loader"])
             self.kl.load_state_dict(saved.state["kl"])
             self.global_step = saved.step
-            logger.info("resumed from %s", saved.folder)
+            told_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto":
             self.parts.checkpoints.put_aside(after=self.global_step)
         return saved

@@ -8,10 +8,12 @@ with session(config.trainer) as run:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import torch
 from rich.console import Console
@@ -55,6 +57,7 @@ class Session:
 def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
     """Log records go to the screen; the run's seed is set where a library draws without being told one."""
     _check_place(trainer)
+    lock = _locked(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
     handler = RichHandler(console=run.console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
@@ -65,6 +68,33 @@ def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
         yield run
     finally:
         root.removeHandler(handler)
+        lock.close()
+
+
+def _locked(folder: Path) -> IO[str]:
+    """Held as long as the file is open, and let go by the system however the process ends."""
+    lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: another run is writing there. Wait for it, or name another folder "
+            "(trainer.experiment_name=...)"
+        ) from error
+    return lock
+
+
+def told_resume(saved: Saved, total_steps: int) -> None:
+    """Say where a run goes on, or that there is nothing left to do."""
+    if saved.step < total_steps:
+        logger.info("resumed from %s: step %d of %d is next", saved.folder, saved.step + 1, total_steps)
+    else:
+        logger.warning(
+            "%s is the end of a finished run: all %d steps are done. For more raise trainer.total_epochs or "
+            "trainer.total_training_steps; to start over type trainer.resume_mode=disable",
+            *(saved.folder, total_steps),
+        )
 
 
 def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader) -> int:

@@ -23,7 +23,7 @@ from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
 from camshaft.models.loader import load_tokenizer
 from camshaft.tracking import Tracking
-from camshaft.trainer.session import run_length
+from camshaft.trainer.session import run_length, told_resume
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -74,6 +74,7 @@ class SFTTrainer:
             self.engine.load_checkpoint(saved.role("model"))
             self.loader.load_state_dict(saved.state["loader"])
             self.global_step = saved.step
+            told_resume(saved, self.total_steps)
         if self.config.trainer.resume_mode == "disable":
             self.checkpoints.put_aside(after=0)
         return saved

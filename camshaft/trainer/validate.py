@@ -1,6 +1,6 @@
 """Validation: scores on held-out prompts, and a few of the responses themselves.
 
-    metrics, samples = validate(parts, config, step=20)
+    metrics, samples = validate(parts, config)
     save_samples(samples, folder / "step_20.jsonl")
 
 Every validation of a run asks the same questions with the same sampling (greedy unless `val_kwargs` says
@@ -58,8 +58,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
 def _generate(parts: PPOParts, batch: DataProto) -> DataProto:
     """`batch` with responses; rows are added so that every rank gets as many, and taken away again."""
     padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(parts.topology.dp_size)
-    asked = padded.with_meta(validate=True, recompute_log_prob=False)
-    generated = parts.actor.generate_sequences(asked).unpad(added)
+    generated = parts.actor.generate_sequences(padded, validate=True, recompute_log_prob=False).unpad(added)
     return batch.union(DataProto(generated.columns))
 
 

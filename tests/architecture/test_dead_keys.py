@@ -41,11 +41,6 @@ ONLY_CHECKED = {
 }
 """Keys that change nothing in a run, and why they are there."""
 
-EXTENSION = {
-    (EngineConfig, "options"): "the section of a backend that is not in this package",
-}
-"""Fields of an engine's config that only others read."""
-
 Kinds = frozenset[type[BaseModel]]
 NOTHING: Kinds = frozenset()
 
@@ -202,7 +197,7 @@ def test_every_key_is_read_by_something(schema: type[Section], reader: Reader) -
 
 @pytest.mark.parametrize("kind", [EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig])
 def test_every_field_that_an_engine_is_told_is_read_by_one(kind: type[BaseModel], reader: Reader) -> None:
-    unread = [name for name in kind.model_fields if not is_read(reader, kind, name) and (kind, name) not in EXTENSION]
+    unread = [name for name in kind.model_fields if not is_read(reader, kind, name)]
     assert unread == []
 
 
@@ -217,7 +212,6 @@ def test_what_is_only_checked_is_checked() -> None:
 
 def test_what_is_excused_exists() -> None:
     assert [key for key in (*READ_LATER, *ONLY_CHECKED) if key not in leaf_fields(PPOConfig)] == []
-    assert [(kind, name) for kind, name in EXTENSION if name not in kind.model_fields] == []
 
 
 # -- the test can fail ----------------------------------------------------------------------------

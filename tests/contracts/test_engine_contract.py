@@ -38,6 +38,10 @@ def test_every_rule_has_a_meaning_and_its_own_name() -> None:
         assert rule.meaning.endswith("."), rule.name
 
 
+def test_every_rule_has_an_engine_that_breaks_it() -> None:
+    assert set(CAUGHT_BY.values()) == set(BY_NAME)
+
+
 def test_an_engine_that_crashes_breaks_rules_and_the_others_still_run(tmp_path: Path) -> None:
     class Crashes(ReferenceEngine):
         def optimizer_step(self) -> float:

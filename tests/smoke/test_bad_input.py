@@ -152,7 +152,7 @@ def text(path: Path) -> Path:
 
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no rows": (empty, ["rows.parquet has no rows"]),
-    "not parquet": (text, ["rows.parquet is not a parquet file", "to_parquet"]),
+    "not parquet": (text, ["rows.parquet is not a parquet file", "JSON lines"]),
     "no prompt column": (without("prompt"), ["no column 'prompt'", "data_source, reward_model"]),
     "prompt column misspelt": (
         lambda path: write_parquet(path, [{**ROW, "promt": ROW["prompt"], "prompt": None}] * 9),

@@ -210,6 +210,71 @@ class PatchesTransformers(ReferenceEngine):
         modeling.Qwen2Attention.forward = lambda *args, **kwargs: plain(*args, **kwargs)
 
 
+class SkipsHooks(ReferenceEngine):
+    """Runs the hooks once for the whole batch."""
+
+    def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **hooks: Any) -> Any:
+        ctx = {"extras": {}} | (ctx or {})
+        if "preprocess_fn" in hooks:
+            batch, ctx = hooks["preprocess_fn"](batch, ctx)
+        found, *rest = _as_ever(self, batch, ctx, forward_only)
+        if "postprocess_fn" in hooks:
+            found, _ = hooks["postprocess_fn"](found, ctx)
+        return found, *rest
+
+
+class HalfGradient(ReferenceEngine):
+    """Averages over two ranks that are not there."""
+
+    def optimizer_step(self) -> float:
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= 2
+        return super().optimizer_step()
+
+
+class LosesStateOnTheMove(ReferenceEngine):
+    """Forgets the optimizer's moments when they are moved."""
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        super().to(device, model, optimizer)
+        if optimizer:
+            self.optimizer.state.clear()
+
+
+class CountsPadding(ReferenceEngine):
+    """Takes a padded batch as it is, pad tokens and all."""
+
+    def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(batch, DataProto):
+            batch = dict(batch) | {"attention_mask": torch.ones_like(batch["attention_mask"])}
+        return _as_ever(self, batch, *args, **kwargs)
+
+
+class UnseededStart(ReferenceEngine):
+    """Draws initial weights from whatever the random state is."""
+
+    def __init__(self, config: Any):
+        super().__init__(config.model_copy(update={"seed": int(torch.randint(1 << 30, ()))}))
+
+
+class LosesRowsInShards(ReferenceEngine):
+    """Gives back half of what it took apart."""
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        return data.split(4)[0]
+
+
+class SilentWithoutLoss(ReferenceEngine):
+    """Trains on nothing when nobody set a loss."""
+
+    def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **kwargs: Any) -> Any:
+        if self._loss_fn is None and not forward_only:
+            found, ctx = _as_ever(self, batch, ctx, True)
+            return found, torch.zeros(()), ctx
+        return _as_ever(self, batch, ctx, forward_only, **kwargs)
+
+
 CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
@@ -231,5 +296,12 @@ CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     WarmsUpTooLow: "schedule",
     OtherSignature: "interface",
     PatchesTransformers: "libraries are left alone",
+    SkipsHooks: "hooks",
+    HalfGradient: "step equals plain",
+    LosesStateOnTheMove: "offload changes nothing",
+    CountsPadding: "padded border",
+    UnseededStart: "same bits twice",
+    LosesRowsInShards: "seat and shards",
+    SilentWithoutLoss: "errors name the step",
 }
 """Each mistake, and the rule that must name it."""

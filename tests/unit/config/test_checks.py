@@ -212,3 +212,12 @@ def test_a_wrong_supervised_config_is_told(sft_words, more, expected):
 
 def test_a_supervised_run_needs_no_validation(sft_words):
     load_sft([*sft_words, "data.val_files=null"])
+
+
+@pytest.mark.parametrize("name", ["torch", "hf"])
+def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
+    words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
+    with pytest.raises(ConfigError, match=rf"rollout\.name={name} takes no options\. Leave the key out"):
+        load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
+    own = load_ppo([*words, "actor_rollout_ref.rollout.name=my_pkg.my_rollout:MyRollout"])
+    assert own.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}

@@ -58,7 +58,7 @@ def test_engines_are_told_model_device_number_format_and_seed(words, tmp_path):
     config = load_ppo(
         [
             *words,
-            f"{ACTOR}.fsdp_config.model_dtype=bfloat16",
+            "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16",
             "actor_rollout_ref.model.random_init=true",
             "actor_rollout_ref.model.enable_gradient_checkpointing=true",
             "+actor_rollout_ref.model.override_config.attention_dropout=0.0",
@@ -72,7 +72,7 @@ def test_engines_are_told_model_device_number_format_and_seed(words, tmp_path):
     assert (actor.model.head, actor.model.random_init) == ("causal_lm", True)
     assert actor.model.enable_gradient_checkpointing
     assert actor.model.override_config == {"attention_dropout": 0.0}
-    assert (actor.device, actor.dtype, actor.seed, actor.grad_clip) == ("cpu", "bfloat16", 11, 0.5)
+    assert (actor.device, actor.dtype, actor.seed, actor.grad_clip) == ("cpu", "float32", 11, 0.5)
     ref = ref_engine(config, Topology())
     assert (ref.optim, ref.dtype, ref.model) == (None, "bfloat16", actor.model)
     critic = critic_engine(config, Topology(), 100)
@@ -101,7 +101,7 @@ def test_the_schedule_is_as_long_as_the_actor_is_trained(words, more, total, war
 
 def test_the_generator_is_told_its_limits(words):
     config = load_ppo([*words, "data.max_prompt_length=100", "data.max_response_length=28", "trainer.seed=4"])
-    rollout = rollout_engine(config, Topology())
+    rollout = rollout_engine(config)
     assert rollout.max_model_len == 128
     assert (rollout.max_num_seqs, rollout.max_num_batched_tokens) == (1024, 8192)
     assert (rollout.dtype, rollout.device, rollout.seed, rollout.free_cache_engine) == ("bfloat16", "cpu", 4, True)

@@ -1,12 +1,14 @@
 """Composition: overrides, files, errors all at once, and the command line in Hydra's language."""
 
 import logging
+import re
 from pathlib import Path
 
 import hydra
 import pytest
 
 from camshaft.config import PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
+from camshaft.config.tree import leaf_fields
 from camshaft.errors import ConfigError
 
 
@@ -254,6 +256,31 @@ def test_notices_are_given_for_settings_that_change_nothing(words, caplog):
     assert any("critic.model.use_remove_padding" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(
+    ("word", "reader"),
+    [
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the vllm rollout"),  # the default, but typed
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "the vllm rollout"),
+        ("reward_model.max_length=5", "the reward model"),
+    ],
+)
+def test_a_key_that_nothing_reads_yet_is_told_to_who_set_it(words, word, reader, caplog):
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        load_ppo([*words, word])
+    assert caplog.messages == [f"config: {word} changes nothing yet: read by {reader}"]
+
+
+def test_a_key_that_nothing_reads_yet_is_told_if_a_file_sets_it(words, tmp_path, caplog):
+    (tmp_path / "mine.yaml").write_text("actor_rollout_ref.rollout.enforce_eager: false\n")
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        whole = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
+        assert ["enforce_eager=false" in message for message in caplog.messages] == [True]
+        caplog.clear()
+        from_container(load_ppo(words).model_dump(mode="json"), PPOConfig)
+    assert not whole.actor_rollout_ref.rollout.enforce_eager
+    assert not caplog.messages
+
+
 # -- the command line -----------------------------------------------------------------------------
 
 
@@ -338,10 +365,48 @@ def test_a_sweep_runs_the_job_once_per_combination(words, tmp_path, monkeypatch)
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
-    status, configs = _run(["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0"])
+    own = "trainer.default_local_dir=out/${trainer.seed}-${algorithm.lam}"
+    status, configs = _run(["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", own])
     assert status == 0
     assert [(c.trainer.seed, c.algorithm.lam) for c in configs] == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
+    assert [c.trainer.default_local_dir for c in configs] == ["out/1-0.9", "out/1-1.0", "out/2-0.9", "out/2-1.0"]
     assert list(here.iterdir()) == []
+
+
+def test_jobs_of_a_sweep_may_not_share_a_folder_of_checkpoints(words, capfd):
+    sweep = ["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", "trainer.default_local_dir=out"]
+    status, configs = _run(sweep)
+    assert (status, configs) == (2, [])
+    err = capfd.readouterr().err
+    assert "4 jobs of this sweep would write to trainer.default_local_dir=out" in err
+    # What it says to type does.
+    _, _, typed = err.strip().rpartition("Type ")
+    status, configs = _run([*sweep, typed.strip("'")])
+    assert (status, len(configs)) == (0, 4)
+
+
+def test_a_folder_named_after_the_experiment_is_parted_by_the_name_of_the_experiment(words, capfd):
+    sweep = ["-m", *words, "actor_rollout_ref.actor.optim.lr=1e-6,1e-5"]
+    assert _run(sweep) == (2, [])
+    typed = "trainer.experiment_name=lr_${actor_rollout_ref.actor.optim.lr}"
+    assert f"Type '{typed}'" in capfd.readouterr().err
+    status, configs = _run([*sweep, typed])
+    names = [config.trainer.experiment_name for config in configs]
+    assert (status, names) == (0, ["lr_1e-06", "lr_1e-05"])
+
+
+def test_jobs_of_a_sweep_may_not_share_the_folder_of_the_finished_model(sft_words, capfd):
+    sweep = ["-m", *sft_words, "trainer.seed=1,2", "trainer.experiment_name=${trainer.seed}", "trainer.export_path=out"]
+    job = Job()
+    assert run_with_hydra(sweep, "sft_trainer", SFTConfig, job) == 2
+    assert "2 jobs of this sweep would write to trainer.export_path=out" in capfd.readouterr().err
+    assert run_with_hydra([*sweep, "trainer.export_path=out/${trainer.seed}"], "sft_trainer", SFTConfig, job) == 0
+    assert [config.export_path() for config in job.configs] == ["out/1", "out/2"]
+
+
+def test_equal_jobs_of_a_sweep_are_told_apart_by_nobody(words, capfd):
+    assert _run(["-m", *words, "trainer.seed=1,1"]) == (2, [])
+    assert "these jobs have one config" in capfd.readouterr().err
 
 
 def test_no_job_of_a_sweep_starts_if_one_config_is_wrong(words, capfd):
@@ -350,12 +415,49 @@ def test_no_job_of_a_sweep_starts_if_one_config_is_wrong(words, capfd):
     assert "trainer.seed = -2" in capfd.readouterr().err
 
 
-def test_the_composed_config_can_be_printed_without_running(capfd):
-    status, configs = _run(["--cfg", "job", "data.train_batch_size=64"])
-    out, _ = capfd.readouterr()
-    assert (status, configs) == (0, [])
-    assert "train_batch_size: 64" in out
+@pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job", "--resolve"]])
+def test_the_composed_config_can_be_printed_without_running(words, option, capfd):
+    status, configs = _run([*option, *words, "trainer.seed=64"])
+    out, err = capfd.readouterr()
+    assert (status, configs, err) == (0, [], "")
+    assert "seed: 64" in out
     assert "hydra" not in out
+
+
+def test_a_config_that_is_only_printed_is_checked_too(words, capfd):
+    status, configs = _run(["--cfg", "job", *words, "trainer.sed=64"])
+    out, err = capfd.readouterr()
+    assert (status, configs) == (2, [])
+    assert "sed: 64" in out
+    assert err.startswith("One thing is wrong in the config:")
+    assert "Did you mean trainer.seed?" in err
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize(
+    ("schema", "need"), [(PPOConfig, "actor_rollout_ref.model.path="), (SFTConfig, " model.path=")]
+)
+def test_help_is_short_and_says_what_a_run_needs(option, schema, need, capfd):
+    assert run_with_hydra(["trainer.seed=1", option], "ppo_trainer", schema, lambda _: 3) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert len(out.splitlines()) < 20
+    for part in ("key=value", need, "-m ", "--cfg job", "--config-dir", "camshaft config show", "explain"):
+        assert part in out
+    named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", out)
+    assert {"key"} <= set(named)
+    assert set(named) - {"key"} <= set(leaf_fields(schema))
+
+
+def test_the_help_of_hydra_is_still_there(capfd):
+    with pytest.raises(SystemExit, match="0"):
+        _run(["--hydra-help"])
+    assert "Hydra" in capfd.readouterr().out
+
+
+def test_a_bare_word_is_told_its_form(words, capfd):
+    assert _run([*words, "foo"]) == (2, [])
+    assert capfd.readouterr().err == "'foo' says nothing by itself: give key=value, for instance trainer.seed=7.\n"
 
 
 def test_a_supervised_run_is_loaded_by_its_own_schema(sft_words):

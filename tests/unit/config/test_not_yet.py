@@ -28,6 +28,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("actor_rollout_ref.ref.fsdp_config.param_offload=true", "param_offload=false"),
         (f"{ACTOR}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Layer", "=null"),
         (f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=100", "=0"),
+        (f"{ACTOR}.fsdp_config.model_dtype=bfloat16", f"{ACTOR}.fsdp_config.model_dtype=float32"),
+        ("critic.model.fsdp_config.model_dtype=bfloat16", "critic.model.fsdp_config.model_dtype=float32"),
         ("reward_model.enable=true", "custom_reward_function"),
         ("trainer.nnodes=2", "trainer.nnodes=1"),
         ("trainer.n_gpus_per_node=8", "trainer.n_gpus_per_node=1"),
@@ -69,6 +71,9 @@ def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word,
         f"{ROLLOUT}.name=hf",
         f"{ROLLOUT}.tensor_model_parallel_size=1",
         f"{ROLLOUT}.tensor_model_parallel_size=2",
+        f"{ROLLOUT}.dtype=bfloat16",
+        "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16",
+        f"{ACTOR}.fsdp_config.model_dtype=float64",
         f"{ROLLOUT}.load_format=dummy_megatron",
         f"{ROLLOUT}.gpu_memory_utilization=0.9",
         f"{ROLLOUT}.enforce_eager=false",
@@ -92,10 +97,11 @@ def test_one_cause_is_told_once(words):
 
 def test_supervised_runs_refuse_the_same(sft_words):
     with pytest.raises(ConfigError) as caught:
-        load_sft([*sft_words, "strategy=fsdp", "fsdp_config.param_offload=true", "trainer.nnodes=2"])
+        load_sft([*sft_words, "strategy=fsdp", "fsdp_config.model_dtype=bfloat16", "trainer.nnodes=2"])
     text = str(caught.value)
     assert "3 things are wrong" in text
     assert "strategy=reference" in text
+    assert "Type fsdp_config.model_dtype=float32." in text
 
 
 def test_the_default_tensor_parallel_size_passes():

@@ -92,6 +92,23 @@ def test_nothing_to_count_gives_a_loss_of_zero_and_no_division_by_zero() -> None
     assert ctx["num_tokens"] == 1.0
 
 
+def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing() -> None:
+    ran: list[int] = []
+
+    def watch(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        ran.append(len(data))
+        return data, ctx
+
+    alone, loss, ctx = linear_run()(batch_of(3, 1, 2), None, mean_log_prob)
+    run = linear_run(most_over_ranks=lambda count: 7)
+    found, same, again = run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)
+    assert len(ran) == 7
+    assert all(ran)
+    assert float(same) == float(loss)
+    assert float(again["metrics"]["mean"]) == float(ctx["metrics"]["mean"])
+    assert torch.equal(found["log_probs"].values, alone["log_probs"].values)
+
+
 def test_postprocess_must_return_a_mapping() -> None:
     with pytest.raises(EngineError, match="mapping"):
         linear_run()(batch_of(3, 2), None, None, postprocess_fn=lambda outputs, ctx: ([1, 2], ctx))

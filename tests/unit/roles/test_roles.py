@@ -49,7 +49,7 @@ def learnable(**more: Ragged) -> DataProto:
     generator = torch.Generator().manual_seed(2)
     noise = [like.like(torch.randn(len(like.values), generator=generator)) for _ in range(3)]
     columns = {"advantages": noise[0], "values": noise[1], "returns": noise[2], **more}
-    return batch.with_columns(**columns).with_meta(update_seed=5)
+    return batch.with_columns(**columns)
 
 
 @cache
@@ -226,7 +226,7 @@ def test_generation_recomputes_old_log_probs_unless_it_is_told_not_to(worker: Ac
     assert torch.equal(found["old_log_probs"].values, again["old_log_probs"].values)
     torch.testing.assert_close(found["old_log_probs"].values, found["rollout_log_probs"].values, rtol=0, atol=1e-5)
     assert "rollout/response_tokens" in found.meta_info["metrics"]
-    assert "old_log_probs" not in worker.generate_sequences(prompts().with_meta(recompute_log_prob=False))
+    assert "old_log_probs" not in worker.generate_sequences(prompts(), recompute_log_prob=False)
 
 
 def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRefWorker) -> None:
@@ -247,11 +247,16 @@ def test_responses_end_at_the_limit_or_with_the_end_of_sequence(worker: ActorRol
 
 
 def test_validation_is_greedy_whatever_the_seed(worker: ActorRolloutRefWorker) -> None:
-    asked = prompts().with_meta(validate=True, recompute_log_prob=False)
-    first = worker.generate_sequences(asked)["responses"].values
-    other = worker.generate_sequences(asked.with_columns(sampling_seed=torch.arange(4) + 100))["responses"].values
+    asked = prompts()
+    first = worker.generate_sequences(asked, validate=True)["responses"].values
+    seeded = asked.with_columns(sampling_seed=torch.arange(4) + 100)
+    other = worker.generate_sequences(seeded, validate=True)["responses"].values
     assert torch.equal(first, other)
-    ids = as_sequences(prompts().union(DataProto(worker.generate_sequences(asked).columns))).ragged("input_ids").rows()
+    ids = (
+        as_sequences(prompts().union(DataProto(worker.generate_sequences(asked, validate=True).columns)))
+        .ragged("input_ids")
+        .rows()
+    )
     with torch.no_grad():
         logits = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM)(
             ids[0][None]

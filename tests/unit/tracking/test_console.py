@@ -72,6 +72,15 @@ def test_the_end_is_a_table(tmp_path, clock):
     assert re.findall(r"[\d.]+", row) == ["0.25", "0.5", "0.25", "0.75"]
 
 
+def test_the_validation_before_the_first_step_is_not_a_step(tmp_path, clock):
+    tracker, out = make(tmp_path, clock)
+    tracker.log({"val/reward/mean": 0.25}, step=0)
+    for step in (1, 2):
+        tracker.log({"critic/score/mean": 0.5}, step)
+    tracker.finish()
+    assert "2 steps in" in out.getvalue()
+
+
 def test_a_run_without_steps_ends_silently(tmp_path, clock):
     tracker, out = make(tmp_path, clock)
     tracker.finish()

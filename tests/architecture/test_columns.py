@@ -1,0 +1,39 @@
+"""The table of columns is what a real step makes: the names, the kinds, the dtypes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import run_ppo
+
+from camshaft.columns import COLUMNS
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.roles.base import as_sequences
+from camshaft.trainer import ppo
+
+ROOT = Path(__file__).parents[2] / "camshaft"
+
+
+def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[DataProto] = []
+    plain = ppo.batch_metrics
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
+    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True}, steps=1)
+    batch = as_sequences(seen[0])
+    assert set(batch.columns) == set(COLUMNS)
+    for name, column in COLUMNS.items():
+        found: Any = batch[name]
+        kind = "ragged" if isinstance(found, Ragged) else "tensor" if isinstance(found, torch.Tensor) else "object"
+        assert kind == column.kind, name
+        if kind != "object":
+            dtype = found.values.dtype if isinstance(found, Ragged) else found.dtype
+            assert str(dtype) == f"torch.{column.dtype}", name
+
+
+def test_writers_and_readers_are_files_that_know_the_column() -> None:
+    for name, column in COLUMNS.items():
+        for place in (*column.written_by.split(" or "), *column.read_by):
+            part = place.split(".")[0]
+            path = ROOT / part if (ROOT / part).is_dir() else ROOT / f"{part}.py"
+            assert path.exists(), f"{name}: there is no {part}"
