@@ -104,19 +104,19 @@ def _folder_of(config: Config, key: str) -> str | None:
 
 def _own_folder(key: str, shared: str, configs: Sequence[Config], composed: Composed) -> str:
     """What to type, so that the folder depends on what the jobs differ in."""
+    name, written = "trainer.experiment_name", composed[0][0]
+    by_name = has(written, key) and f"${{{name}}}" in str(get(written, key))
+    target = name if by_name else key
     leaves = leaf_fields(type(configs[0]))
     values = [flatten(config.model_dump(), leaves) for config in configs]
-    differing = [leaf for leaf in leaves if any(other[leaf] != values[0][leaf] for other in values)]
+    differing = [leaf for leaf in leaves if leaf != target and any(other[leaf] != values[0][leaf] for other in values)]
     typed = {word for _, words in composed for word in keys_of(words)}
     # What follows from a typed key need not be named; a group of a file is no key, so what it set is.
     swept = [leaf for leaf in differing if leaf in typed] or differing
     if not swept:
         return "other values in each: these jobs have one config."
     own = "_".join(f"{leaf.rpartition('.')[2]}_${{{leaf}}}" for leaf in swept)
-    name, written = "trainer.experiment_name", composed[0][0]
-    if has(written, key) and f"${{{name}}}" in str(get(written, key)):
-        return f"'{name}={own}'"
-    return f"'{key}={shared}/{own}'"
+    return f"'{target}={own}'" if by_name else f"'{target}={shared}/{own}'"
 
 
 # -- Hydra ----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ class ActorRolloutRefWorker(Worker):
         super().__init__()
         self.actor = ActorWorker(config, topology, total_steps)
         self.ref = RefWorker(config, topology) if config.needs_reference() else None
-        self.rollout = RolloutWorker(config, topology, self.actor.engine)
+        self.rollout = RolloutWorker(config, self.actor.engine)
 
     @property
     def seat(self) -> Seat:

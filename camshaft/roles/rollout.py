@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from camshaft.config import PPOConfig, Topology, rollout_engine, sampling
+from camshaft.config import PPOConfig, rollout_engine, sampling
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine
@@ -22,7 +22,7 @@ from camshaft.seat import Seat
 class RolloutWorker(Worker):
     """A generator that takes its weights from `engine` at each call."""
 
-    def __init__(self, config: PPOConfig, topology: Topology, engine: BaseEngine):
+    def __init__(self, config: PPOConfig, engine: BaseEngine):
         super().__init__()
         self.config, self.engine = config, engine
         self.rollout = build_rollout(config.actor_rollout_ref.rollout.name, rollout_engine(config))
