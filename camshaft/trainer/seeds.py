@@ -15,7 +15,7 @@ _STEPS = 1 << 20
 
 
 def sampling_seeds(seed: int, step: int, num_rows: int) -> Tensor:
-    """(num_rows,) int64, different for every (seed, step, row)."""
+    """(num_rows,) int64, different for every (seed, step, row); seeds that differ by 2**18 share theirs."""
     return torch.arange(num_rows) + _ROWS * (step + _STEPS * (seed % (1 << 18)))
 
 
