@@ -15,7 +15,7 @@ from camshaft.config import PPOConfig, Topology, actor_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, metric, of_responses
+from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, of_responses
 
 
 class ActorWorker(EngineRole):
@@ -72,13 +72,13 @@ class ActorWorker(EngineRole):
             clip=Clip(low, high, actor.clip_ratio_c),
             mode=mode,
         )
-        metrics["pg_loss"] = metric(loss)
+        metrics["pg_loss"] = loss
         if actor.entropy_coeff:
             entropy = entropy_loss(of_responses(predictions, "entropy", data).values, counts, mode=mode)
             loss = loss - actor.entropy_coeff * entropy
         if actor.use_kl_loss:
             distance = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)
             loss = loss + actor.kl_loss_coef * distance
-            metrics["kl_loss"] = metric(distance)
+            metrics["kl_loss"] = distance
         ctx["metrics"] = metrics
         return loss, ctx

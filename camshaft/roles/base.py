@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from camshaft.algorithms import Counts
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
@@ -102,8 +100,3 @@ class EngineRole(Worker):
         metrics = {name: value / steps for name, value in sums.items()}
         self.engine.lr_scheduler_step()
         return metrics | {"lr": rate, "skipped_steps": float(skipped)}
-
-
-def metric(value: Tensor) -> Tensor:
-    """A share of a metric, cut off from the graph."""
-    return value.detach().float()

@@ -14,7 +14,7 @@ from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, metric, of_responses
+from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, of_responses
 
 
 class CriticWorker(EngineRole):
@@ -52,5 +52,5 @@ class CriticWorker(EngineRole):
             cliprange=self.critic.cliprange_value,
             mode=self.critic.loss_agg_mode,
         )
-        ctx["metrics"] = metrics | {"vf_loss": metric(loss)}
+        ctx["metrics"] = metrics | {"vf_loss": loss}
         return loss, ctx
