@@ -27,7 +27,6 @@ from camshaft.rollout import BaseRollout
 class Sync:
     """What one hand-over moved."""
 
-    tensors: int = 0
     bytes: int = 0
     seconds: float = 0.0
 
@@ -35,9 +34,8 @@ class Sync:
         return {"rollout/sync_bytes": float(self.bytes), "timing_s/sync": self.seconds}
 
     def count(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the weights on, adding them up."""
+        """Pass the weights on, adding up their size."""
         for name, tensor in weights:
-            self.tensors += 1
             self.bytes += tensor.numel() * tensor.element_size()
             yield name, tensor
 

@@ -48,7 +48,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
             scores[source].append(score)
         for name in ("errors", "invalid", "timeouts", "crashes"):
             counts[f"val-aux/reward/{name}"] += result.metrics[f"reward/{name}"]
-        samples += _samples(parts, batch, result)[: config.trainer.log_val_generations - len(samples)]
+        samples += _samples(parts, batch, result, config.trainer.log_val_generations - len(samples))
     every = [score for values in scores.values() for score in values]
     metrics = {f"val-core/{source}/reward/mean": sum(values) / len(values) for source, values in scores.items()}
     metrics |= {"val/reward/mean": sum(every) / len(every), "val-aux/response_length/mean": sum(lengths) / len(lengths)}
@@ -62,10 +62,12 @@ def _generate(parts: PPOParts, batch: DataProto) -> DataProto:
     return batch.union(DataProto(generated.columns))
 
 
-def _samples(parts: PPOParts, batch: DataProto, result: RewardResult) -> list[Sample]:
+def _samples(parts: PPOParts, batch: DataProto, result: RewardResult, count: int) -> list[Sample]:
+    """The first `count` rows as text."""
+    batch, scores = batch.reorder(slice(0, count)), result.scores[:count].tolist()
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
-    rows = zip(prompts, responses, batch["ground_truth"], result.scores.tolist(), strict=True)
+    rows = zip(prompts, responses, batch["ground_truth"], scores, strict=True)
     return [Sample(*row) for row in rows]
 
 

@@ -65,7 +65,6 @@ def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine)
     assert rollout.calls == ["wake_up", "load_weights", "sleep"]
     weights = dict(engine.named_weights())
     assert rollout.weights.keys() == weights.keys()
-    assert sync.tensors == len(weights)
     assert sync.bytes == sum(weight.numel() * 4 for weight in weights.values())
     assert sync.metrics() == {"rollout/sync_bytes": float(sync.bytes), "timing_s/sync": sync.seconds}
     assert sync.seconds > 0
