@@ -64,6 +64,8 @@ def _generate(parts: PPOParts, batch: DataProto) -> DataProto:
 
 def _samples(parts: PPOParts, batch: DataProto, result: RewardResult, count: int) -> list[Sample]:
     """The first `count` rows as text."""
+    if count < 1:
+        return []
     batch, scores = batch.reorder(slice(0, count)), result.scores[:count].tolist()
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
