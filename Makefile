@@ -1,5 +1,7 @@
 # make demo    warm up a tiny model, then train it with PPO (about five minutes on two CPU cores)
 # make test    every check that needs no accelerator
+# make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (an hour)
+# make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
 # make check   format, lint, types
 # `.venv` is made when it is missing or when the pinned versions change.
 
@@ -8,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test check format docs clean install
+.PHONY: demo test test-matrix test-gpu check format docs clean install
 
 install: $(INSTALLED)
 
@@ -25,6 +27,12 @@ demo: $(INSTALLED)
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-matrix: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
+
+test-gpu: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

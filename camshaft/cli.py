@@ -64,6 +64,15 @@ def _parser() -> argparse.ArgumentParser:
         check.add_argument("--rule", default="", help="only rules whose name contains this")
         check.add_argument("--device", default="cpu", help="where to run it (default: cpu)")
         check.set_defaults(run=run)
+        if what == "engine":
+            check.add_argument("--ranks", type=int, default=0, help="on so many processes (default: in this one)")
+            check.add_argument(
+                "--option",
+                action="append",
+                default=[],
+                metavar="KEY=VALUE",
+                help="an entry of EngineConfig.options, as often as needed: --option fsdp_size=2",
+            )
     return parser
 
 
@@ -105,10 +114,21 @@ def _docs(options: argparse.Namespace) -> int:
 
 
 def _check_engine(options: argparse.Namespace) -> int:
+    from functools import partial
+
+    from camshaft.check import check_engine_on_ranks
+    from camshaft.config.command import as_tree
     from camshaft.engine import engine_class
     from camshaft.engine.contract import RULES, check_engine
 
-    return _check(engine_class(options.name), RULES, check_engine, options)
+    always = {"options": as_tree(options.option)} if options.option else {}
+    if options.ranks:
+
+        def check(found: type, folder: str, chosen: Sequence[Rule], device: str) -> Iterator[Finding]:
+            return check_engine_on_ranks(found, options.ranks, folder, chosen, device, always)
+
+        return _check(engine_class(options.name), RULES, check, options)
+    return _check(engine_class(options.name), RULES, partial(check_engine, always=always), options)
 
 
 def _check_rollout(options: argparse.Namespace) -> int:

@@ -5,7 +5,8 @@
     manifest = verify("ckpt/global_step_20/actor")      # CheckpointError if a byte is missing
 
 Engines, trainer and export write through here, so a run that is killed in mid-write never leaves
-something that looks like a checkpoint.
+something that looks like a checkpoint, and never loses the one that it was about to replace. `begin` and
+`finish` are the two halves of `new_folder`, for a folder that several processes write into.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from camshaft.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished"
+_REPLACED = ".replaced"
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 
@@ -31,28 +33,62 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
 
     `facts` (JSON) are kept in the manifest beside the size and checksum of every file.
     """
-    target = Path(target).expanduser().absolute()
-    work = target.with_name(target.name + _UNFINISHED)
-    if work.exists():
-        shutil.rmtree(work)
-    work.mkdir(parents=True)
+    work = begin(target)
     yield work
-    files = {str(path.relative_to(work)): _fingerprint(path) for path in sorted(work.rglob("*")) if path.is_file()}
-    manifest = json.dumps({"facts": facts, "files": files}, indent=1)
+    finish(target, fingerprints(work, (path for path in work.rglob("*") if path.is_file())), facts)
+
+
+def begin(target: str | Path) -> Path:
+    """An empty folder beside `target`, to be written into and handed to `finish`."""
+    target = Path(target).expanduser().absolute()
+    _put_back(target)
+    work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
+    for leftover in (work, aside):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    work.mkdir(parents=True)
+    return work
+
+
+def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Let the folder that `begin` gave take the name `target`, with its manifest: `fingerprints` and `facts`.
+
+    What was there is set aside before and deleted after, so a kill at any moment leaves the one or the other.
+    """
+    target = Path(target).expanduser().absolute()
+    work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
+    manifest = json.dumps({"facts": dict(facts), "files": dict(sorted(files.items()))}, indent=1)
     with open(work / MANIFEST, "w", encoding="utf-8") as out:
         out.write(manifest)
         out.flush()
         os.fsync(out.fileno())
     if target.exists():
-        shutil.rmtree(target)
+        os.replace(target, aside)
     os.replace(work, target)
+    if aside.exists():
+        shutil.rmtree(aside)
 
 
-def verify(folder: str | Path) -> dict[str, Any]:
-    """The facts given at writing, after every file was found with its size and checksum."""
+def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
+    """Size and checksum of each of `paths`, by its name under `root`."""
+    return {str(path.relative_to(root)): _fingerprint(path) for path in paths}
+
+
+def _put_back(target: Path) -> None:
+    """Undo a replacement that was killed between its two renames."""
+    if not target.exists():
+        with contextlib.suppress(FileNotFoundError):  # there is none, or another reader was faster
+            os.replace(target.with_name(target.name + _REPLACED), target)
+
+
+def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
+    """The facts given at writing, after every file was found with its size and checksum.
+
+    With `share=(r, n)` this is one of n processes that look at every n-th file each.
+    """
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder)
-    for name, told in manifest["files"].items():
+    for name, told in list(manifest["files"].items())[share[0] :: share[1]]:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is incomplete: '{name}' is missing")
@@ -72,16 +108,21 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Is this what `new_folder` was writing when its process ended?"""
-    return path.name.endswith(_UNFINISHED)
+    """Is this what `new_folder` was writing, or about to delete, when its process ended?"""
+    return path.name.endswith((_UNFINISHED, _REPLACED))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    _put_back(folder)
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+    return _parsed(path.read_bytes(), folder)
+
+
+def _parsed(manifest: bytes, folder: str | Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(manifest)
     except ValueError as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
 
@@ -89,6 +130,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_replaceable(target: str | Path, kind: str) -> None:
     """An error if `new_folder(target, kind=kind)` would replace something that is not an older one of its kind."""
     target = Path(target).expanduser()
+    _put_back(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if (target / MANIFEST).is_file() and read_manifest(target)["facts"].get("kind") == kind:
@@ -134,30 +176,122 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 # -- copies elsewhere -----------------------------------------------------------------------------
 
 
-def plain_path(url: str) -> Path:
-    """The local path behind a path or a `file://` URL; other schemes are refused by name."""
-    scheme, separator, rest = url.partition("://")
-    if not separator:
-        return Path(url).expanduser()
-    if scheme == "file":
-        return Path(rest)
-    raise CheckpointError(f"'{url}': copies to {scheme}:// are not there yet; give a local path or leave it out")
-
-
 def copy_folder(source: str, target: str) -> None:
-    """Copy a complete folder under its own checksums; `target` appears whole or not at all."""
-    origin, goal = plain_path(source), plain_path(target)
-    verify(origin)
-    work = goal.with_name(goal.name + _UNFINISHED)
-    if work.exists():
-        shutil.rmtree(work)
-    shutil.copytree(origin, work)
-    verify(work)
-    if goal.exists():
-        shutil.rmtree(goal)
-    os.replace(work, goal)
+    """Copy a complete folder under its own checksums; each side is a path or a URL (`hdfs://`, `s3://`, ...).
+
+    A local `target` appears whole or not at all. Object stores cannot rename: at a URL the manifest of an older copy
+    goes first and the new one comes last, so that whatever has a manifest is whole. Only files that a manifest names
+    are ever replaced or removed there.
+    """
+    if is_url(source) and is_url(target):
+        raise CheckpointError(f"'{source}' to '{target}': one of the two has to be a local path")
+    if is_url(target):
+        _upload(_local(source), target)
+    elif is_url(source):
+        _download(source, _local(target))
+    else:
+        origin, goal = _local(source), _local(target)
+        verify(origin)
+        work = begin(goal)
+        shutil.copytree(origin, work, dirs_exist_ok=True)
+        verify(work)
+        manifest = read_manifest(work)
+        finish(goal, manifest["files"], manifest["facts"])
+
+
+def is_there(folder: str | Path) -> bool:
+    """Is there such a folder? At a URL: is there one that counts, with a manifest?"""
+    if not is_url(folder):
+        return _local(folder).exists()
+    files, root = _file_system(str(folder))
+    return files.exists(f"{root}/{MANIFEST}")
 
 
 def remove(folder: str | Path) -> None:
-    """Delete a folder that `copy_folder` brought here."""
-    shutil.rmtree(Path(folder).expanduser())
+    """Delete a folder; at a URL its manifest first, and nothing that this does not name."""
+    if not is_url(folder):
+        shutil.rmtree(_local(folder))
+        return
+    files, root = _file_system(str(folder))
+    _remove_copy(files, root, str(folder))
+
+
+def is_url(place: str | Path) -> bool:
+    """Is this not on the file system of this machine?"""
+    return isinstance(place, str) and "://" in place and not place.startswith("file://")
+
+
+def _local(place: str | Path) -> Path:
+    return Path(str(place).removeprefix("file://")).expanduser()
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system behind a URL, and the path in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        files, root = url_to_fs(url)
+    except ImportError as error:
+        raise CheckpointError(
+            f"'{url}' needs a package that is not installed: pip install 'camshaft[remote]' and the one for "
+            f"{url.partition('://')[0]}:// ({error})"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"'{url}': {error}; give a local path, or a URL that fsspec knows") from error
+    if not root.strip("/"):
+        raise CheckpointError(f"'{url}' names no folder; put one after the host or bucket")
+    files.invalidate_cache()  # others write there
+    return files, root.rstrip("/")
+
+
+def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
+    try:
+        manifest = _parsed(files.cat_file(f"{root}/{MANIFEST}"), url)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{url} is not a complete checkpoint: it has no {MANIFEST}") from error
+    for name in manifest["files"]:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is no file inside it")
+    return manifest
+
+
+def _remove_copy(files: Any, root: str, url: str) -> None:
+    names: list[str] = []
+    with contextlib.suppress(CheckpointError):  # none, or cut off: then nobody knows what it named
+        names += _manifest_at(files, root, url)["files"]
+    for name in (MANIFEST, *names):
+        if files.exists(f"{root}/{name}"):
+            files.rm_file(f"{root}/{name}")
+    if files.exists(root) and not files.find(root):
+        files.rm(root, recursive=True)  # folders that are left empty, where a file system has such
+
+
+def _upload(origin: Path, url: str) -> None:
+    verify(origin)
+    told = read_manifest(origin)["files"]
+    files, root = _file_system(url)
+    _remove_copy(files, root, url)
+    for name in told:
+        files.put_file(str(origin / name), f"{root}/{name}")
+    files.invalidate_cache()
+    for name in told:
+        size = files.info(f"{root}/{name}")["size"]
+        if size != told[name]["bytes"]:
+            raise CheckpointError(f"{url}: '{name}' has {size} bytes there, and {told[name]['bytes']} in {origin}")
+    files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}")
+
+
+def _download(url: str, goal: Path) -> None:
+    files, root = _file_system(url)
+    manifest = _manifest_at(files, root, url)
+    work = begin(goal)
+    for name, told in manifest["files"].items():
+        path = work / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            files.get_file(f"{root}/{name}", str(path))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{url} is incomplete: '{name}' is missing") from error
+        if _fingerprint(path) != told:
+            raise CheckpointError(f"{url} is damaged, or was on its way here: '{name}' does not match its checksum")
+    finish(goal, manifest["files"], manifest["facts"])

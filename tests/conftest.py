@@ -1,7 +1,19 @@
 """One thread per process: the tests are many small programs on few cores, and sums keep their order."""
 
 import os
+import sys
+from collections.abc import Iterator
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_outlives_its_module() -> Iterator[None]:
+    """A sharded engine alone in this process joins a group of one; the next module starts without."""
+    yield
+    if device := sys.modules.get("camshaft.engine.device"):
+        device.leave_group()

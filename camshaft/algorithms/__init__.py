@@ -4,6 +4,7 @@
     kl.py          distance to the reference policy, and the controllers of its weight
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
     losses.py      log-probs or values -> a loss; on the workers, flat (N,) tokens of a micro-batch
+    partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
 
 Add a variant by writing a function with the same parameters, one line in its dict (ESTIMATORS, POLICY_LOSSES,
 KL_PENALTIES, AGGREGATIONS) and its name among the values that the config takes (config/algorithm.py, fields.py).

@@ -1,28 +1,54 @@
 """The finished model as a Hugging Face folder, from any engine's weights.
 
     check_export_path("out/huggingface")         # before a run: an error if something else is there
-    export_hugging_face(engine.named_weights(), source="models/tiny", target="out/huggingface")
+    export_hugging_face(
+        engine.named_weights(), engine.config.model, "out/huggingface", check=Probe(engine.infer_batch)
+    )
 
-The folder is whole or not there, and before it appears `transformers` has loaded it once: a missing or
-unknown weight ends the export. Only an older export is ever replaced.
+The folder is whole or not there, and before it appears `transformers` has loaded it once: a missing or unknown weight
+ends the export, and so does a number that differs from the engine's own. Only an older export is ever replaced.
+An adapter is part of the weights; given once more by itself, it is in the folder `lora_adapter` inside, for PEFT.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedConfig
 
 from camshaft import storage
+from camshaft.config import EngineModel
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CheckpointError
-from camshaft.models.loader import load_config, load_tokenizer, model_folder, quiet_transformers
+from camshaft.models.loader import CLASSES, load_config, load_tokenizer, model_folder, quiet_transformers
+from camshaft.models.lora import save_adapter
+from camshaft.models.packed import OUTPUTS, Head
 
 KIND = "huggingface"
+
+ADAPTER = "lora_adapter"
+
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
+"""How far numbers may be apart, absolute below 1 and relative above; by what the less exact side computes in."""
+
+PROBED_LENGTHS = (5, 2, 8)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The engine's own numbers, to compare with those of the exported model."""
+
+    run: Callable[[DataProto], Mapping[str, Any]]
+    """Predictions for rows of tokens, as `infer_batch` of an engine gives them; every rank calls it."""
+    dtype: str = "float32"
+    """What the engine computes in, which can be less exact than its weights."""
 
 
 def check_export_path(target: str | Path) -> None:
@@ -32,34 +58,88 @@ def check_export_path(target: str | Path) -> None:
 
 def export_hugging_face(
     weights: Iterable[tuple[str, Tensor]],
-    source: str,
+    model: EngineModel,
     target: str | Path,
-    override_config: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
+    check: Probe | None = None,
+    write: bool = True,
+    adapter: Iterable[tuple[str, Tensor]] = (),
 ) -> None:
-    """`weights` with the config and the tokenizer of the folder `source`, and with its Python code if trusted."""
+    """`weights` with the config and the tokenizer of the folder `model.path`, and with its Python code if trusted.
+
+    `adapter` are the names and tensors that PEFT has in its files. Every rank of an engine calls this, since its
+    weights and its numbers are gathered from all; one has `write` set.
+    """
+    folder, trusted = model_folder(model.path), model.trust_remote_code
+    config = load_config(folder, trusted, model.override_config)
+    # What all ranks do together comes first: an error of the one that writes must not leave the others waiting.
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if write}
+    added = {name: tensor.detach().cpu() for name, tensor in adapter if write}
+    rows = _rows(config)
+    told = None if check is None else check.run(rows)[OUTPUTS[model.head][0]]
+    if not write:
+        return
     check_export_path(target)
-    folder = model_folder(source)
-    config = load_config(folder, trust_remote_code, override_config or {})
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
     config.dtype = next(iter(tensors.values())).dtype
+    if model.head != "causal_lm":
+        config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
         config.save_pretrained(work)
         save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
         with contextlib.suppress(OSError):  # a model without these files generates with its defaults
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
-        load_tokenizer(str(folder), trust_remote_code).save_pretrained(work)
-        for code in folder.glob("*.py") if trust_remote_code else ():
+        load_tokenizer(str(folder), trusted).save_pretrained(work)
+        for code in folder.glob("*.py") if trusted else ():
             (work / code.name).write_bytes(code.read_bytes())
-        _check(work, Path(target), trust_remote_code)
+        if added and model.lora is not None:
+            save_adapter(added.items(), work / ADAPTER, model.lora, str(folder.absolute()))
+        plain = _loaded(work, Path(target), trusted, model.head)
+        config.architectures = [type(plain).__name__]
+        config.save_pretrained(work)
+        if check is not None and told is not None:
+            _compare(plain, model.head, rows, told, check.dtype, Path(target))
 
 
-def _check(work: Path, target: Path, trust_remote_code: bool) -> None:
-    with quiet_transformers():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+def _loaded(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
+    """What transformers makes of the folder, if it takes every weight."""
+    # An engine that trains on finds the random state that its checkpoint holds.
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        model, info = CLASSES[head].from_pretrained(
             work, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    info = loaded[1]
     wrong = [f"{key} ({kind})" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]]
     if wrong:
         raise CheckpointError(f"{target}: transformers does not take the exported weights: {', '.join(wrong[:8])}")
+    return model
+
+
+def _rows(config: PreTrainedConfig) -> DataProto:
+    """A few rows of tokens, the same everywhere. None is the pad token, at which some heads take a row to end."""
+    text = config.get_text_config()
+    tokens = torch.randint(0, text.vocab_size, (sum(PROBED_LENGTHS),), generator=torch.Generator().manual_seed(0))
+    if text.pad_token_id is not None:
+        tokens[tokens == text.pad_token_id] = 1 if text.pad_token_id == 0 else text.pad_token_id - 1
+    ids = Ragged(tokens, torch.tensor(PROBED_LENGTHS))
+    return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
+
+
+@torch.no_grad()
+def _compare(model: Any, head: Head, rows: DataProto, told: Ragged | Tensor, dtype: str, target: Path) -> None:
+    plain = torch.cat([_plain(model, ids, head) for ids in rows.ragged("input_ids").rows()])
+    found = told.values[rows.ragged("loss_mask").values.to(told.values.device)] if isinstance(told, Ragged) else told
+    off = float(((found.cpu() - plain).abs() / plain.abs().clamp(min=1)).max())
+    allowed = max(TOLERANCES[dtype], TOLERANCES[str(model.dtype).removeprefix("torch.")])
+    if not off <= allowed:
+        raise CheckpointError(
+            f"{target}: plain transformers gives other numbers than the engine with the exported weights: "
+            f"{OUTPUTS[head][0]} are off by {off:.1e}, allowed {allowed:.0e}"
+        )
+
+
+def _plain(model: Any, ids: Tensor, head: Head) -> Tensor:
+    """The head's numbers for one row by itself, of each token but the first, or of the row."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
+    if head == "reward":
+        return logits
+    if head == "value":
+        return logits[:-1, 0]
+    return logits[:-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]

@@ -1,6 +1,7 @@
 """Which steps of a run are on disk, and which of them can be trusted.
 
     <root>/global_step_20/actor/...      written by the actor's engine, whole or not at all
+                         /actor_huggingface/...    if it is asked for: the weights as a model folder
                          /critic/...
                          /trainer/...    written last: its manifest lists the roles that belong to the step
           /latest_checkpointed_iteration.txt
@@ -9,6 +10,9 @@
 A step counts as saved when its `trainer` folder is whole and every role that it lists is. A run killed
 between two roles leaves a step that nobody mistakes for a checkpoint, and retention removes an older step only
 after the newer one counts.
+
+A role's model folder is written before the step counts and removed with the role's own. No run goes on from it, so
+a step from which it was moved away counts all the same.
 """
 
 from __future__ import annotations
@@ -28,9 +32,14 @@ LATEST = "latest_checkpointed_iteration.txt"
 TRAINER = "trainer"
 
 Write = Callable[[str, str | None], None]
-"""Writes one role to a folder, and to a second one unless that is None; `save_checkpoint` of a role is one."""
+"""Writes one role to a folder, and to a second one unless that is None; `save_checkpoint` and `export` of a role do."""
 
 logger = logging.getLogger(__name__)
+
+
+def export_of(role: str) -> str:
+    """The name of the role's model folder in a step."""
+    return f"{role}_huggingface"
 
 
 @dataclass(frozen=True)
@@ -46,29 +55,37 @@ class Saved:
 
 
 class CheckpointManager:
-    """The steps under `root`; each is copied to the folder `second` too, if there is one."""
+    """The steps under `root`; each is copied to `second` too, a folder or a URL, if there is one."""
 
     def __init__(self, root: str | Path, second: str | None = None):
         self.root = Path(root).expanduser()
-        self.second = second
+        self.second = None if second is None else second.rstrip("/")
 
     # -- writing ----------------------------------------------------------------------------------
 
     def save(
-        self, step: int, roles: Mapping[str, Write], state: Mapping[str, Any], keep: Mapping[str, int | None]
+        self,
+        step: int,
+        roles: Mapping[str, Write],
+        state: Mapping[str, Any],
+        keep: Mapping[str, int | None],
+        exports: Mapping[str, Write] | None = None,
     ) -> Saved:
         """Let every role write its folder, then write `state` (JSON) and mark the step as whole.
 
-        `keep` says of how many steps a role's folder stays; None, or a role that is not in it: of all.
+        `keep` says of how many steps a role's folder stays; None, or a role that is not in it: of all. `exports` write
+        the model folders of those roles that are to have one.
         """
         name = f"global_step_{step}"
         folder, copy = self.root / name, None if self.second is None else f"{self.second}/{name}"
         # A step that is written again is not whole until all of it is new.
-        for place in (folder, *([] if copy is None else [storage.plain_path(copy)])):
-            if (place / TRAINER).exists():
-                storage.remove(place / TRAINER)
-        for role, write in roles.items():
-            write(str(folder / role), None if copy is None else f"{copy}/{role}")
+        for place in (str(folder), *([] if copy is None else [copy])):
+            for old in (TRAINER, *map(export_of, roles)):
+                if storage.is_there(f"{place}/{old}"):
+                    storage.remove(f"{place}/{old}")
+        writers = {**roles, **{export_of(role): write for role, write in (exports or {}).items()}}
+        for part, write in writers.items():
+            write(str(folder / part), None if copy is None else f"{copy}/{part}")
         with storage.new_folder(folder / TRAINER, kind="trainer", global_step=step, roles=list(roles)) as work:
             (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
         if copy is not None:
@@ -76,8 +93,10 @@ class CheckpointManager:
         marker = self.root / (LATEST + ".unfinished")
         marker.write_text(str(step), encoding="utf-8")
         os.replace(marker, self.root / LATEST)
+        # What a role writes in the background may not be there yet: until then the step before is the newest.
+        counts = all(storage.is_complete(folder / role) for role in roles)
         for role in roles:
-            self._retain(role, keep.get(role))
+            self._retain(role, keep.get(role), step if counts else step - 1)
         self._sweep(step)
         return Saved(step, folder, dict(state))
 
@@ -99,15 +118,17 @@ class CheckpointManager:
         (self.root / LATEST).unlink(missing_ok=True)
         logger.info("%s of an earlier run: moved to %s", ", ".join(folder.name for folder in later), aside)
 
-    def _retain(self, role: str, count: int | None) -> None:
-        """Remove the folders of `role` that are older than the newest `count` of whole steps."""
+    def _retain(self, role: str, count: int | None, newest: int) -> None:
+        """Remove the folders of `role` that are older than the newest `count` of whole steps up to `newest`."""
         if count is None:
             return
-        steps = storage.step_folders(self.root)
+        steps = [(step, folder) for step, folder in storage.step_folders(self.root) if step <= newest]
         whole = [step for step, folder in steps if all(map(storage.is_complete, (folder / TRAINER, folder / role)))]
         for step, folder in steps:
-            if step < whole[-count:][0] and (folder / role).is_dir():
-                storage.remove(folder / role)
+            if step < min(whole[-count:], default=0):
+                for old in (folder / export_of(role), folder / role):
+                    if old.is_dir():
+                        storage.remove(old)
 
     def _sweep(self, now: int) -> None:
         """Remove steps before `now` that retention, or a kill in mid-write, left without any role."""

@@ -11,27 +11,32 @@ from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm import GROUP_ESTIMATORS
 from camshaft.config.files import ppo_files, sft_files
-from camshaft.config.model import OptimSection
+from camshaft.config.model import CheckpointConfig, OptimSection
 from camshaft.config.problems import Problem
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
+from camshaft.config.sharding import ppo_sharding, sft_sharding
+from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
 from camshaft.plugins import find, names
 
-ENGINES, ROLLOUTS, TRACKERS = ("reference",), ("hf", "torch"), ("console", "jsonl")
+ENGINES, ROLLOUTS, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("hf", "torch"), ("console", "jsonl")
 """Names of what is built in. The registries are above this package; a test holds these to them."""
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
+RESUMED_FROM = ("model", "optimizer", "extra")
 
 
 def check(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     """Everything that is wrong between the keys of a config whose single values are right."""
     if isinstance(config, SFTConfig):
         yield from _sft(config)
+        yield from sft_sharding(config)
         yield from sft_files(config)
         return
     yield from _names(config)
+    yield from ppo_sharding(config)
     yield from _batches(config)
     yield from _older_micro_batches(config)
     yield from _token_budgets(config)
@@ -72,19 +77,44 @@ def _name(key: str, name: str, built_in: Iterable[str], kind: str) -> Iterator[P
 
 
 def _batches(config: PPOConfig) -> Iterator[Problem]:
-    actor = config.actor_rollout_ref.actor.ppo_mini_batch_size
-    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor)
-    if config.needs_critic() and config.critic.ppo_mini_batch_size != actor:
-        yield from _mini_batches(config, "critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size)
+    topology, actor = _topology(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    actors, critics = config.actor_dp_size(topology), config.critic_dp_size(topology)
+    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actors)
+    if config.needs_critic() and (config.critic.ppo_mini_batch_size, critics) != (actor, actors):
+        yield from _mini_batches(config, "critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size, critics)
+    refs = config.ref_dp_size(topology)
+    if config.needs_reference() and refs != actors:
+        yield from _iteration_of_reference(config, refs)
     prompts, most = config.data.train_batch_size, config.data.train_max_samples
     if most != -1 and most < prompts:
         sentence = f"reads fewer prompts than one iteration takes: data.train_batch_size={prompts}."
         yield Problem("data.train_max_samples", most, sentence, ("data.train_batch_size",))
 
 
-def _mini_batches(config: PPOConfig, key: str, mini: int) -> Iterator[Problem]:
+def _topology(config: PPOConfig | SFTConfig) -> Topology:
+    return Topology(config.trainer.world_size)
+
+
+def _ranks(config: PPOConfig | SFTConfig, dp_size: int) -> str:
+    """'4 ranks', or how they come to be fewer than all."""
+    world = config.trainer.world_size
+    return f"{dp_size} ranks" if dp_size == world else f"{dp_size} groups of {world // dp_size} ranks"
+
+
+def _iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
+    """The others have whole mini-batches; the reference, which has none, takes an iteration at once."""
+    train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    if train * n % dp_size:
+        sentence = (
+            f"does not split evenly over the reference's ranks: {train} prompts x rollout.n={n} = {train * n}"
+            f" sequences = {_ranks(config, dp_size)} x {train * n // dp_size} + {train * n % dp_size}."
+        )
+        yield Problem("data.train_batch_size", train, sentence, (*WORLD, f"{ROLLOUT}.n"))
+
+
+def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int) -> Iterator[Problem]:
     """An iteration is whole mini-batches, and a mini-batch is whole shares of the ranks."""
-    train, n, world = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, config.trainer.world_size
+    train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     rests_on = ("data.train_batch_size", f"{ROLLOUT}.n")
     if mini > train:
         sentence = f"is more than an iteration has: data.train_batch_size={train} prompts. Type {key}={train}."
@@ -100,36 +130,42 @@ def _mini_batches(config: PPOConfig, key: str, mini: int) -> Iterator[Problem]:
             f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={divisor}."
         )
         yield Problem(key, mini, sentence, rests_on)
-    if mini * n % world:
+    if mini * n % dp_size:
         sentence = (
             f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences"
-            f" = {world} ranks x {mini * n // world} + {mini * n % world}."
+            f" = {_ranks(config, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
         )
         yield Problem(key, mini, sentence, (*WORLD, *rests_on))
 
 
 def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
     """The older keys count sequences over all ranks; where one is used, it must split evenly."""
-    section, critic, world = config.actor_rollout_ref, config.critic, config.trainer.world_size
+    section, critic, topology = config.actor_rollout_ref, config.critic, _topology(config)
     actor, rollout, ref = section.actor, section.rollout, section.ref
-    used = {}
+    actors, refs, critics = (
+        config.actor_dp_size(topology),
+        config.ref_dp_size(topology),
+        config.critic_dp_size(topology),
+    )
+    used: dict[str, tuple[int, int]] = {}
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size
+        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actors
     if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
-        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size
-    if config.needs_reference() and not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None:
-        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size
+        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size, actors
+    by_count = not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None
+    if config.needs_reference_model() and by_count:
+        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size, refs
     if config.needs_critic() and not critic.use_dynamic_bsz:
         if critic.ppo_micro_batch_size_per_gpu is None:
-            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size
+            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size, critics
         if critic.forward_micro_batch_size_per_gpu is None:
-            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size
-    for key, size in used.items():
-        if size % world:
+            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critics
+    for key, (size, dp_size) in used.items():
+        if size % dp_size:
             sentence = (
-                f"counts sequences over all ranks and does not split evenly: {size} = {world} ranks x"
-                f" {size // world} + {size % world}.\n"
-                f"Type {key}_per_gpu={max(1, size // world)}, which counts on one rank."
+                f"counts sequences over all ranks and does not split evenly: {size} = {_ranks(config, dp_size)} x"
+                f" {size // dp_size} + {size % dp_size}.\n"
+                f"Type {key}_per_gpu={max(1, size // dp_size)}, which counts on one rank."
             )
             yield Problem(key, size, sentence, WORLD)
 
@@ -143,7 +179,7 @@ def _token_budgets(config: PPOConfig) -> Iterator[Problem]:
         used[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
     if section.rollout.log_prob_use_dynamic_bsz:
         used[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
-    if config.needs_reference() and section.ref.log_prob_use_dynamic_bsz:
+    if config.needs_reference_model() and section.ref.log_prob_use_dynamic_bsz:
         used[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu
     if config.needs_critic() and critic.use_dynamic_bsz:
         used["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
@@ -220,6 +256,9 @@ def _run(config: PPOConfig) -> Iterator[Problem]:
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
     for key, optim in roles:
         yield from _warmup(key, optim, trainer.total_training_steps)
+    yield from _contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+    if config.needs_critic():
+        yield from _contents("critic.checkpoint", config.critic.checkpoint)
 
 
 def _training_files(paths: Iterable[str]) -> Iterator[Problem]:
@@ -233,14 +272,28 @@ def _warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[
         yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, sentence, ("trainer.total_training_steps",))
 
 
+def _contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    held = checkpoint.save_contents
+    missing = [name for name in RESUMED_FROM if name not in held]
+    if missing:
+        whole = ",".join([*RESUMED_FROM, *(["hf_model"] if "hf_model" in held else [])])
+        sentence = (
+            f"a run goes on from {', '.join(RESUMED_FROM)}: none can be left out, and {', '.join(missing)} would be."
+            f" Type '{key}.save_contents=[{whole}]'."
+        )
+        yield Problem(f"{key}.save_contents", held, sentence)
+
+
 def _sft(config: SFTConfig) -> Iterator[Problem]:
-    data, trainer, world = config.data, config.trainer, config.trainer.world_size
+    data, trainer, dp_size = config.data, config.trainer, _topology(config).dp_size(config.ranks_per_row())
     yield from _name("strategy", config.strategy, ENGINES, "engines")
     for tracker in trainer.logger:
         yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
     batch = data.train_batch_size
-    if batch % world:
-        sentence = f"does not split evenly: {batch} = {world} ranks x {batch // world} + {batch % world}."
+    if batch % dp_size:
+        sentence = (
+            f"does not split evenly: {batch} = {_ranks(config, dp_size)} x {batch // dp_size} + {batch % dp_size}."
+        )
         yield Problem("data.train_batch_size", batch, sentence, WORLD)
     if data.train_max_samples != -1 and data.train_max_samples < batch:
         sentence = f"reads fewer sequences than one step takes: data.train_batch_size={batch}."
@@ -253,3 +306,4 @@ def _sft(config: SFTConfig) -> Iterator[Problem]:
         sentence = "validation needs files. Name some, or type trainer.test_freq=-1."
         yield Problem("data.val_files", None, sentence, ("trainer.test_freq",))
     yield from _warmup("optim", config.optim, trainer.total_training_steps)
+    yield from _contents("checkpoint", config.checkpoint)

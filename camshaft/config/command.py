@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from camshaft.config.loader import HOME, Config, forced, from_container, keys_of, plain, told
@@ -186,3 +186,13 @@ def _as_process(argv: list[str]) -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = full
+
+
+def as_tree(words: list[str]) -> dict[str, Any]:
+    """`["a=1", "b.c=true"]` as nested options, values read as those of a run are."""
+    wrong = [word for word in words if not word.partition("=")[2] or word.startswith("=")]
+    if wrong:
+        raise ConfigError(f"{wrong[0]}: type KEY=VALUE, for instance fsdp_size=2")
+    tree = OmegaConf.to_container(OmegaConf.from_dotlist(words))
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}

@@ -1,6 +1,6 @@
 """From the config of a run to the config of each engine: pure functions, nothing is changed on the way.
 
-    topology = Topology(dp_size=config.trainer.world_size)
+    topology = Topology(config.trainer.world_size)
     engine = build_engine(config.actor_rollout_ref.actor.strategy, actor_engine(config, topology, total_steps))
 
 `total_steps` counts what the learning-rate schedule counts: iterations of the RL trainer, in which a role
@@ -10,13 +10,19 @@ may take many optimizer steps at one rate; in supervised runs, optimizer steps.
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.fields import DType
-from camshaft.config.model import AnyModelConfig, OptimSection
+from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection
+from camshaft.config.roles import ActorConfig, CriticConfig, RefConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
+
+PLAIN = "reference"
+"""The engine that has no layout, no offloading and no compilation: plain torch in one process."""
+ALL_LINEAR = "all-linear"
+"""LoRA's word for every linear layer but the output head."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,9 @@ def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
     if actor.use_dynamic_bsz:
         return MicroBatch(tokens=actor.ppo_max_token_len_per_gpu)
     return MicroBatch(
-        micro_batch_per_rank(actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size, topology.dp_size)
+        micro_batch_per_rank(
+            actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size, config.actor_dp_size(topology)
+        )
     )
 
 
@@ -43,7 +51,8 @@ def log_prob(config: PPOConfig, topology: Topology, of: Literal["rollout", "ref"
     if section.log_prob_use_dynamic_bsz:
         return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)
     per_gpu, older = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, older, topology.dp_size))
+    dp_size = config.actor_dp_size(topology) if of == "rollout" else config.ref_dp_size(topology)
+    return MicroBatch(micro_batch_per_rank(per_gpu, older, dp_size))
 
 
 def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
@@ -52,7 +61,9 @@ def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
     if critic.use_dynamic_bsz:
         return MicroBatch(tokens=critic.ppo_max_token_len_per_gpu)
     return MicroBatch(
-        micro_batch_per_rank(critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size, topology.dp_size)
+        micro_batch_per_rank(
+            critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size, config.critic_dp_size(topology)
+        )
     )
 
 
@@ -62,7 +73,7 @@ def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
     if critic.use_dynamic_bsz:
         return MicroBatch(tokens=critic.forward_max_token_len_per_gpu)
     per_gpu, older = critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, older, topology.dp_size))
+    return MicroBatch(micro_batch_per_rank(per_gpu, older, config.critic_dp_size(topology)))
 
 
 def sft_train(config: SFTConfig) -> MicroBatch:
@@ -75,15 +86,19 @@ def sft_train(config: SFTConfig) -> MicroBatch:
 def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
     """The policy that is trained. Its schedule starts after the iterations of `critic_warmup`."""
     section = config.actor_rollout_ref
+    actor, model = section.actor, section.model
     train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
+    optim = _optim(actor.optim, max(1, total_steps - config.trainer.critic_warmup))
+    options = training_options(actor.strategy, actor.fsdp_config, actor, model.enable_activation_offload)
     return _engine(
         config,
-        _model(section.model, section.model.random_init),
-        section.actor.fsdp_config.model_dtype,
+        _model(model, model.random_init),
+        actor.fsdp_config.model_dtype,
+        options,
         infer,
         train,
-        _optim(section.actor.optim, max(1, total_steps - config.trainer.critic_warmup)),
-        section.actor.grad_clip,
+        optim,
+        actor.grad_clip,
     )
 
 
@@ -92,22 +107,18 @@ def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
     model = _model(section.model, section.model.random_init)
-    return _engine(config, model, section.ref.fsdp_config.model_dtype, infer)
+    options = forward_options(section.actor.strategy, section.ref.fsdp_config, section.ref)
+    return _engine(config, model, section.ref.fsdp_config.model_dtype, options, infer)
 
 
 def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
     """The value function."""
-    critic = config.critic
+    critic, fsdp = config.critic, config.critic.model.fsdp_config
     train, infer = critic_train(config, topology), critic_infer(config, topology)
-    return _engine(
-        config,
-        _model(critic.model, head="value"),
-        critic.model.fsdp_config.model_dtype,
-        infer,
-        train,
-        _optim(critic.optim, total_steps),
-        critic.grad_clip,
-    )
+    optim = _optim(critic.optim, total_steps)
+    options = training_options(critic.strategy, fsdp, critic, critic.model.enable_activation_offload)
+    model = _model(critic.model, head="value")
+    return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
 
 
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
@@ -145,22 +156,18 @@ def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
     """The model of a supervised run. Its batch sizes are those of one rank already."""
-    train = sft_train(config)
-    return _engine(
-        config,
-        _model(config.model, config.model.random_init),
-        config.fsdp_config.model_dtype,
-        train,
-        train,
-        _optim(config.optim, total_steps),
-        config.grad_clip,
-    )
+    train, fsdp = sft_train(config), config.fsdp_config
+    optim = _optim(config.optim, total_steps)
+    options = training_options(config.strategy, fsdp, config, config.model.enable_activation_offload)
+    model = _model(config.model, config.model.random_init)
+    return _engine(config, model, fsdp.model_dtype, options, train, train, optim, config.grad_clip)
 
 
 def _engine(
     config: PPOConfig | SFTConfig,
     model: EngineModel,
     dtype: DType,
+    options: dict[str, Any],
     infer: MicroBatch,
     train: MicroBatch = MicroBatch(),
     optim: OptimConfig | None = None,
@@ -178,7 +185,54 @@ def _engine(
         device=config.trainer.device,
         dtype=dtype,
         seed=config.trainer.seed,
+        options=options,
     )
+
+
+def forward_options(
+    strategy: str,
+    fsdp: FSDPConfig | ForwardFSDPConfig,
+    section: ActorConfig | RefConfig | CriticConfig | SFTConfig,
+) -> dict[str, Any]:
+    """Layout, memory and speed of an engine; engines of other packages are told what the sharded one is.
+
+    The plain engine has none of it: `sharding.py` refuses what asks it for some.
+    """
+    if strategy == PLAIN:
+        return {}
+    units, numbers = fsdp.wrap_policy, fsdp.mixed_precision
+    return {
+        "wrap_policy": {
+            "transformer_layer_cls_to_wrap": units.transformer_layer_cls_to_wrap,
+            "min_num_params": units.min_num_params,
+        },
+        "mixed_precision": {"param_dtype": numbers.param_dtype},
+        "fsdp_size": fsdp.fsdp_size,
+        "reshard_after_forward": fsdp.reshard_after_forward,
+        "forward_prefetch": fsdp.forward_prefetch,
+        "ulysses_sequence_parallel_size": section.ulysses_sequence_parallel_size,
+        "tensor_parallel_size": fsdp.tensor_parallel_size,
+        "param_offload": fsdp.param_offload,
+        "offload_policy": fsdp.offload_policy,
+        "use_torch_compile": section.use_torch_compile,
+    }
+
+
+def training_options(
+    strategy: str, fsdp: FSDPConfig, section: ActorConfig | CriticConfig | SFTConfig, activation_offload: bool
+) -> dict[str, Any]:
+    """The same, and what only training knows."""
+    options = forward_options(strategy, fsdp, section)
+    if not options:
+        return {}
+    numbers = options["mixed_precision"] | {"reduce_dtype": fsdp.mixed_precision.reduce_dtype}
+    return options | {
+        "mixed_precision": numbers,
+        "grad_offload": fsdp.grad_offload,
+        "optimizer_offload": fsdp.optimizer_offload,
+        "activation_offload": activation_offload,
+        "async_save": section.checkpoint.async_save,
+    }
 
 
 def _model(
@@ -192,12 +246,28 @@ def _model(
         external_lib=model.external_lib,
         trust_remote_code=model.trust_remote_code,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing,
+        gradient_checkpointing_mode=model.gradient_checkpointing_mode,
+        lora=_lora(model),
+    )
+
+
+def _lora(model: AnyModelConfig) -> LoRAConfig | None:
+    if not model.lora_rank:
+        return None
+    return LoRAConfig(
+        rank=model.lora_rank,
+        alpha=model.lora_alpha,
+        target_modules=ALL_LINEAR if model.target_modules == (ALL_LINEAR,) else model.target_modules,
+        exclude_modules=model.exclude_modules,
+        adapter_path=model.lora_adapter_path,
     )
 
 
 def _optim(optim: OptimSection, total_steps: int) -> OptimConfig:
     total = total_steps if optim.total_training_steps == -1 else optim.total_training_steps
     return OptimConfig(
+        optimizer=optim.optimizer,
+        override_optimizer_config=optim.override_optimizer_config,
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,

@@ -17,6 +17,20 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
+class LoRAConfig(Frozen):
+    """Low-rank adapters on linear layers; the base weights are frozen."""
+
+    rank: int = Field(ge=1)
+    alpha: float = Field(default=16, gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Endings of layer names, or "all-linear": every linear layer but the output head."""
+    exclude_modules: tuple[str, ...] = ()
+    """Endings of layer names that are left alone."""
+    adapter_path: str | None = None
+    """Folder of an adapter in PEFT's layout to start from; None: a fresh one, which changes nothing at first."""
+
+
 class EngineModel(Frozen):
     """Which model, with which head."""
 
@@ -32,19 +46,27 @@ class EngineModel(Frozen):
     """Comma-separated modules to import before the model is built."""
     trust_remote_code: bool = False
     enable_gradient_checkpointing: bool = False
+    gradient_checkpointing_mode: Literal["full", "selective"] = "full"
+    """full recomputes whole layers; selective keeps the results of matrix products and attention."""
+    lora: LoRAConfig | None = None
+    """None: all weights are trained."""
 
 
 class OptimConfig(Frozen):
-    """AdamW with linear warm-up, then constant or cosine."""
+    """The optimizer, and its rate: linear warm-up, then constant, cosine or linear."""
 
+    optimizer: str = "AdamW"
+    """A name in torch.optim, or `package.module:Class`."""
+    override_optimizer_config: dict[str, Any] = Field(default_factory=dict)
+    """More arguments of the optimizer, by its own names; they win over those below."""
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.01, ge=0)
-    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
     total_training_steps: int = -1
-    """Steps of the schedule in the whole run; the cosine shape needs it."""
+    """Steps of the schedule in the whole run; the cosine and linear shapes need it."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     num_cycles: float = Field(default=0.5, gt=0)
 

@@ -78,6 +78,11 @@ Paths = Annotated[
     Says("a path or a list of paths"),
 ]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Says("a list of names")]
+Contents = Annotated[
+    tuple[Literal["model", "optimizer", "extra", "hf_model"], ...],
+    BeforeValidator(_as_tuple),
+    Says("a list of model, optimizer, extra, hf_model"),
+]
 Modules = Annotated[str, BeforeValidator(_joined), Says("a module, or several with commas between")]
 OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Says("-1 (off), or a whole number of 1 or more")]
 Betas = Annotated[

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from camshaft.config.model import AnyModelConfig
 from camshaft.config.problems import Problem
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
@@ -22,6 +23,12 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
     if config.needs_critic():
         yield from model_folder("critic.model.path", config.critic.model.path)
         yield from _critic_tokenizer(config)
+    models = {
+        "actor_rollout_ref.model": model,
+        **({"critic.model": config.critic.model} if config.needs_critic() else {}),
+    }
+    for key, of in models.items():
+        yield from adapter_folder(key, of)
     if trainer.resume_from_path is not None:
         yield from folder("trainer.resume_from_path", trainer.resume_from_path)
     path = config.custom_reward_function.path
@@ -34,6 +41,7 @@ def sft_files(config: SFTConfig) -> Iterator[Problem]:
     yield from data_files("data.train_files", config.data.train_files)
     yield from data_files("data.val_files", config.data.val_files)
     yield from model_folder("model.path", config.model.path)
+    yield from adapter_folder("model", config.model)
 
 
 def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
@@ -58,6 +66,13 @@ def model_folder(key: str, path: str) -> Iterator[Problem]:
         hint = f"\nIf it is a name on the Hugging Face hub: hf download {path} --local-dir models/{name}"
         hint += f"\nand type {key}=models/{name}"
     yield _missing(key, path, "folder", hint)
+
+
+def adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
+    """The adapter that training starts from, if one is named."""
+    path = model.lora_adapter_path
+    if path is not None and model.lora_rank:
+        yield from folder(f"{key}.lora_adapter_path", path)
 
 
 def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:

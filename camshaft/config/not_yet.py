@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from camshaft.config.fields import Section, is_path
-from camshaft.config.problems import Problem
+from camshaft.config.problems import Problem, grouped
 from camshaft.config.tree import get, leaf_fields
 
 Asks = Callable[[Any], bool]
@@ -18,7 +18,10 @@ Asks = Callable[[Any], bool]
 
 @dataclass(frozen=True)
 class NotYet:
-    """These keys ask for a missing feature where `asks(value)`; the sentence says what to type instead."""
+    """These keys ask for a missing feature where `asks(value)`; the sentence says what to type instead.
+
+    In it `{key}` is the first of the keys, and `{section}` what that is in.
+    """
 
     keys: tuple[str, ...]
     asks: Asks
@@ -41,23 +44,17 @@ def _above(limit: int) -> Asks:
     return lambda value: value > limit
 
 
-_FSDP = (
-    "actor_rollout_ref.actor.fsdp_config",
-    "actor_rollout_ref.ref.fsdp_config",
-    "critic.model.fsdp_config",
-    "fsdp_config",
-)
 ROLLOUT_DEVICES = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-_OFFLOADS = tuple(f"{section}.{part}_offload" for section in _FSDP for part in ("param", "grad", "optimizer"))
-_NO_MASTER_WEIGHTS = (
-    "float32 master weights are not there yet, and training in pure bfloat16 loses updates smaller than its rounding."
+_NO_PURE_BFLOAT16 = (
+    "training in pure bfloat16 loses updates smaller than its rounding: keep float32 weights and compute in bfloat16."
+    " Type {key}=float32 {section}.mixed_precision.param_dtype=bfloat16."
 )
 
 NOT_YET = (
     NotYet(
         ("actor_rollout_ref.actor.strategy", "critic.strategy", "strategy"),
-        _is("fsdp", "fsdp1", "fsdp2", "megatron", "torchtitan"),
-        "is not there yet. Type {key}=reference: plain torch, one process.",
+        _is("megatron", "torchtitan"),
+        "is not there yet. Type {key}=fsdp, or {key}=reference: plain torch, one process.",
     ),
     NotYet(
         ("actor_rollout_ref.rollout.name",),
@@ -65,9 +62,9 @@ NOT_YET = (
         "is not there yet. Type {key}=torch (built in), or hf (transformers.generate).",
     ),
     NotYet(
-        ("trainer.nnodes", "trainer.n_gpus_per_node"),
+        ("trainer.nnodes",),
         _above(1),
-        "more than one training process is not there yet. Type {key}=1.",
+        "many machines need the Ray controller, which is not there yet. Type {key}=1.",
     ),
     NotYet(
         (ROLLOUT_DEVICES,),
@@ -75,21 +72,13 @@ NOT_YET = (
         "a generator on several devices is not there yet. Type {key}=1. (The default, 2, is read by vllm alone.)",
     ),
     NotYet(
-        ("actor_rollout_ref.actor.fsdp_config.model_dtype", "critic.model.fsdp_config.model_dtype"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.model_dtype",
+            "critic.model.fsdp_config.model_dtype",
+            "fsdp_config.model_dtype",
+        ),
         _is("bfloat16"),
-        f"{_NO_MASTER_WEIGHTS} Type {{key}}=float32. (The reference and the rollout may be bfloat16.)",
-    ),
-    NotYet(("fsdp_config.model_dtype",), _is("bfloat16"), f"{_NO_MASTER_WEIGHTS} Type {{key}}=float32."),
-    NotYet(_OFFLOADS, _is_true, "offloading is not there yet. Type {key}=false."),
-    NotYet(
-        tuple(f"{section}.wrap_policy.transformer_layer_cls_to_wrap" for section in _FSDP),
-        _is_set,
-        "sharding is not there yet. Type {key}=null.",
-    ),
-    NotYet(
-        tuple(f"{section}.wrap_policy.min_num_params" for section in _FSDP),
-        _above(0),
-        "sharding is not there yet. Type {key}=0.",
+        _NO_PURE_BFLOAT16,
     ),
     NotYet(
         ("reward_model.enable",),
@@ -150,31 +139,36 @@ READ_LATER = {
 """Key -> the missing feature that will read it."""
 
 
+MAY_BE_REMOTE = frozenset({"trainer.default_hdfs_dir"})
+"""Keys of folders that something is copied to, and that may be URLs of other file systems."""
+
+_NOT_REMOTE = (
+    "a remote file system is not there yet for this key: the copies in trainer.default_hdfs_dir are all that may be on "
+    "one. Give a local path."
+)
+
+
 def refusals(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Problem]:
     """Every value of a valid config that asks for a missing feature; keys that share a cause come as one."""
     known = leaf_fields(schema)
     for entry in NOT_YET:
         keys = [key for key in entry.keys if key in known and entry.asks(get(tree, key))]
         if keys:
-            yield _grouped(keys, get(tree, keys[0]), entry.sentence.format(key=keys[0]))
+            sentence = entry.sentence.format(key=keys[0], section=keys[0].rpartition(".")[0])
+            yield grouped(keys, get(tree, keys[0]), sentence)
     yield from _remote_paths(tree, schema)
 
 
 def _remote_paths(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Problem]:
     found: dict[str, list[str]] = {}
     for key, field in leaf_fields(schema).items():
-        if is_path(field) and key not in READ_LATER:
+        if is_path(field) and key not in READ_LATER and key not in MAY_BE_REMOTE:
             value = get(tree, key)
             for path in [value] if isinstance(value, str) else value or ():
                 if "://" in path:
                     found.setdefault(path, []).append(key)
     for path, keys in found.items():
-        yield _grouped(keys, path, "remote file systems are not there yet. Give a local path.")
-
-
-def _grouped(keys: list[str], value: Any, sentence: str) -> Problem:
-    also = f"\nLikewise {', '.join(keys[1:])}." if keys[1:] else ""
-    return Problem(keys[0], value, sentence + also, tuple(keys[1:]))
+        yield grouped(keys, path, _NOT_REMOTE)
 
 
 def later(key: str) -> str | None:

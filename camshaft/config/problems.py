@@ -3,7 +3,7 @@
 raise ConfigError(report([Problem("trainer.seed", "abc", "must be a whole number of 0 or more")]))
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,12 @@ class Problem:
 
     def rests_on(self, keys: Iterable[str]) -> bool:
         return any(overlap(mine, key) for key in keys for mine in (self.key, *self.others))
+
+
+def grouped(keys: Sequence[str], value: Any, sentence: str) -> Problem:
+    """Several keys with one cause as one problem."""
+    also = f"\nLikewise {', '.join(keys[1:])}." if keys[1:] else ""
+    return Problem(keys[0], value, sentence + also, tuple(keys[1:]))
 
 
 ABSENT = object()

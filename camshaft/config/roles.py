@@ -10,7 +10,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from camshaft.config.fields import DType, KLPenalty, LossAggMode, Path, Section, Text
-from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, ModelConfig, OptimSection
+from camshaft.config.model import (
+    AnyModelConfig,
+    CheckpointConfig,
+    ForwardFSDPConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimSection,
+)
 
 LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
 
@@ -47,6 +54,13 @@ class ActorConfig(Section):
     shuffle: bool = Field(description="Draw mini-batches in a new order every epoch.")
     optim: OptimSection = Field(description="Optimizer and schedule of the actor.")
     fsdp_config: FSDPConfig = Field(description="Number format and sharding of the actor.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    checkpoint: CheckpointConfig = Field(description="How checkpoints are written.")
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute one row together."""
+        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
 
     def clip_range(self) -> tuple[float, float]:
         """(low, high): the ratio of probabilities is clipped to 1 - low .. 1 + high."""
@@ -56,15 +70,24 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
-    """The frozen policy that the KL divergence is measured from; the actor's model and strategy."""
+    """The frozen policy that the KL divergence is measured from; the actor's model and strategy.
+
+    With model.lora_rank above 0 it is the actor's own engine without its adapter, and nothing here is read.
+    """
 
     fsdp_config: ForwardFSDPConfig = Field(description="Number format and sharding of the reference.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
     log_prob_micro_batch_size: int = Field(ge=1, description="Older: sequences per forward pass, over all ranks.")
     log_prob_micro_batch_size_per_gpu: int | None = Field(
         ge=1, description="Sequences per forward pass on one rank; wins over log_prob_micro_batch_size."
     )
     log_prob_use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens, not sequences.")
     log_prob_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per forward pass on one rank.")
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute one row together."""
+        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
 
 
 class ValKwargs(Section):
@@ -151,3 +174,10 @@ class CriticConfig(Section):
     grad_clip: float = Field(gt=0, description="Longest gradient; a longer one is scaled down to it.")
     cliprange_value: float = Field(gt=0, description="The new value is clipped to the old one +- this.")
     loss_agg_mode: LossAggMode = Field(description="How the losses of tokens become one number.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    checkpoint: CheckpointConfig = Field(description="How checkpoints are written.")
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute one row together."""
+        return self.ulysses_sequence_parallel_size * self.model.fsdp_config.tensor_parallel_size

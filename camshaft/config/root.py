@@ -11,7 +11,7 @@ from camshaft.config.data import DataConfig
 from camshaft.config.fields import Section
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.roles import ActorRolloutRefConfig, CriticConfig
-from camshaft.config.topology import Topology
+from camshaft.config.topology import Topology, share
 from camshaft.config.trainer import TrainerConfig
 
 
@@ -34,6 +34,10 @@ class PPOConfig(Section):
         """Whether anything measures the divergence from the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
+    def needs_reference_model(self) -> bool:
+        """Whether that policy is a model of its own; with an adapter it is the actor's model without it."""
+        return self.needs_reference() and self.actor_rollout_ref.model.lora_rank == 0
+
     def data_seed(self) -> int:
         """Seed of the order of training prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
@@ -42,13 +46,31 @@ class PPOConfig(Section):
         """Folder of the tokenizer that prompts and responses are in."""
         return self.data.tokenizer or self.actor_rollout_ref.model.path
 
+    def actor_dp_size(self, topology: Topology) -> int:
+        """Ranks, or groups of ranks, that split the actor's batches."""
+        return topology.dp_size(self.actor_rollout_ref.actor.ranks_per_row())
+
+    def ref_dp_size(self, topology: Topology) -> int:
+        """The same of the reference."""
+        section = self.actor_rollout_ref.ref if self.needs_reference_model() else self.actor_rollout_ref.actor
+        return topology.dp_size(section.ranks_per_row())
+
+    def critic_dp_size(self, topology: Topology) -> int:
+        """The same of the critic."""
+        return topology.dp_size(self.critic.ranks_per_row())
+
+    def actor_mini_batch(self) -> int:
+        """Sequences of one optimizer step of the actor, over all ranks."""
+        return self.actor_rollout_ref.actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
+
+    def critic_mini_batch(self) -> int:
+        """The same of the critic."""
+        return self.critic.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
+
     def actor_mini_batch_per_rank(self, topology: Topology) -> int:
         """Sequences of one optimizer step of the actor on one rank."""
-        return self._mini_batch_per_rank(self.actor_rollout_ref.actor.ppo_mini_batch_size, topology)
+        return share(self.actor_mini_batch(), self.actor_dp_size(topology), "sequences of a mini-batch")
 
     def critic_mini_batch_per_rank(self, topology: Topology) -> int:
-        """Sequences of one optimizer step of the critic on one rank."""
-        return self._mini_batch_per_rank(self.critic.ppo_mini_batch_size, topology)
-
-    def _mini_batch_per_rank(self, num_prompts: int, topology: Topology) -> int:
-        return topology.share(num_prompts * self.actor_rollout_ref.rollout.n, "sequences of a mini-batch")
+        """The same of the critic."""
+        return share(self.critic_mini_batch(), self.critic_dp_size(topology), "sequences of a mini-batch")

@@ -6,7 +6,7 @@ from pydantic import Field
 
 from camshaft.config.data import Truncation
 from camshaft.config.fields import Names, OffOrPositive, Path, Paths, Section, Text
-from camshaft.config.model import FSDPConfig, ModelConfig, OptimSection
+from camshaft.config.model import CheckpointConfig, FSDPConfig, ModelConfig, OptimSection
 
 
 class SFTDataConfig(Section):
@@ -37,14 +37,14 @@ class SFTTrainerConfig(Section):
     project_name: Text = Field(description="Groups runs in the trackers and in the default folder of checkpoints.")
     experiment_name: Text = Field(description="Names this run.")
     logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
-    device: Literal["cpu", "cuda"] = Field(description="Where the model lives.")
+    device: Text = Field(description="Where the model lives: cpu, cuda, or another device that PyTorch knows.")
     nnodes: int = Field(ge=1, description="Machines.")
     n_gpus_per_node: int = Field(ge=1, description="Training processes per machine, one per device.")
     save_freq: OffOrPositive = Field(description="Steps between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Steps between validations; -1 for none.")
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(
-        description="Second place that checkpoints are copied to; null for none. "
+        description="Second place that checkpoints are copied to, a folder or a URL (hdfs://, s3://); null for none. "
         "Only written: old copies are not removed, and resuming does not look there yet."
     )
     max_ckpt_to_keep: int | None = Field(ge=1, description="Checkpoints kept, newest first; null: all.")
@@ -71,7 +71,14 @@ class SFTConfig(Section):
     optim: OptimSection = Field(description="Optimizer and schedule; one step of the schedule is one optimizer step.")
     grad_clip: float = Field(gt=0, description="Longest gradient; a longer one is scaled down to it.")
     fsdp_config: FSDPConfig = Field(description="Number format and sharding of the model.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    checkpoint: CheckpointConfig = Field(description="How checkpoints are written.")
     trainer: SFTTrainerConfig = Field(description="The run as a whole.")
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute one row together."""
+        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
 
     def data_seed(self) -> int:
         """Seed of the order of training rows."""

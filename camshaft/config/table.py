@@ -16,55 +16,70 @@ from camshaft.config.topology import Topology
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One line: a number of the actor, of the critic (None without one), and where it is from."""
+    """One line: a number of each role (None where it has none), and where it is from."""
 
     what: str
     actor: int | str
+    ref: int | str | None
     critic: int | str | None
     how: str
 
 
 def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
-    """The rows, from an iteration's prompts to its optimizer steps. Of a config that was checked."""
-    actor = _column(
+    """The rows, from an iteration's prompts to its optimizer steps. Of a config that was checked.
+
+    The reference has a column where it is a model of its own.
+    """
+    actor: dict[str, int | str] = {RANKS: config.actor_dp_size(topology)} | _column(
         config,
         config.actor_rollout_ref.actor.ppo_mini_batch_size,
         config.actor_mini_batch_per_rank(topology),
         config.actor_rollout_ref.actor.ppo_epochs,
         (actor_train(config, topology), log_prob(config, topology, "rollout")),
     )
-    if not config.needs_critic():
-        return [BatchRow(what, actor[what], None, how) for what, how in _ROWS.items()]
-    critic = _column(
-        config,
-        config.critic.ppo_mini_batch_size,
-        config.critic_mini_batch_per_rank(topology),
-        config.critic.ppo_epochs,
-        (critic_train(config, topology), critic_infer(config, topology)),
-    )
-    return [BatchRow(what, actor[what], critic[what], how) for what, how in _ROWS.items()]
+    ref: dict[str, int | str] = {}
+    if config.needs_reference_model():
+        ref = {RANKS: config.ref_dp_size(topology), FORWARD: _size(log_prob(config, topology, "ref"))}
+    critic: dict[str, int | str] = {}
+    if config.needs_critic():
+        critic = {RANKS: config.critic_dp_size(topology)} | _column(
+            config,
+            config.critic.ppo_mini_batch_size,
+            config.critic_mini_batch_per_rank(topology),
+            config.critic.ppo_epochs,
+            (critic_train(config, topology), critic_infer(config, topology)),
+        )
+    return [BatchRow(what, actor[what], ref.get(what), critic.get(what), how) for what, how in _ROWS.items()]
 
 
 def render_batch_table(rows: Sequence[BatchRow]) -> str:
     """The table as text."""
-    cells = [("", "actor", "critic", "")]
-    cells += [(row.what, str(row.actor), "-" if row.critic is None else str(row.critic), row.how) for row in rows]
+    cells = [("", "actor", "ref", "critic", "")]
+    cells += [(row.what, _cell(row.actor), _cell(row.ref), _cell(row.critic), row.how) for row in rows]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     lines = [
-        f"{what:<{widths[0]}}  {actor:>{widths[1]}}  {critic:>{widths[2]}}  {how}" for what, actor, critic, how in cells
+        "  ".join([f"{what:<{widths[0]}}", *(f"{n:>{w}}" for n, w in zip(numbers, widths[1:], strict=True)), how])
+        for what, *numbers, how in cells
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
+def _cell(number: int | str | None) -> str:
+    return "-" if number is None else str(number)
+
+
+RANKS = "ranks with rows of their own"
+FORWARD = "forward micro-batch per rank"
 _ROWS = {
+    RANKS: "ranks / (sequence x tensor parallel)",
     "prompts per iteration": "data.train_batch_size",
     "sequences per iteration": "prompts x rollout.n",
     "sequences per mini-batch": "ppo_mini_batch_size x rollout.n",
     "mini-batches per epoch": "sequences / mini-batch",
-    "mini-batch per rank": "sequences of a mini-batch / ranks",
+    "mini-batch per rank": "sequences of a mini-batch / ranks with rows of their own",
     "micro-batch per rank": "one forward and backward pass",
     "micro-batches per mini-batch": "passes of a rank for one optimizer step",
-    "forward micro-batch per rank": "one pass that computes log-probs, or values",
+    FORWARD: "one pass that computes log-probs, or values",
     "epochs": "ppo_epochs",
     "optimizer steps per iteration": "mini-batches x epochs",
 }
@@ -89,7 +104,7 @@ def _column(
         epochs,
         mini_batches * epochs,
     ]
-    return dict(zip(_ROWS, values, strict=True))
+    return dict(zip((what for what in _ROWS if what != RANKS), values, strict=True))
 
 
 def _size(micro: MicroBatch) -> int | str:

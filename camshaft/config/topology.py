@@ -1,4 +1,8 @@
-"""How many ranks split a batch, and what one of them gets."""
+"""How many ranks split a batch, and what one of them gets.
+
+topology = Topology(world_size=8)
+config.actor_dp_size(topology)          # 4, where two ranks compute each row together
+"""
 
 from dataclasses import dataclass
 
@@ -7,18 +11,23 @@ from camshaft.errors import ConfigError
 
 @dataclass(frozen=True)
 class Topology:
-    """`dp_size` ranks split every batch between them."""
+    """The ranks of a run. How many of them compute one row together is a matter of each role."""
 
-    dp_size: int = 1
+    world_size: int = 1
 
-    def share(self, count_global: int, what: str) -> int:
-        """One rank's part of a global count; an error where it does not come out even."""
-        share, rest = divmod(count_global, self.dp_size)
-        if rest or not share:
-            raise ConfigError(f"{what}: {count_global} do not split evenly over {self.dp_size} ranks")
-        return share
+    def dp_size(self, ranks_per_row: int = 1) -> int:
+        """Ranks, or groups of ranks, with rows of their own."""
+        return max(1, self.world_size // ranks_per_row)
+
+
+def share(count_global: int, dp_size: int, what: str) -> int:
+    """One rank's part of a global count; an error where it does not come out even."""
+    part, rest = divmod(count_global, dp_size)
+    if rest or not part:
+        raise ConfigError(f"{what}: {count_global} do not split evenly over {dp_size} ranks")
+    return part
 
 
 def micro_batch_per_rank(per_gpu: int | None, older_global: int, dp_size: int) -> int:
     """Sequences of one pass on one rank: `per_gpu` if set, else the rank's share of the older key's number."""
-    return per_gpu if per_gpu is not None else Topology(dp_size).share(older_global, "sequences of a micro-batch")
+    return per_gpu if per_gpu is not None else share(older_global, dp_size, "sequences of a micro-batch")

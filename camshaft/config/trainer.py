@@ -17,14 +17,14 @@ class TrainerConfig(Section):
     logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
     nnodes: int = Field(ge=1, description="Machines.")
     n_gpus_per_node: int = Field(ge=1, description="Training processes per machine, one per device.")
-    device: Literal["cpu", "cuda"] = Field(description="Where models live.")
+    device: Text = Field(description="Where models live: cpu, cuda, or another device that PyTorch knows.")
     save_freq: OffOrPositive = Field(description="Iterations between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Iterations between validations; -1 for none.")
     val_before_train: bool = Field(description="Validate once before the first iteration.")
     log_val_generations: int = Field(ge=0, description="Validation responses written out each time.")
     critic_warmup: int = Field(ge=0, description="Iterations at the start that train the critic alone.")
     default_hdfs_dir: Path | None = Field(
-        description="Second place that checkpoints are copied to; null for none. "
+        description="Second place that checkpoints are copied to, a folder or a URL (hdfs://, s3://); null for none. "
         "Only written: old copies are not removed, and resuming does not look there yet."
     )
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")

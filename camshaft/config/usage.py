@@ -18,12 +18,13 @@ usage: camshaft ppo key=value ...        train with PPO and its kin
 Every run needs:
   data.train_files=FILE data.val_files=FILE                   parquet
   actor_rollout_ref.model.path=FOLDER critic.model.path=FOLDER    the critic's for algorithm.adv_estimator=gae only
-  actor_rollout_ref.actor.strategy=reference actor_rollout_ref.rollout.name=torch
-  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu
+  actor_rollout_ref.rollout.name=torch
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+  actor_rollout_ref.actor.strategy=fsdp                       or reference: plain torch, one process
 All keys: camshaft config show. One of them: camshaft config explain KEY
 
 {_OPTIONS}
-example (with the four lines above):
+example (with the lines above):
   camshaft ppo ... algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6
 """,
     SFTConfig: f"""\
@@ -32,12 +33,13 @@ usage: camshaft sft key=value ...        supervised fine-tuning
 Every run needs:
   data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
   model.path=FOLDER
-  strategy=reference trainer.device=cuda                      or cpu
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+  strategy=fsdp                                               or reference: plain torch, one process
 All keys: camshaft config show --trainer sft. One of them: camshaft config explain --trainer sft KEY
 
 {_OPTIONS}
 example:
-  camshaft sft data.train_files=train.parquet data.val_files=null model.path=models/mine strategy=reference
+  camshaft sft data.train_files=train.parquet data.val_files=null model.path=models/mine
 """,
 }
 """By the schema of the command's config."""

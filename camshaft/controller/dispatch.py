@@ -25,6 +25,8 @@ from camshaft.seat import Seat
 F = TypeVar("F", bound=Callable[..., Any])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+RANKS = "ranks"
+"""Key of a merged result's meta_info: the meta_info of each dp_rank."""
 _MODE = "__dispatch_mode__"
 
 
@@ -40,7 +42,8 @@ class Dispatch(Enum):
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Every DataProto is cut into dp_size equal parts and a rank gets part dp_rank, other arguments go to
     all; the results of the ranks that collect are put together in the order of dp_rank, with the
-    meta_info of dp_rank 0. Such a method returns a DataProto, or None on all ranks."""
+    meta_info of dp_rank 0 and, where they are several, all of theirs as a list under `RANKS`.
+    Such a method returns a DataProto, or None on all ranks."""
 
 
 def register(dispatch_mode: Dispatch) -> Callable[[F], F]:
@@ -109,7 +112,9 @@ def gather(mode: Dispatch, seats: Sequence[Seat], results: Sequence[Any]) -> Any
                 f"a DP_COMPUTE_PROTO method returned {type(result).__name__} on rank {rank}; such a method returns "
                 "a DataProto, or None on all ranks (numbers go into its meta_info)"
             )
-    return kept[0] if len(kept) == 1 else DataProto.concat(kept)
+    if len(kept) == 1:
+        return kept[0]
+    return DataProto.concat(kept).with_meta(**{RANKS: [part.meta_info for part in kept]})
 
 
 def _collectors(seats: Sequence[Seat]) -> list[int]:

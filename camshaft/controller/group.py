@@ -50,8 +50,8 @@ class Ranks(ABC):
     """The running ranks of one role, as a backend offers them."""
 
     @abstractmethod
-    def seats(self) -> list[Seat]:
-        """The seat of each rank, now."""
+    def seats(self, method: str) -> list[Seat]:
+        """The seat of each rank for a call of `method`, now."""
 
     @abstractmethod
     def call(self, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> list[Any]:
@@ -91,7 +91,7 @@ class Proxy:
         world = self._launch.world_size
         # A role may know its seat only after it has built its model, so other modes must not ask for it.
         split = mode is Dispatch.DP_COMPUTE_PROTO
-        seats = self._ranks.seats() if split else [Seat(rank=rank, world=world) for rank in range(world)]
+        seats = self._ranks.seats(name) if split else [Seat(rank=rank, world=world) for rank in range(world)]
         calls = scatter(mode, seats, args, kwargs)
         return gather(mode, seats, self._ranks.call(name, calls, keeps(mode, seats)))
 

@@ -75,8 +75,8 @@ class InProcess(Ranks):
             launch.role_class, Place(device=_device(0, 1)), launch.args, launch.kwargs
         )
 
-    def seats(self) -> list[Seat]:
-        return [self._running().seat]
+    def seats(self, method: str) -> list[Seat]:
+        return [self._running().seat_for(method)]
 
     def call(self, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> list[Any]:
         (call,) = calls
@@ -112,8 +112,8 @@ class Processes(Ranks):
             self._end("it could not be started")
             raise
 
-    def seats(self) -> list[Seat]:
-        return self._ask("seat", [("seat",)] * self._launch.world_size)
+    def seats(self, method: str) -> list[Seat]:
+        return self._ask(f"seat_for({method})", [("seat_for", method)] * self._launch.world_size)
 
     def call(self, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> list[Any]:
         # Ranks that share a call share its message too, so that it is pickled once.

@@ -82,9 +82,9 @@ class _Rank:
         init_process_group(self._place)
         self._role = build_worker(role_class, self._place, args, kwargs)
 
-    def seat(self) -> Any:
+    def seat_for(self, method: str) -> Any:
         assert self._role is not None
-        return self._role.seat
+        return self._role.seat_for(method)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
         result = methodcaller(method, *args, **kwargs)(self._role)

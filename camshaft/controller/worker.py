@@ -61,6 +61,10 @@ class Worker:
         """Data-parallel over all ranks, unless a role says otherwise. Read before every call that splits a batch."""
         return Seat(rank=self.rank, world=self.world, dp_rank=self.rank, dp_size=self.world)
 
+    def seat_for(self, method: str) -> Seat:
+        """The seat by which a call of `method` is split; a role made of several engines may have several."""
+        return self.seat
+
 
 def build_worker(role_class: type[R], place: Place, args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
     """`role_class(*args, **kwargs)` at `place`."""
@@ -71,12 +75,14 @@ def build_worker(role_class: type[R], place: Place, args: Sequence[Any], kwargs:
 
 
 def init_process_group(place: Place) -> None:
-    """Meet the other ranks: gloo for tensors on the CPU, and NCCL beside it for a rank with a CUDA device."""
+    """Meet the other ranks: gloo for tensors on the CPU, and beside it what a rank's accelerator has."""
     assert place.rendezvous is not None
-    if place.device != "cpu":
+    kind, backend = torch.device(place.device).type, "gloo"
+    if kind != "cpu":
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
         torch.accelerator.set_device_index(torch.device(place.device).index)  # a barrier uses the current one
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if place.device.startswith("cuda") else "gloo",
+        backend,
         init_method=place.rendezvous,
         rank=place.rank,
         world_size=place.world,

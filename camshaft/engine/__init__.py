@@ -24,7 +24,12 @@ __all__ = [
     "engine_class",
 ]
 
-ENGINES = {"reference": "camshaft.engine.reference:ReferenceEngine"}
+ENGINES = {
+    "reference": "camshaft.engine.reference:ReferenceEngine",
+    "fsdp": "camshaft.engine.fsdp:FSDPEngine",
+    "fsdp2": "camshaft.engine.fsdp:FSDPEngine",
+    "fsdp1": "camshaft.engine.fsdp:FSDP1Engine",
+}
 
 
 def engine_class(strategy: str) -> type[BaseEngine]:

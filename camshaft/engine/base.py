@@ -169,20 +169,29 @@ class BaseEngine(ABC):
         """Where this rank sits; known after `init_model`."""
 
     @abstractmethod
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face names with full tensors, one at a time, the same order on every rank.
 
+        An adapter is merged into the weights that are handed out (not inside `disable_adapter`), and these have
+        the names of the plain model. `adapter_only` gives the adapter itself, with a value or reward head trained
+        beside it, under the names of PEFT's files; an error if there is none.
         The receiver may keep a tensor: it is the live weight or a fresh copy, never a reused buffer.
         """
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """The base model without its adapter inside the context; an error if there is no adapter."""
+        """The base model without its adapter inside the context; an error if there is no adapter.
+
+        A value or reward head is no part of the adapter: it stays as it is.
+        """
 
     @property
     @abstractmethod
     def skipped_steps(self) -> int:
         """How many optimizer steps were skipped because the gradient was not finite."""
+
+    def wait_for_checkpoint(self) -> None:  # noqa: B027 - most engines have nothing to wait for
+        """Return when no checkpoint is being written; an engine that writes in the background says so here."""
 
     # -- written once, in terms of the above ------------------------------------------------------
 

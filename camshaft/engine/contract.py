@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import contract_files as files
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
+from camshaft.engine.contract_adapter import adapter
 from camshaft.engine.lab import Lab, close, same_bits
-from camshaft.engine.plain import plain_outputs, plain_step
+from camshaft.engine.plain import plain_outputs
 from camshaft.rules import Finding, Rule, expect, expect_error, rules_of, run_rules
 
 
@@ -51,9 +52,7 @@ def predictions(lab: Lab) -> None:
     """log_probs, entropy, values and scores equal a plain forward of each row alone; zero outside loss_mask."""
     for head, outputs in OUTPUTS_OF_HEAD.items():
         engine = lab.build(head=head, random_init=head == "reward")
-        context = StepContext(outputs=outputs, temperature=0.7)
-        with engine.eval_mode():
-            found = engine.infer_batch(lab.batch, context)
+        found = lab.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         oracle = plain_outputs(lab.plain_model(engine, head), lab.batch, head, temperature=0.7)
         expect(set(found) == set(outputs), f"asked a {head} engine for {outputs}, got {sorted(found)}")
         for name in outputs:
@@ -121,7 +120,7 @@ def step_equals_plain(lab: Lab) -> None:
     """Loss, gradient norm (before clipping) and every gradient equal a plain loop over single rows."""
     for head in ("causal_lm", "value"):
         engine = lab.build(head=head)
-        loss, norm, gradients = plain_step(lab.plain_model(engine, head), lab.batch, head)
+        loss, norm, gradients = lab.plain_gradients(engine, head)
         found = lab.step(engine, lab.batch)
         close(torch.tensor(found.loss), torch.tensor(loss), lab.tolerance, f"loss of a {head} engine")
         close(
@@ -137,6 +136,18 @@ def norm_is_before_clipping(lab: Lab) -> None:
     close(torch.tensor(tight.grad_norm), torch.tensor(free.grad_norm), lab.tolerance, "the norm with a tight clip")
     clipped = math.sqrt(sum(float((g.double() ** 2).sum()) for g in tight.gradients.values()))
     expect(abs(clipped - 1e-3) < 1e-4, f"grad_clip=0.001, but the gradient applied had norm {clipped:.6f}")
+
+
+def step_outside_train_mode(lab: Lab) -> None:
+    """optimizer_step after train_mode has ended is the step it would have been inside."""
+    inside, outside = lab.build(), lab.build()
+    wanted = lab.step(inside, lab.batch)
+    outside.optimizer_zero_grad()
+    with outside.train_mode():
+        _, loss, _ = outside.forward_backward_step(lab.share(outside, lab.batch))
+    norm = outside.optimizer_step()
+    expect((float(loss), norm) == (wanted.loss, wanted.grad_norm), "loss or norm differ from a step inside train_mode")
+    same_bits(lab.weights(outside), lab.weights(inside), "weights after a step outside train_mode")
 
 
 def split_invariance(lab: Lab) -> None:
@@ -172,7 +183,7 @@ def context(lab: Lab) -> None:
     engine = lab.build(infer_micro_batch_size=2)
     mask: Ragged = lab.batch["loss_mask"]
     with engine.eval_mode():
-        _, ctx = engine.forward_backward_step(lab.batch, forward_only=True)
+        _, ctx = engine.forward_backward_step(lab.share(engine, lab.batch), forward_only=True)
         expect_error(
             lambda: engine.forward_backward_step(lab.batch, {"temprature": 1.0}, forward_only=True),  # pyright: ignore
             "temprature", "an unknown ctx key was accepted",
@@ -181,8 +192,7 @@ def context(lab: Lab) -> None:
             lambda: engine.forward_backward_step(lab.batch, {"outputs": ("values",)}, forward_only=True),
             "values", "a causal_lm engine accepted outputs=('values',)",
         )  # fmt: skip
-    ranks = engine.seat.dp_size
-    counts = (float(mask.values.sum()) * ranks, float((mask.map(Tensor.float).sum() > 0).sum()) * ranks)
+    counts = (float(mask.values.sum()), float((mask.map(Tensor.float).sum() > 0).sum()))
     found = (ctx.get("num_tokens"), ctx.get("num_sequences"))
     expect(found == counts, f"ctx counts (num_tokens, num_sequences) are {found}, the mini-batch has {counts}")
 
@@ -296,7 +306,8 @@ def errors_name_the_step(lab: Lab) -> None:
         expect_error(lambda: engine.forward_backward_step(lab.batch), "set_loss_fn", "a step worked without a loss")
     still = lab.build(forward_only=True)
     expect_error(still.optimizer_step, "forward-only", "a forward-only engine took an optimizer step")
-    expect_error(lambda: engine.disable_adapter().__enter__(), "adapter", "disable_adapter worked without an adapter")
+    without = lab.build(lora=None)
+    expect_error(lambda: without.disable_adapter().__enter__(), "adapter", "disable_adapter worked without an adapter")
 
 
 def libraries_are_left_alone(lab: Lab) -> None:
@@ -321,15 +332,19 @@ def _functions() -> dict[str, Any]:
 
 RULES: tuple[Rule[Lab], ...] = rules_of(
     interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
-    norm_is_before_clipping, split_invariance, offload_changes_nothing, context, padded_border,
+    norm_is_before_clipping, step_outside_train_mode, split_invariance, offload_changes_nothing, context, padded_border,
     non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, same_bits_twice, seat_and_shards,
     errors_name_the_step, libraries_are_left_alone, files.weights_have_hugging_face_names,
-    files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy,
+    files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy, adapter,
 )  # fmt: skip
 
 
 def check_engine(
-    engine_class: type[BaseEngine], folder: str, rules: Sequence[Rule[Lab]] = RULES, device: str = "cpu"
+    engine_class: type[BaseEngine],
+    folder: str,
+    rules: Sequence[Rule[Lab]] = RULES,
+    device: str = "cpu",
+    always: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
     """Try the rules in `folder` (a scratch place), each finding as it is made."""
-    return run_rules(rules, lambda number: Lab(engine_class, f"{folder}/{number:02d}", device))
+    return run_rules(rules, lambda number: Lab(engine_class, f"{folder}/{number:02d}", device, always))

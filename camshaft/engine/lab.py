@@ -3,23 +3,28 @@
 lab = Lab(ReferenceEngine, "/tmp/scratch")
 engine = lab.build(micro_batch_size=2)         # any field of EngineConfig, or of its model section
 lab.step(engine, lab.batch).gradients
+
+In a process group every rank has such a bench, in one folder, and makes the same calls. A batch is that of the
+whole group: `step` and `infer` give each data-parallel rank rows of its own, not the same number to each, and
+put together what comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, StepContext
-from camshaft.engine.plain import HEAD_CLASSES, plain_loss
+from camshaft.engine.plain import HEAD_CLASSES, plain_loss, plain_step, through_adapter
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 from camshaft.rules import expect
 
@@ -37,18 +42,29 @@ class Measured:
 
 
 class Lab:
-    """One engine class in one scratch folder."""
+    """One engine class in one scratch folder; `always` are fields of the config that every engine here gets."""
 
-    def __init__(self, engine_class: type[BaseEngine], folder: str | Path, device: str = "cpu"):
+    def __init__(
+        self,
+        engine_class: type[BaseEngine],
+        folder: str | Path,
+        device: str = "cpu",
+        always: Mapping[str, Any] | None = None,
+    ):
         self.engine_class, self.folder, self.device = engine_class, Path(folder), device
+        self.always = dict(always or {})
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tolerance = 1e-5
 
     @cached_property
     def model_folder(self) -> Path:
         folder = self.folder / "model"
-        make_tiny_tokenizer(folder)
-        make_tiny_model(folder, hidden=32, layers=2, heads=4, kv_heads=2, seed=3)
+
+        def make() -> None:
+            make_tiny_tokenizer(folder)
+            make_tiny_model(folder, hidden=32, layers=2, heads=4, kv_heads=2, seed=3)
+
+        self.on_rank_zero(make)
         return folder
 
     @cached_property
@@ -80,6 +96,7 @@ class Lab:
 
     def config(self, head: str = "causal_lm", forward_only: bool = False, **changes: Any) -> EngineConfig:
         """A config whose first update gives the gradient away; `changes` go where the field is."""
+        changes = self.always | changes
         model = {name: changes.pop(name) for name in list(changes) if name in _MODEL_FIELDS}
         optim = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
         plain = {"grad_clip": 1e9, "device": self.device, "seed": 5, "optim": None if forward_only else optim}
@@ -126,14 +143,74 @@ class Lab:
     def weights(self, engine: BaseEngine) -> dict[str, Tensor]:
         return {name: weight.clone() for name, weight in engine.named_weights()}
 
+    def trained(self, engine: BaseEngine) -> dict[str, Tensor]:
+        """What the optimizer moves: the adapter, if there is one."""
+        only = engine.config.model.lora is not None
+        return {name: weight.clone() for name, weight in engine.named_weights(adapter_only=only)}
+
+    def plain_gradients(self, engine: BaseEngine, head: str) -> tuple[float, float, dict[str, Tensor]]:
+        """(loss, gradient norm, gradients) that the first step has to have."""
+        loss, norm, gradients = plain_step(self.plain_model(engine, head), self.batch, head)
+        lora = engine.config.model.lora
+        if lora is not None:
+            norm, gradients = through_adapter(gradients, self.trained(engine), lora.alpha / lora.rank)
+        return loss, norm, gradients
+
+    def save(self, engine: BaseEngine, folder: Path, **arguments: Any) -> None:
+        """A checkpoint that is there when this returns, also from an engine that writes in the background."""
+        engine.save_checkpoint(str(folder), **arguments)
+        engine.wait_for_checkpoint()
+
+    def infer(self, engine: BaseEngine, ctx: StepContext | None = None) -> dict[str, Ragged | Tensor]:
+        """Predictions for the rows of `self.batch`, each from the rank that had it."""
+        with engine.eval_mode():
+            found = engine.infer_batch(self.share(engine, self.batch), ctx)
+        return self.together(engine, dict(found))
+
     def step(self, engine: BaseEngine, batch: DataProto) -> Measured:
         """One step at the first update's terms: w - w' = g / (|g| + 1), solved for g."""
-        before = self.weights(engine)
+        before = self.trained(engine)
         with engine.train_mode():
-            result = engine.train_batch(batch)
-        moves = {name: before[name] - weight for name, weight in self.weights(engine).items()}
+            result = engine.train_batch(self.share(engine, batch))
+        moves = {name: before[name] - weight for name, weight in self.trained(engine).items()}
         gradients = {name: move / (1 - move.abs()) for name, move in moves.items()}
         return Measured(result.loss, result.grad_norm, result.metrics, gradients)
+
+    # -- many ranks -------------------------------------------------------------------------------
+
+    def share(self, engine: BaseEngine, batch: DataProto) -> DataProto:
+        """The rows of this engine's data-parallel rank: more for the first ranks than for the last, none without."""
+        seat, rows = engine.seat, len(batch)
+        weights = [2 * seat.dp_size - rank for rank in range(seat.dp_size)]
+        ends = [round(rows * sum(weights[: rank + 1]) / sum(weights)) for rank in range(seat.dp_size)]
+        return batch.reorder(list(range(([0, *ends])[seat.dp_rank], ends[seat.dp_rank])))
+
+    def together(self, engine: BaseEngine, found: dict[str, Any]) -> dict[str, Ragged | Tensor]:
+        """What the ranks found for their shares, in the order of the rows."""
+        mine = {name: value.to("cpu") for name, value in found.items()}
+        told = self.of_all_ranks((engine.seat, mine))
+        parts = [part for seat, part in sorted(told, key=lambda t: t[0].dp_rank) if seat.collects]
+        return {
+            name: Ragged.concat([part[name] for part in parts])
+            if isinstance(mine[name], Ragged)
+            else torch.cat([part[name] for part in parts])
+            for name in mine
+        }
+
+    def of_all_ranks(self, mine: Any) -> list[Any]:
+        """What each rank passed in, in the order of the ranks."""
+        if not dist.is_initialized():
+            return [mine]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine)
+        return found
+
+    def on_rank_zero(self, action: Callable[[], Any]) -> None:
+        """Do something to the folder that all share: once, while the others wait."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            action()
+        if dist.is_initialized():
+            dist.barrier()
 
 
 # -- saying what is wrong -------------------------------------------------------------------------

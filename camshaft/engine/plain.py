@@ -77,3 +77,20 @@ def plain_step(model: Any, batch: DataProto, head: str) -> tuple[float, float, d
     gradients = {n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in model.named_parameters()}
     norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in gradients.values()))
     return loss, norm, gradients
+
+
+def through_adapter(
+    gradients: dict[str, Tensor], adapter: dict[str, Tensor], scale: float
+) -> tuple[float, dict[str, Tensor]]:
+    """(norm, gradients) of an adapter, from those of the merged weights W + scale B A, by the chain rule."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in adapter.items():
+        layer, _, part = name.removeprefix("base_model.model.").rpartition(".lora_")
+        if not layer:
+            found[name] = gradients[part]
+            continue
+        whole = gradients[f"{layer}.weight"]
+        other = adapter[name.replace(".lora_A.", ".lora_B.") if part == "A.weight" else name.replace("_B.", "_A.")]
+        found[name] = scale * (other.T @ whole if part == "A.weight" else whole @ other.T)
+        assert found[name].shape == tensor.shape
+    return math.sqrt(sum(float((g.double() ** 2).sum()) for g in found.values())), found

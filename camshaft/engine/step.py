@@ -22,8 +22,9 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-from camshaft.engine.microbatch import plan_micro_batches, restore_order
+from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
+from camshaft.models.packed import OnHost
 
 _PER_TOKEN = frozenset({"log_probs", "entropy", "values"})
 
@@ -84,8 +85,9 @@ def checked_context(ctx: StepContext | None, head: str, device: torch.device | s
 def packed_forward(module: torch.nn.Module, inputs: DataProto, ctx: StepContext, device: str) -> dict[str, Any]:
     """The model's outputs for one micro-batch, aligned with the rows of `inputs`."""
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
-    at = mask.values.nonzero().squeeze(-1).to(device)
-    flat = module(ids.values.to(device), ids.lengths.tolist(), at, ctx["outputs"], ctx["temperature"])
+    at = mask.values.nonzero().squeeze(-1).cpu()  # where the model can look at it without waiting for the device
+    flat = module(ids.values.to(device), ids.lengths.tolist(), OnHost(at), ctx["outputs"], ctx["temperature"])
+    at = at.to(device, non_blocking=True)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
@@ -110,6 +112,8 @@ class MicroBatchRun:
     """Sum over the data-parallel ranks, of counts, losses and metrics."""
     most_over_ranks: Callable[[int], int] = lambda count: count
     """The largest number of micro-batches of any rank."""
+    pivot: float = PIVOT
+    """The row length at which attention costs as much as the rest: `attention_pivot(hidden_size)` of the model."""
 
     def __call__(
         self,
@@ -123,7 +127,7 @@ class MicroBatchRun:
         whole = as_batch(batch)
         ctx = self._counted(whole, checked_context(ctx, self.head, self.device))
         lengths = whole.ragged("input_ids").lengths
-        plan = plan_micro_batches(lengths, self.size, self.max_tokens, self.most_over_ranks)
+        plan = plan_micro_batches(lengths, self.size, self.max_tokens, self.most_over_ranks, self.pivot)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         parts: list[Predictions] = []

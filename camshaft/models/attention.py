@@ -10,6 +10,8 @@ Importing this module registers it with `transformers`. One name serves every ki
 - `slots=`: a generator keeps keys and values itself. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=store, use_cache=False)` calls `store.attend(module, query, key, value,
   scaling, sliding_window)` in every layer and takes the (B, L, H, D) that it returns.
+- `exchange=` beside `packed_kwargs`: the call has one chunk of the tokens (`sequence.py`); the documents are those
+  of all chunks together.
 - anything else (padded batches, `generate()`) is what `transformers` calls "sdpa".
 
 What this would get wrong is refused by name: from a config by `refuse_unsupported`, from a call otherwise.
@@ -59,6 +61,28 @@ class Slots(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """What ranks that hold one chunk of a packed row each do around attention."""
+
+    def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(1, H, chunk, D) of the own tokens -> (1, H / ranks, N, D) of all tokens."""
+        ...
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """(1, N, H / ranks, D) of all tokens -> (1, chunk, H, D) of the own tokens."""
+        ...
+
+
+class Documents:
+    """The lengths of packed documents as a compiled layer is given them: an object that it does not look into.
+
+    Of a list it would make a new program for every new number of documents.
+    """
+
+    def __init__(self, lengths: tuple[int, ...]):
+        self.lengths = lengths
+
+
 def no_mask(device: torch.device | str) -> Tensor:
     """The `attention_mask` of packed and slot calls: `transformers` passes a 4-D mask on as it is.
 
@@ -85,7 +109,7 @@ def packed_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[st
         "cu_seq_lens_k": cumulative,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        "seq_lens": list(lengths),
+        "documents": Documents(tuple(lengths)),
         "use_cache": False,
     }
 
@@ -143,9 +167,29 @@ def packed_attention(
         )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise _refusal(type(module).__name__, ["attention that is not causal"])
+    exchange: Exchange | None = kwargs.get("exchange")
+    if exchange is None:
+        return _packed_documents(query, key, value, kwargs, scaling, dropout, sliding_window), None
+    query, key, value = exchange.to_heads(query, key, value)
+    return exchange.to_tokens(_packed_documents(query, key, value, kwargs, scaling, dropout, sliding_window)), None
+
+
+def _packed_documents(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    kwargs: dict[str, Any],
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """All documents of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D), by the kernel for the device."""
     if _flash_can(query, value, dropout):
-        return _flash_documents(query, key, value, kwargs, scaling, sliding_window), None
-    lengths = kwargs.get("seq_lens") or kwargs["cu_seq_lens_q"].diff().tolist()
+        return _flash_documents(query, key, value, kwargs, scaling, window)
+    documents: Documents | None = kwargs.get("documents")
+    lengths = kwargs["cu_seq_lens_q"].diff().tolist() if documents is None else documents.lengths
+    if sum(lengths) != query.shape[2]:
+        raise EngineError(f"documents of {sum(lengths)} tokens in all do not make up a row of {query.shape[2]} tokens")
     outputs, start = [], 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
@@ -153,10 +197,10 @@ def packed_attention(
             continue
         span = slice(start, start + count * length)
         rows = [_as_rows(tensor[0, :, span], count) for tensor in (query, key, value)]
-        out = _documents(rows[0], rows[1], rows[2], scaling, dropout, sliding_window)
+        out = _documents(rows[0], rows[1], rows[2], scaling, dropout, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
         start = span.stop
-    return torch.cat(outputs)[None], None
+    return torch.cat(outputs)[None]
 
 
 def _as_rows(packed: Tensor, count: int) -> Tensor:
@@ -237,5 +281,6 @@ def _refusal(who: str, found: Sequence[str]) -> EngineError:
     )
 
 
-AttentionInterface.register(PACKED, packed_attention)
+# A compiled layer calls it as it is: the loop over documents differs from call to call.
+AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -11,11 +11,17 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
     entropy  = - sum_v p_v log p_v          d entropy  / dz_v = - p_v (log p_v + entropy)
 
 Sums run in float32 or in the inputs' dtype, whichever is wider, and so are the results.
+
+With `part=VocabularyPart(group, first_row)` each rank of the group holds some rows of the weight. Ranks tell each
+other the logsumexp s_r, the entropy h_r and the target's logit over their own rows, once for all tokens. With
+s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is sum_r w_r (h_r - log w_r): no large numbers cancel.
 """
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +32,14 @@ CUDA_CHUNK = 1024
 """Tokens per chunk: small ones stay in a CPU's cache, large ones fill an accelerator."""
 
 
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Which rows of the projection this rank holds: those from `first_row` on, of the whole in `group`."""
+
+    group: dist.ProcessGroup
+    first_row: int
+
+
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
@@ -34,81 +48,114 @@ def linear_logprob(
     temperature: float = 1.0,
     need_entropy: bool = False,
     chunk: int | None = None,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target and, if wanted, the entropy of its distribution.
 
     `hidden` (M, H), `weight` (V, H), `bias` (V,) or None, `targets` (M,) int64 -> (M,) and (M,) or None.
+    With `part` the weight and the bias are this rank's rows, all else is the same on every rank of the group,
+    and so is the gradient of `hidden`.
     """
     if not temperature > 0:
         raise EngineError(f"temperature={temperature} must be above 0; the log-probs of greedy choices use 1.0")
     if chunk is None:
         chunk = CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK
-    return _LinearLogProb.apply(hidden, weight, bias, targets, temperature, need_entropy, chunk)  # pyright: ignore
+    how = _How(temperature, need_entropy, chunk, part)
+    return _LinearLogProb.apply(hidden, weight, bias, targets, how)  # pyright: ignore[reportReturnType]
+
+
+class _How(NamedTuple):
+    temperature: float
+    need_entropy: bool
+    chunk: int
+    part: VocabularyPart | None
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        need_entropy: bool,
-        chunk: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         normalisers = hidden.new_empty(len(targets), dtype=wide)
-        log_probs = torch.empty_like(normalisers)
-        entropy = torch.empty_like(normalisers) if need_entropy else None
-        for part in _chunks(len(targets), chunk):
-            logits = _scaled_logits(hidden[part], weight, bias, temperature)
-            chosen = logits.gather(1, targets[part, None])[:, 0]
-            normalisers[part] = logits.logsumexp(dim=1)
-            log_probs[part] = chosen - normalisers[part]
+        chosen = torch.empty_like(normalisers)
+        entropy = torch.empty_like(normalisers) if how.need_entropy else None
+        for span in _chunks(len(targets), how.chunk):
+            logits = _scaled_logits(hidden[span], weight, bias, how.temperature)
+            rows, here = _rows_here(targets[span], len(weight), how.part)
+            picked = logits.gather(1, rows[:, None])[:, 0]
+            chosen[span] = picked if here is None else picked.where(here, 0)
+            normalisers[span] = logits.logsumexp(dim=1)
             if entropy is not None:
-                log_p = logits.sub_(normalisers[part, None])
-                entropy[part] = -(log_p.exp().mul_(log_p)).sum(dim=1)
+                log_p = logits.sub_(normalisers[span, None])
+                entropy[span] = -(log_p.exp().mul_(log_p)).sum(dim=1)
+        if how.part is not None and len(targets):
+            normalisers, chosen, entropy = _whole_vocabulary(normalisers, chosen, entropy, how.part.group)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
-        ctx.temperature, ctx.chunk = temperature, chunk
-        return log_probs, entropy
+        ctx.how = how
+        return chosen - normalisers, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 7
+            return (None,) * 5
         hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        how: _How = ctx.how
         wide = normalisers.dtype
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
-        for part in _chunks(len(targets), ctx.chunk):
-            log_p = _scaled_logits(hidden[part], weight, bias, ctx.temperature).sub_(normalisers[part, None])
+        for span in _chunks(len(targets), how.chunk):
+            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature).sub_(normalisers[span, None])
             grad = log_p.exp()
             if grad_entropy is not None:
-                slope = log_p.add_(entropy[part, None]).mul_(grad_entropy[part, None])
-                grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[part, None])).neg_()
+                slope = log_p.add_(entropy[span, None]).mul_(grad_entropy[span, None])
+                grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[span, None])).neg_()
             elif grad_log_probs is not None:
-                grad.mul_(-grad_log_probs[part, None])
+                grad.mul_(-grad_log_probs[span, None])
             if grad_log_probs is not None:
-                grad.scatter_add_(1, targets[part, None], grad_log_probs[part, None])
-            if ctx.temperature != 1.0:
-                grad.div_(ctx.temperature)
+                rows, here = _rows_here(targets[span], len(weight), how.part)
+                of_target = grad_log_probs[span] if here is None else grad_log_probs[span].where(here, 0)
+                grad.scatter_add_(1, rows[:, None], of_target[:, None])
+            if how.temperature != 1.0:
+                grad.div_(how.temperature)
             if grad_hidden is not None:
-                torch.mm(grad.to(weight.dtype), weight, out=grad_hidden[part])
+                torch.mm(grad.to(weight.dtype), weight, out=grad_hidden[span])
             if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[part])
+                _add_product(grad_weight, grad, hidden[span])
             if grad_bias is not None:
                 grad_bias.add_(grad.sum(dim=0))
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        if grad_bias is not None:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        if grad_hidden is not None and how.part is not None and len(targets):
+            dist.all_reduce(grad_hidden, group=how.part.group)
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _rows_here(targets: Tensor, count: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
+    """The row of each target among the `count` rows that are here, and where that is one; None: everywhere."""
+    if part is None:
+        return targets, None
+    rows = targets - part.first_row
+    return rows.clamp(0, count - 1), (rows >= 0) & (rows < count)
+
+
+def _whole_vocabulary(
+    normalisers: Tensor, chosen: Tensor, entropy: Tensor | None, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From what each rank finds over its own rows to the numbers over all of them; see the map above."""
+    own = torch.stack([normalisers, chosen] if entropy is None else [normalisers, chosen, entropy])
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    of_ranks = torch.stack(every, dim=1)
+    whole = of_ranks[0].logsumexp(dim=0)
+    if entropy is not None:
+        shares = (of_ranks[0] - whole).exp()
+        entropy = (shares * of_ranks[2] + torch.special.entr(shares)).sum(dim=0)
+    return whole, of_ranks[1].sum(dim=0), entropy
 
 
 def _chunks(count: int, size: int) -> list[slice]:

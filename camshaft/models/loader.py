@@ -34,6 +34,7 @@ from transformers.utils import logging as transformers_logging
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.models.attention import PACKED, refuse_unsupported
+from camshaft.models.lora import adapter_layers, add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -48,6 +49,27 @@ CLASSES: dict[Head, Any] = {
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
     """The model that `model` describes, in eval mode on `device`; the caller's random state is left alone."""
+    folder, config = _described(model)
+    # Built on the CPU, so that a seed gives the same weights whatever the device.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        if model.random_init:
+            hf = _random_model(config, model, DTYPES[dtype])
+        else:
+            hf = _pretrained_model(folder, config, model, DTYPES[dtype])
+    return _packed(hf, model, seed).to(device).eval()
+
+
+def skeleton(model: EngineModel, dtype: str) -> PackedModel:
+    """The same model without storage, on the meta device: for an engine that shards it before weights come."""
+    _, config = _described(model)
+    with torch.device("meta"):
+        hf = _random_model(config, model, DTYPES[dtype])
+        return _packed(hf, model, seed=0).eval()
+
+
+def _described(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
+    """Folder and config of a model that can be packed."""
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
@@ -56,17 +78,16 @@ def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> Packed
         logit_factor(config)
     else:
         config.num_labels = 1
-    # Built on the CPU, so that a seed gives the same weights whatever the device.
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        if model.random_init:
-            hf = _random_model(config, model, DTYPES[dtype])
-        else:
-            hf = _pretrained_model(folder, config, model, DTYPES[dtype])
+    return folder, config
+
+
+def _packed(hf: PreTrainedModel, model: EngineModel, seed: int) -> PackedModel:
+    if model.lora is not None:
+        add_adapter(hf, model.lora, seed)
     packed = PackedModel(hf, model.head)
     if model.enable_gradient_checkpointing:
-        packed.enable_gradient_checkpointing()
-    return packed.to(device).eval()
+        packed.enable_gradient_checkpointing(model.gradient_checkpointing_mode)
+    return packed
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -91,10 +112,12 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
     """Write a folder that transformers loads by itself; the weights of `model` must be whole, not sharded.
 
+    An adapter is merged into them there, and here it is left as it is.
     Call it on rank 0: in a process group, transformers writes weights from there alone.
     """
     with quiet_transformers():
-        model.hf.save_pretrained(folder)
+        merged = dict(merged_weights(model.hf)) if adapter_layers(model.hf) else None
+        model.hf.save_pretrained(folder, state_dict=merged)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -8,17 +8,22 @@ Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a fold
 transformers gives them: `model.hf.named_parameters()`.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from camshaft.errors import EngineError
+from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
-from camshaft.models.linear_logprob import linear_logprob
+from camshaft.models.linear_logprob import VocabularyPart, linear_logprob
+from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
 
@@ -41,9 +46,24 @@ LOGIT_FACTORS = {
 CHANGES_LOGITS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
 """Config keys by which a model changes its logits after the output head."""
 
+NUMBER_HEADS = ("score", "classifier")
+"""What transformers calls the layer that reads a number off the hidden states."""
+
+
+class OnHost:
+    """A tensor that stays in host memory on its way into a model: FSDP sends those that it sees to the device."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
 
 class PackedModel(nn.Module):
-    """A transformers model with one of three heads, called on rows packed side by side."""
+    """A transformers model with one of three heads, called on rows packed side by side.
+
+    With `sequence` set, the ranks of its group share the work of each call: see `sequence.py`.
+    """
+
+    sequence: SequenceSplit | None = None
 
     def __init__(self, hf: PreTrainedModel, head: Head):
         super().__init__()
@@ -58,17 +78,18 @@ class PackedModel(nn.Module):
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
 
-    def enable_gradient_checkpointing(self) -> None:
-        """Keep only the input of each layer and compute the rest again in the backward pass (in train mode)."""
+    def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
+        """Compute each layer again in the backward pass (in train mode): from its input alone, or, where `mode` is
+        selective, with the results of matrix products and attention kept."""
         if not self.hf.supports_gradient_checkpointing:
             raise EngineError(f"{type(self.hf).__name__} has no gradient checkpointing; turn it off for this model")
-        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
 
     def forward(
         self,
         tokens: Tensor,
         lengths: Sequence[int],
-        at: Tensor,
+        at: Tensor | OnHost,
         outputs: Sequence[str],
         temperature: float = 1.0,
     ) -> dict[str, Tensor]:
@@ -76,31 +97,58 @@ class PackedModel(nn.Module):
 
         "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
         so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
-        do not look at `at`. All are float32, or float64 for a float64 model. The values of `at` are checked on
-        the CPU only: elsewhere a check would wait for the device.
+        do not look at `at`. All are float32, or float64 for a float64 model.
+
+        `at` may be on the CPU wherever the tokens are, and its values are checked there only: elsewhere a check
+        would wait for the device. A call with `sequence` set needs it there, and a sharded model `OnHost`.
         """
+        at = at.tensor if isinstance(at, OnHost) else at
         self._check(tokens, lengths, at, outputs)
-        hidden = self.hf.base_model(input_ids=tokens[None], **packed_kwargs(lengths, tokens.device))
-        hidden = hidden.last_hidden_state[0]
+        split = self.sequence
+        before = torch.tensor(lengths).cumsum(0) - 1 if self.head == "reward" else at - 1
+        if split is None:
+            read = self._hidden(tokens, lengths, before)
+            return self._numbers(read, tokens, at, outputs, temperature)
+        share = split.share(before, len(tokens))
+        read = self._hidden(*split.padded(tokens, lengths), share.local)
+        spoken_of = at if self.head == "reward" else at[share.mine]
+        found = self._numbers(read, tokens, spoken_of, outputs, temperature)
+        return dict(zip(found, split.gather(share, *found.values()), strict=True))
+
+    def _hidden(self, tokens: Tensor, lengths: Sequence[int], rows: Tensor) -> Tensor:
+        """The last hidden states of these rows of what this rank computes: all tokens, or its chunk of them."""
+        inputs = packed_kwargs(lengths, tokens.device)
+        if self.sequence is not None:
+            own = self.sequence.own(len(tokens))
+            tokens, inputs["position_ids"] = tokens[own], inputs["position_ids"][:, own]
+            inputs["exchange"] = self.sequence
+        hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
+        return hidden.index_select(0, rows.to(tokens.device, non_blocking=True))
+
+    def _numbers(
+        self, hidden: Tensor, tokens: Tensor, at: Tensor, outputs: Sequence[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """The outputs that the head gives for these hidden states, of which there may be none.
+
+        Every parameter takes part all the same, so that ranks which exchange gradients have the same ones.
+        """
         output = output_layer(self.hf, self.head)
-        if self.head == "reward":
-            ends = torch.tensor(lengths).cumsum(0) - 1
-            return {"scores": _one_number(output, hidden[ends.to(tokens.device, non_blocking=True)])}
-        before = hidden.index_select(0, at - 1)
-        if self.head == "value":
-            return {"values": _one_number(output, before)}
+        if self.head != "causal_lm":
+            return {OUTPUTS[self.head][0]: _one_number(output, hidden)}
         if not isinstance(output, nn.Linear):
             raise EngineError(
                 f"the projection on the vocabulary is a {type(output).__name__}, not a plain nn.Linear; "
                 "leave lm_head out of the layers that an adapter or a quantiser replaces"
             )
+        weight, bias, part = _rows_here(output)
         log_probs, entropy = linear_logprob(
-            before,
-            output.weight,
-            tokens[at],
-            bias=output.bias,
-            temperature=temperature / self.logit_factor,
+            hidden,
+            weight,
+            tokens[at.to(tokens.device, non_blocking=True)],
+            bias,
+            temperature / self.logit_factor,
             need_entropy="entropy" in outputs,
+            part=part,
         )
         found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
         return {name: found[name] for name in outputs}
@@ -114,9 +162,11 @@ class PackedModel(nn.Module):
             )
         if tokens.ndim != 1 or sum(lengths) != len(tokens):
             raise EngineError(f"tokens of shape {tuple(tokens.shape)} are not rows of {sum(lengths)} tokens in all")
-        if at.ndim != 1 or at.dtype != torch.int64 or at.device != tokens.device:
+        places = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
+        if at.ndim != 1 or at.dtype != torch.int64 or at.device not in places:
+            where = " or ".join(sorted(str(place) for place in places))
             raise EngineError(
-                f"`at` must be int64 of shape (M,) on {tokens.device}, got {at.dtype} {tuple(at.shape)} on {at.device}"
+                f"`at` must be int64 of shape (M,) on {where}, got {at.dtype} {tuple(at.shape)} on {at.device}"
             )
         if self.head != "reward" and at.device.type == "cpu" and len(at):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
@@ -137,7 +187,7 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
         if output is None:
             raise EngineError(f"{type(hf).__name__} has no projection on the vocabulary; load it as a causal LM")
         return output
-    for name in ("score", "classifier"):
+    for name in NUMBER_HEADS:
         if name in hf._modules:
             return hf.get_submodule(name)
     raise EngineError(f"{type(hf).__name__} has no layer called 'score' or 'classifier' to read one number from")
@@ -174,10 +224,23 @@ def _refuse_model(hf: PreTrainedModel) -> None:
         )
 
 
+def _rows_here(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+    """Weight and bias of a projection; its rows on this rank, and which they are, where these are cut over ranks."""
+    weight, bias = output.weight, output.bias
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    mesh = weight.device_mesh
+    if weight.placements != (Shard(0),):
+        raise EngineError(f"the projection on the vocabulary is laid out as {weight.placements} on {mesh}, not by rows")
+    part = VocabularyPart(mesh.get_group(), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
+    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, part
+
+
 def _one_number(layer: nn.Module, hidden: Tensor) -> Tensor:
     """One number per row of `hidden`, computed in float32 or wider: half precision would round large values."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(layer, nn.Linear):
-        return layer(hidden).to(wide)[:, 0]
+        return layer(hidden).to(wide)[:, 0].clone()
     bias = None if layer.bias is None else layer.bias.to(wide)
-    return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0]
+    # Not a view: a caller's in-place operation on one would drop the hooks by which FSDP notices the backward pass.
+    return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0].clone()

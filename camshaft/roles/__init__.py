@@ -1,10 +1,11 @@
-"""The roles of reinforcement learning, each riding on an engine or a rollout of which it sees the interface.
+"""The roles, each riding on an engine or a rollout of which it sees the interface.
 
     actor.py    the policy that is trained: compute_log_prob, update_actor
     critic.py   the value function: compute_values, update_critic
     ref.py      the policy that the KL is measured from: compute_ref_log_prob
     rollout.py  generation with the actor's weights: generate_sequences
     hybrid.py   ActorRolloutRefWorker, which composes actor, rollout and reference
+    sft.py      the model of supervised fine-tuning: train_batch
     base.py     what roles share: sequences, mini-batches, metrics
 
 A role owns which columns it reads and writes, how many epochs and mini-batches, the loss, the metrics. A
@@ -16,5 +17,6 @@ from camshaft.roles.critic import CriticWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
 from camshaft.roles.ref import RefWorker
 from camshaft.roles.rollout import RolloutWorker
+from camshaft.roles.sft import SFTWorker
 
-__all__ = ["ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RolloutWorker"]
+__all__ = ["ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RolloutWorker", "SFTWorker"]

@@ -15,10 +15,10 @@ from camshaft.config import PPOConfig, Topology, actor_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, of_responses
+from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
 
-class ActorWorker(EngineRole):
+class ActorWorker(TrainedRole):
     """Policy, optimizer and PPO update."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
@@ -26,6 +26,7 @@ class ActorWorker(EngineRole):
         self.config, self.topology = config, topology
         self.actor = config.actor_rollout_ref.actor
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
+        self.computes_in = self.actor.fsdp_config.computes_in()
 
     @property
     def temperature(self) -> float:
@@ -43,8 +44,12 @@ class ActorWorker(EngineRole):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, seed: int = 0) -> DataProto:
-        """PPO on the batch, mini-batches drawn by `seed`; `meta_info["metrics"]` says what happened."""
+    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
+        """PPO on the batch; `meta_info["metrics"]` says what happened.
+
+        Mini-batches are drawn by `seed`, on each rank from its own rows. With `dealt` the rows are in the order in
+        which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`).
+        """
         wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
         if self.actor.use_kl_loss:
             wanted.append("ref_log_prob")
@@ -55,7 +60,7 @@ class ActorWorker(EngineRole):
         )
         outputs = ("log_probs", "entropy") if self.actor.entropy_coeff else ("log_probs",)
         ctx = StepContext(outputs=outputs, temperature=self.temperature)
-        metrics = self.update(data.select(*wanted), self._loss, ctx, plan)
+        metrics = self.update(data.select(*wanted), self._loss, ctx, plan.of(dealt))
         return DataProto({}, {"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:

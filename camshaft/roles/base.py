@@ -2,7 +2,7 @@
 
 A role that trains says which outputs it wants and what the loss is; `update` does the rest:
 
-    metrics = self.update(data, self._loss, mini_batch_size=..., epochs=..., shuffle=...)
+    metrics = self.update(data, self._loss, ctx, UpdatePlan(mini_batch_size=8, epochs=1, seed=0))
 
 The batch of a role has `prompts` and `responses`; an engine sees `input_ids` and `loss_mask`. What comes
 back from an engine is per token of the whole sequence; `of_responses` takes the part that a role means.
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from camshaft import storage
 from camshaft.algorithms import Counts
+from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine, StepContext
@@ -51,6 +53,10 @@ class UpdatePlan:
     seed: int | None
     """Shuffles each epoch; None keeps the order."""
 
+    def of(self, dealt: bool) -> UpdatePlan:
+        """The plan for rows that were dealt by `trainer/deal.py`: in their order already, that of all epochs."""
+        return replace(self, epochs=1, seed=None) if dealt else self
+
 
 class EngineRole(Worker):
     """A role with an engine."""
@@ -74,6 +80,11 @@ class EngineRole(Worker):
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        """Return when what `save_checkpoint` writes in the background is there; raise its error if it failed."""
+        self.engine.wait_for_checkpoint()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         """Read what `save_checkpoint` wrote."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
@@ -82,6 +93,13 @@ class EngineRole(Worker):
         """Predictions for `data`, without gradients."""
         with self.engine.eval_mode():
             return self.engine.infer_batch(as_sequences(data), ctx)
+
+
+class TrainedRole(EngineRole):
+    """A role whose model changes, and is worth taking out of the run."""
+
+    computes_in: str
+    """Number format that the engine computes in, which can be less exact than that of its weights."""
 
     def update(self, data: DataProto, loss_fn: LossFn, ctx: StepContext, plan: UpdatePlan) -> dict[str, float]:
         """One optimizer step per mini-batch; returns metrics averaged over the steps, and the rate they used.
@@ -97,6 +115,27 @@ class EngineRole(Worker):
                 steps, skipped = steps + 1, skipped + result.skipped
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] += value
+            self.engine.optimizer_zero_grad()  # nobody needs them until the next update
         metrics = {name: value / steps for name, value in sums.items()}
         self.engine.lr_scheduler_step()
         return metrics | {"lr": rate, "skipped_steps": float(skipped)}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, local_path: str, hdfs_path: str | None = None) -> None:
+        """Write the model to the folder `local_path` in the Hugging Face layout, and copy it to `hdfs_path`.
+
+        An adapter is merged into it, and by itself in the folder `lora_adapter` inside.
+        """
+        engine, writes = self.engine, self.seat.rank == 0
+        model = engine.config.model
+        with engine.eval_mode():
+            export_hugging_face(
+                engine.named_weights(),
+                model,
+                local_path,
+                check=Probe(engine.infer_batch, self.computes_in),
+                write=writes,
+                adapter=() if model.lora is None else engine.named_weights(adapter_only=True),
+            )
+        if writes and hdfs_path is not None:
+            storage.copy_folder(local_path, hdfs_path)

@@ -14,16 +14,17 @@ from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import EngineRole, UpdatePlan, counts_of, of_responses
+from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
 
-class CriticWorker(EngineRole):
+class CriticWorker(TrainedRole):
     """Value model and its optimizer."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
         self.config, self.topology, self.critic = config, topology, config.critic
         self.engine = build_engine(self.critic.strategy, critic_engine(config, topology, total_steps))
+        self.computes_in = self.critic.model.fsdp_config.computes_in()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
@@ -32,15 +33,15 @@ class CriticWorker(EngineRole):
         return DataProto.from_dict({"values": of_responses(found, "values", data).to("cpu")})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto, seed: int = 0) -> DataProto:
-        """Regression on `returns`, mini-batches drawn by `seed`; `meta_info["metrics"]` says what happened."""
+    def update_critic(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
+        """Regression on `returns`; `seed` and `dealt` as in `ActorWorker.update_actor`."""
         plan = UpdatePlan(
             mini_batch_size=self.config.critic_mini_batch_per_rank(self.topology),
             epochs=self.critic.ppo_epochs,
             seed=seed if self.critic.shuffle else None,
         )
         wanted = data.select("prompts", "responses", "response_mask", "values", "returns")
-        metrics = self.update(wanted, self._loss, StepContext(outputs=("values",)), plan)
+        metrics = self.update(wanted, self._loss, StepContext(outputs=("values",)), plan.of(dealt))
         return DataProto({}, {"metrics": {f"critic/{name}": value for name, value in metrics.items()}})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:

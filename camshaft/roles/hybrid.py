@@ -1,7 +1,7 @@
 """Actor, rollout and reference in one worker, by composition: nothing here branches on a role.
 
 The reference is optional: without a KL in the reward or the loss nobody asks for it and its weights are
-not loaded.
+not loaded. Its ranks may be laid out in another way than the actor's, and then its calls are split in another way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.roles.actor import ActorWorker
-from camshaft.roles.ref import RefWorker
+from camshaft.roles.ref import AdapterlessRef, RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
 
@@ -22,12 +22,20 @@ class ActorRolloutRefWorker(Worker):
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
         self.actor = ActorWorker(config, topology, total_steps)
-        self.ref = RefWorker(config, topology) if config.needs_reference() else None
+        self.ref: RefWorker | None = None
+        if config.needs_reference_model():
+            self.ref = RefWorker(config, topology)
+        elif config.needs_reference():
+            self.ref = AdapterlessRef(config, self.actor.engine)
         self.rollout = RolloutWorker(config, self.actor.engine)
 
     @property
     def seat(self) -> Seat:
         return self.actor.seat
+
+    def seat_for(self, method: str) -> Seat:
+        of_reference = method == RefWorker.compute_ref_log_prob.__name__
+        return self.ref.seat if of_reference and self.ref is not None else self.seat
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -64,8 +72,8 @@ class ActorRolloutRefWorker(Worker):
         return self.ref.compute_ref_log_prob(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, seed: int = 0) -> DataProto:
-        return self.actor.update_actor(data, seed)
+    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
+        return self.actor.update_actor(data, seed, dealt)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -74,5 +82,13 @@ class ActorRolloutRefWorker(Worker):
         self.actor.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_checkpoint(self) -> None:
+        self.actor.wait_for_checkpoint()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         self.actor.load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, local_path: str, hdfs_path: str | None = None) -> None:
+        self.actor.export(local_path, hdfs_path)

@@ -1,6 +1,10 @@
 """The reference: the policy that the KL is measured from. It never changes.
 
 Reads `prompts`, `responses`, `response_mask`; writes `ref_log_prob`.
+
+It is a model of its own, or, where the actor trains an adapter, the actor's model without it:
+
+    ref = RefWorker(config, topology) if config.needs_reference_model() else AdapterlessRef(config, actor.engine)
 """
 
 from __future__ import annotations
@@ -8,7 +12,7 @@ from __future__ import annotations
 from camshaft.config import PPOConfig, Topology, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
-from camshaft.engine import StepContext, build_engine
+from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.roles.base import EngineRole, of_responses
 
 
@@ -26,3 +30,19 @@ class RefWorker(EngineRole):
         temperature = self.config.actor_rollout_ref.rollout.temperature
         found = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
         return DataProto.from_dict({"ref_log_prob": of_responses(found, "log_probs", data).to("cpu")})
+
+
+class AdapterlessRef(RefWorker):
+    """The model under the actor's adapter, in the actor's own engine: no second copy of the weights."""
+
+    def __init__(self, config: PPOConfig, engine: BaseEngine):
+        self.config, self.engine = config, engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Nothing: the actor builds its engine's model."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        with self.engine.disable_adapter():
+            return super().compute_ref_log_prob(data)

@@ -133,9 +133,13 @@ class HFRollout(BaseRollout):
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     """The random state of `seed` on the CPU and on `device`; what it was before, afterwards."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
+        return
+    module = torch.get_device_module(device)
+    with torch.random.fork_rng(devices=[device], device_type=device.type), module.device(device):
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
+        module.manual_seed(seed)
         yield

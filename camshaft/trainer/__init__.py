@@ -2,6 +2,7 @@
 
 ppo.py         PPOTrainer: the step, and the loop around it. Read this first
 parts.py       what a run is made of, built from the config
+deal.py        which rank learns which rows, epoch by epoch
 advantages.py  scores -> rewards -> advantages, on the driver
 validate.py    scores on held-out prompts, and what was said
 metrics.py     the numbers of a step

@@ -23,8 +23,7 @@ def run_sft(config: SFTConfig) -> int:
     from camshaft.trainer.session import session
     from camshaft.trainer.sft import SFTTrainer
 
-    with session(config.trainer) as run:
-        trainer = SFTTrainer(config)
+    with session(config.trainer) as run, SFTTrainer(config) as trainer:
         saved = trainer.prepare()
         with run.tracking(config, trainer.total_steps, saved) as tracking:
             trainer.fit(tracking)

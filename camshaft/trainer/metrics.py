@@ -14,11 +14,13 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import mean
 
 import torch
 from torch import Tensor
 
+from camshaft.controller.dispatch import RANKS
 from camshaft.dataproto import DataProto
 
 
@@ -41,7 +43,7 @@ class StepMetrics:
 
     def union(self, batch: DataProto, result: DataProto) -> DataProto:
         """`batch` with the columns of a worker's result; the worker's metrics are kept here."""
-        self.add(result.meta_info.get("metrics", {}))
+        self.add(over_ranks(result))
         return batch.union(DataProto(result.columns))
 
     def finished(self, batch: DataProto) -> dict[str, float]:
@@ -50,6 +52,29 @@ class StepMetrics:
         tokens = float(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
         self.add({"timing_s/step": seconds, "perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds})
         return self.values
+
+
+OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
+    "rollout/prompt_tokens_computed": sum,
+    "rollout/response_tokens": sum,
+    "rollout/rows_decoded": sum,
+    "rollout/decode_steps": max,
+    "rollout/slot_use": mean,
+    "timing_s/sync": max,
+    "perf/rollout_tokens_per_second": sum,
+}
+"""What several ranks' numbers come to. Losses and their like are over all ranks already, and of what is not named
+here (`rollout/sync_bytes`, numbers of a generator of your own) that of the first rank stands for all."""
+
+
+def over_ranks(result: DataProto) -> dict[str, float]:
+    """The metrics of a call."""
+    told: dict[str, float] = dict(result.meta_info.get("metrics", {}))
+    ranks = result.meta_info.get(RANKS, ())
+    for name, merge in OVER_RANKS.items():
+        if ranks and name in told:
+            told[name] = merge([meta["metrics"][name] for meta in ranks])
+    return told
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:

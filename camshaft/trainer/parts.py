@@ -4,7 +4,9 @@
         trainer = PPOTrainer(config, parts)
 
 In this order: tokenizer and data (a bad row ends the run before a model is loaded), the reward function
-(loaded in a worker process), then the roles. Leaving the context ends every process that was started.
+(loaded in a worker process), then the roles. One worker process per rank
+holds actor, rollout and reference together, a second one the critic; a single rank lives in this process. Leaving the
+context waits for checkpoints that are still being written and ends every process that was started.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.auto import SOURCES
 from camshaft.rewards.manager import RewardManager
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
-from camshaft.trainer.session import run_length
+from camshaft.trainer.session import finish_saving, run_length
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -44,20 +46,25 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             _check_scorable(prompts, config)
         self.total_steps = run_length(config.trainer, self.loader)
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
-        self.topology = Topology(config.trainer.world_size)
+        topology, ranks = Topology(config.trainer.world_size), config.trainer.world_size
+        self.actor_dp_size = config.actor_dp_size(topology)
+        """Ranks, or groups of ranks, that split what the actor's worker is given."""
+        self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as undo:  # if a later part fails, the earlier ones are ended
             self.rewards = self._rewards(config)
             undo.callback(self.rewards.close)
-            self.actor = spawn(ActorRolloutRefWorker, config, self.topology, self.total_steps, name="actor_rollout_ref")
+            arguments = (config, topology, self.total_steps)
+            self.actor = spawn(ActorRolloutRefWorker, *arguments, world_size=ranks, name="actor_rollout_ref")
             undo.callback(shutdown, self.actor)
             self.critic: CriticWorker | None = None
             if config.needs_critic():
-                self.critic = spawn(CriticWorker, config, self.topology, self.total_steps, name="critic")
+                self.critic = spawn(CriticWorker, *arguments, world_size=ranks, name="critic")
                 undo.callback(shutdown, self.critic)
             self._exit = undo.pop_all()
 
-    def __exit__(self, *_: object) -> None:
-        self._exit.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._exit:
+            finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed=kind is not None)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Texts of token ids, without special tokens."""

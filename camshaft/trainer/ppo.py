@@ -19,6 +19,7 @@ from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
+from camshaft.trainer.deal import deal
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
@@ -65,13 +66,12 @@ class PPOTrainer:
             batch = batch.union(estimate(batch, config.algorithm))
             metrics.add(penalty)
         learn = batch.drop("uid", "data_source", "ground_truth", "extra_info", "sampling_seed")
-        seed = shuffle_seed(config.trainer.seed, self.global_step)
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                metrics.add(self.critic.update_critic(learn, seed).meta_info["metrics"])
+                metrics.add(self.critic.update_critic(self._for_critic(learn), dealt=True).meta_info["metrics"])
         if self.global_step > config.trainer.critic_warmup:
             with metrics.phase("update_actor"):
-                metrics.add(self.actor.update_actor(learn, seed).meta_info["metrics"])
+                metrics.add(self.actor.update_actor(self._for_actor(learn), dealt=True).meta_info["metrics"])
         metrics.add(batch_metrics(batch))
         return metrics.finished(batch)
 
@@ -80,6 +80,19 @@ class PPOTrainer:
         rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
         seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows))
         return rows.with_columns(sampling_seed=seeds)
+
+    def _for_actor(self, batch: DataProto) -> DataProto:
+        """The rows of the actor's mini-batches, dealt to its ranks."""
+        actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
+        return deal(batch, self.config.actor_mini_batch(), actor.ppo_epochs, self._order(actor.shuffle), dp_size)
+
+    def _for_critic(self, batch: DataProto) -> DataProto:
+        """The same of the critic."""
+        critic, dp_size = self.config.critic, self.parts.critic_dp_size
+        return deal(batch, self.config.critic_mini_batch(), critic.ppo_epochs, self._order(critic.shuffle), dp_size)
+
+    def _order(self, shuffle: bool) -> int | None:
+        return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -138,7 +151,10 @@ class PPOTrainer:
             roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
         state = {"loader": self.parts.loader.state_dict(), "kl": self.kl.state_dict()}
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-        self.parts.checkpoints.save(step, roles, state, keep)
+        exports = {"actor": self.actor.export} if self.config.actor_rollout_ref.actor.checkpoint.with_hf_model() else {}
+        if self.critic is not None and self.config.critic.checkpoint.with_hf_model():
+            exports["critic"] = self.critic.export
+        self.parts.checkpoints.save(step, roles, state, keep, exports)
 
     def _saved(self) -> Saved | None:
         trainer, checkpoints = self.config.trainer, self.parts.checkpoints

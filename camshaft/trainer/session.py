@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import logging
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -24,7 +24,8 @@ from camshaft.config import PPOConfig, SFTConfig
 from camshaft.config.sft import SFTTrainerConfig
 from camshaft.config.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
-from camshaft.errors import ConfigError
+from camshaft.errors import CamshaftError, ConfigError
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SFTWorker
 from camshaft.tracking import RunInfo, Tracking
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,14 @@ def told_resume(saved: Saved, total_steps: int) -> None:
         )
 
 
+def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWorker], failed: bool) -> None:
+    """Wait for checkpoints that are written in the background; of a run that failed, as far as its workers live."""
+    # The error of the run is the one to be read, and its workers may have ended with it.
+    with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
+        for role in roles:
+            role.wait_for_checkpoint()
+
+
 def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader) -> int:
     """Steps of the run: as many as the config asks for, and no more than the data has."""
     asked, there = trainer.total_training_steps, len(loader)
@@ -112,8 +121,7 @@ def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader
 
 def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
     """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
-    if trainer.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("trainer.device=cuda: torch finds no CUDA device here. Type trainer.device=cpu")
+    _check_device(trainer.device, trainer.n_gpus_per_node)
     folder = Path(trainer.default_local_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -124,3 +132,23 @@ def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
             f"trainer.default_local_dir={trainer.default_local_dir}: the run cannot write there ({error.strerror}). "
             "Name another folder"
         ) from error
+
+
+def _check_device(device: str, ranks: int) -> None:
+    """One device of this kind for each rank; all share the CPU."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(
+            f"trainer.device={device}: this torch knows no such device. Type trainer.device=cpu"
+        ) from error
+    if kind == "cpu":
+        return
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != kind:
+        raise ConfigError(f"trainer.device={device}: torch finds no such device here. Type trainer.device=cpu")
+    if torch.accelerator.device_count() < ranks:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={ranks}: there are {torch.accelerator.device_count()} {kind} devices here, and "
+            f"each rank needs one of its own. Type trainer.n_gpus_per_node={torch.accelerator.device_count()}"
+        )

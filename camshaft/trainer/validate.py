@@ -57,7 +57,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
 
 def _generate(parts: PPOParts, batch: DataProto) -> DataProto:
     """`batch` with responses; rows are added so that every rank gets as many, and taken away again."""
-    padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(parts.topology.dp_size)
+    padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(parts.actor_dp_size)
     generated = parts.actor.generate_sequences(padded, validate=True, recompute_log_prob=False).unpad(added)
     return batch.union(DataProto(generated.columns))
 

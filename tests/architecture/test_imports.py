@@ -1,6 +1,7 @@
 """Who may import whom, read from the source: the order of the house is a test, not a diagram."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,13 +19,13 @@ LEVELS = [
     {"reshard"},
     {"roles"},
     {"trainer"},
-    {"cli", "__main__"},
+    {"cli", "check", "__main__"},
 ]
 """Low to high. Lower never imports higher; parts of one level do not import each other."""
 
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
-    ("config", "errors"), ("config", "plugins"), ("__main__", "cli"), ("ragged", "columns"),
+    ("config", "errors"), ("config", "plugins"), ("__main__", "cli"), ("cli", "check"), ("ragged", "columns"),
 }  # fmt: skip
 """Within the two lowest levels, what is built from what; `python -m camshaft` is the command line."""
 
@@ -161,3 +162,10 @@ def run(code: str) -> str:
     """What a fresh Python prints for `code`, which must end well."""
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     return done.stdout
+
+
+def test_no_device_is_called_by_name() -> None:
+    """A backend is asked for by the name in the config: `torch.get_device_module(device)`, never `torch.cuda`."""
+    named = re.compile(r"\btorch\.(cuda|xpu|mps|npu)\b")
+    found = [str(path.relative_to(ROOT)) for path in modules() if named.search(path.read_text(encoding="utf-8"))]
+    assert not found, found

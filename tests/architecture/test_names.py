@@ -63,14 +63,18 @@ ROLE_METHODS = {
         "compute_ref_log_prob": "DP_COMPUTE_PROTO",
         "update_actor": "DP_COMPUTE_PROTO",
         "save_checkpoint": "ONE_TO_ALL",
+        "wait_for_checkpoint": "ONE_TO_ALL",
         "load_checkpoint": "ONE_TO_ALL",
+        "export": "ONE_TO_ALL",
     },
     "CriticWorker": {
         "init_model": "ONE_TO_ALL",
         "compute_values": "DP_COMPUTE_PROTO",
         "update_critic": "DP_COMPUTE_PROTO",
         "save_checkpoint": "ONE_TO_ALL",
+        "wait_for_checkpoint": "ONE_TO_ALL",
         "load_checkpoint": "ONE_TO_ALL",
+        "export": "ONE_TO_ALL",
     },
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import ranks  # noqa: F401  (for what it makes the fork server import)
 from support.processes import still_running
-from support.toy_roles import LateToy, PairedToy, Toy
+from support.toy_roles import LateToy, PairedToy, Toy, TwoLayouts
 
 from camshaft.controller import shutdown, spawn, workers
 from camshaft.dataproto import DataProto, Ragged
@@ -68,7 +68,7 @@ def test_the_same_batch_gives_the_same_rows_in_the_same_order_on_any_number_of_r
     # Row i holds 0, 1, ..., i % 3 - 1; times the factor 3, plus 1.
     assert [row.tolist() for row in out["scaled"].rows()] == [[3.0 * x + 1 for x in range(i % 3)] for i in range(8)]
     assert list(out["uid"]) == [f"u{i}" for i in range(8)]
-    assert out.meta_info == {"said_by": 0}
+    assert out.meta_info["said_by"] == 0
 
 
 def test_each_rank_sees_an_equal_part(toy: Toy, layout: Layout):
@@ -105,12 +105,19 @@ def test_model_parallel_neighbours_work_on_the_same_rows_and_one_of_them_answers
         assert list(paired.scale(eight_rows())["uid"]) == [f"u{i}" for i in range(8)]
 
 
+def test_a_role_of_several_layouts_splits_each_call_by_the_seats_for_it():
+    with workers(TwoLayouts, factor=3.0, world_size=4, timeout=60) as both:
+        assert both.rows_seen(eight_rows())["seen"].tolist() == [2] * 8
+        assert both.scale(eight_rows()).meta_info["ranks"] == [{"said_by": 0}, {"said_by": 1}]
+        assert list(both.same(eight_rows())["uid"]) == [f"u{i}" for i in range(8)]
+
+
 def test_seats_are_read_when_they_are_needed_and_put_the_rows_back_in_order(layout: Layout):
     with workers(LateToy, **layout.options) as late:
         late.init_model()  # from here on the last rank reads the first rows
         out = late.scale(eight_rows())
         assert list(out["uid"]) == [f"u{i}" for i in range(8)]
-        assert out.meta_info == {"said_by": 0}
+        assert out.meta_info["said_by"] == 0
 
 
 # -- mistakes on the driver leave the ranks as they were ---------------------------------------------

@@ -72,7 +72,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "no such file"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
-    "an engine that is not there yet": ({"actor_rollout_ref.actor.strategy": "fsdp"}, ["not there yet", "=reference"]),
+    "an engine that is not there yet": ({"actor_rollout_ref.actor.strategy": "megatron"}, ["not there yet", "=fsdp"]),
+    "two ranks of one process": ({"trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node = 2", "strategy=fsdp"]),
     "no such tracker": ({"trainer.logger": "[consol]"}, ["trainer.logger", "Did you mean console?"]),
     "resume from nothing": (
         {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/nowhere/global_step_2"},

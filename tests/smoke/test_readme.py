@@ -44,7 +44,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "all.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "example_sums" / "tiny"
-    promised = ("metrics.jsonl", "validation/step_4.jsonl", "global_step_4/actor/model.safetensors")
+    promised = ("metrics.jsonl", "validation/step_4.jsonl", "global_step_4/actor/model/model.safetensors")
     assert all((run / name).exists() for name in promised), sorted(str(path) for path in run.rglob("*"))
 
 

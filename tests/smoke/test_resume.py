@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import Run, camshaft, finished, sft_words, start
-from support.interrupting import NAME
+from support.command_line import camshaft, sft_words
+from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -106,27 +105,6 @@ def steps(run: Path) -> list[int]:
     return [step for step, _ in storage.step_folders(run)]
 
 
-def run_until(
-    step: int, run: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, how: signal.Signals = signal.SIGKILL
-) -> Run:
-    """Start the command in a process of its own, and end it when the step is logged and not yet saved."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    run.mkdir()
-    (run / "hold").write_text(str(step))
-    process, log = start("-m", "camshaft", *words), run / "metrics.jsonl"
-    try:
-        until = time.monotonic() + 100
-        while not log.exists() or f'{{"step": {step},' not in log.read_text():
-            assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
-            time.sleep(0.01)
-    finally:
-        process.send_signal(how)
-        ended = finished(process)
-    (run / "hold").unlink()
-    return ended
-
-
 @pytest.mark.parametrize(
     ("settings", "killed_after", "goes_on_after"), [(PPO, 3, 2), (BUSY, 4, 2)], ids=["ppo", "adaptive KL, shuffled"]
 )
@@ -161,7 +139,7 @@ def test_a_supervised_run_that_was_killed_goes_on_bit_for_bit(
     assert weights(killed, 6) == weights(whole, 6)
 
     exported: Any = AutoModelForCausalLM.from_pretrained(killed / "huggingface")
-    trained = load_file(killed / "global_step_6" / "model" / "model.safetensors")
+    trained = load_file(killed / "global_step_6" / "model" / "model" / "model.safetensors")
     begun = load_file(home / "actor" / "model.safetensors")
     found = dict(exported.named_parameters())
     assert found.keys() == trained.keys() == begun.keys()
@@ -298,7 +276,7 @@ def in_mid_write(step: Path) -> None:
 
 
 def file_cut_off(step: Path) -> None:
-    os.truncate(step / "actor" / "optimizer.safetensors", 1000)
+    os.truncate(step / "actor" / "optimizer" / "optimizer.safetensors", 1000)
 
 
 def manifest_cut_off(step: Path) -> None:
@@ -323,13 +301,13 @@ def test_a_newest_step_that_is_not_whole_is_passed_over(
 
 def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    file = run / "global_step_6" / "critic" / "model.safetensors"
+    file = run / "global_step_6" / "critic" / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     ended = camshaft(*command(PPO, run))
     assert ended.status == 1
-    assert "'model.safetensors' does not match its checksum" in ended.err
+    assert "'model/model.safetensors' does not match its checksum" in ended.err
     assert "Traceback" not in ended.err
 
 

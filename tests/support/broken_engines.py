@@ -84,6 +84,26 @@ class NoClipping(ReferenceEngine):
         super().__init__(config.model_copy(update={"grad_clip": 1e9}))
 
 
+class ForgetsGradients(ReferenceEngine):
+    """Frees gradients with the activations when train_mode ends."""
+
+    @contextlib.contextmanager
+    def train_mode(self) -> Iterator[None]:
+        with super().train_mode():
+            yield
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+class AdapterStaysOn(ReferenceEngine):
+    """Takes disable_adapter for a hint."""
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        super().disable_adapter()
+        return contextlib.nullcontext()
+
+
 class StepsIntoNaN(ReferenceEngine):
     """Updates whatever the gradient is."""
 
@@ -134,7 +154,8 @@ class SwallowsKeys(ReferenceEngine):
 class ForgetsOptimizer(ReferenceEngine):
     """Saves the weights and calls it a checkpoint."""
 
-    def _load_optimizer(self, tensors: dict[str, Tensor]) -> None:
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super().load_checkpoint(*args, **kwargs)
         self.optimizer.state.clear()
 
 
@@ -175,8 +196,8 @@ class DeletesOriginals(ReferenceEngine):
 class OwnNames(ReferenceEngine):
     """Streams weights under the names of its wrapper."""
 
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in super().named_weights():
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().named_weights(adapter_only):
             yield f"module.{name}", weight
 
 
@@ -303,5 +324,7 @@ CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     UnseededStart: "same bits twice",
     LosesRowsInShards: "seat and shards",
     SilentWithoutLoss: "errors name the step",
+    ForgetsGradients: "step outside train mode",
+    AdapterStaysOn: "adapter",
 }
 """Each mistake, and the rule that must name it."""

@@ -4,14 +4,19 @@
 
 With a file `hold` in the run's folder the run waits there for ever, to be killed; with a file `stop` it ends with an
 error. Each holds the number of the step. Without them the tracker does nothing, so one command serves for all.
+`run_until` is the test's side of the first.
 """
 
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from camshaft.errors import WorkerError
 from camshaft.tracking import RunInfo, Tracker
+from support.command_line import Run, finished, start
 
 NAME = f"{__name__}:InterruptingTracker"
 
@@ -32,3 +37,27 @@ class InterruptingTracker(Tracker):
 
     def finish(self) -> None:
         pass
+
+
+def run_until(
+    step: int, run: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, how: signal.Signals = signal.SIGKILL
+) -> Run:
+    """Start `camshaft *words` in a process of its own, and end it when the step is logged and not yet saved.
+
+    `run` is the folder of the run, which has this module's tracker.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    run.mkdir()
+    (run / "hold").write_text(str(step))
+    process, log = start("-m", "camshaft", *words), run / "metrics.jsonl"
+    try:
+        until = time.monotonic() + 100
+        while not log.exists() or f'{{"step": {step},' not in log.read_text():
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    finally:
+        process.send_signal(how)
+        ended = finished(process)
+    (run / "hold").unlink()
+    return ended

@@ -10,14 +10,16 @@ are written to the folder by the first run in it, and later runs there take them
 """
 
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from transformers import AutoModelForTokenClassification
 
 from camshaft.config import PPOConfig, load_ppo
@@ -146,4 +148,16 @@ def _weights(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
     """Through a checkpoint: a driver does not hold them."""
     with tempfile.TemporaryDirectory() as folder:
         role.save_checkpoint(f"{folder}/weights")
-        return load_file(f"{folder}/weights/model.safetensors")
+        role.wait_for_checkpoint()
+        return saved_weights(Path(folder) / "weights")
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """The weights of an engine's checkpoint, read by torch from however many files."""
+    reader = HuggingFaceStorageReader(str(folder / "model"))
+    held: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in held.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that one process reads what several have written
+        state_dict_loader.load(weights, storage_reader=reader, no_dist=True)
+    return weights

@@ -1,5 +1,7 @@
 """Is a process still there? Read from /proc, so that it needs no other package."""
 
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import time
 import uuid
@@ -41,6 +43,29 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def start_fork_server(*modules: str) -> None:
+    """The server that worker processes of this one come from, before a test marks what it starts: it stays."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
+    multiprocessing.forkserver.ensure_running()
+
+
+def forked() -> list[int]:
+    """The processes that this process' fork server has started; they have the environment of the server."""
+    servers = [pid for pid in _children(os.getpid()) if b"multiprocessing.forkserver" in _read(pid, "cmdline")]
+    return [pid for server in servers for pid in _children(server)]
+
+
+def _children(parent: int) -> list[int]:
+    return [int(pid) for pid in _read(parent, f"task/{parent}/children").split()]
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
+
+
 @contextmanager
 def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
     """Marks all processes that are started in the block, and fails if one outlives it by so many seconds."""
@@ -50,6 +75,6 @@ def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
     finally:
         del os.environ[MARK]
     until = time.monotonic() + seconds
-    while marked(mark) and time.monotonic() < until:
+    while marked(mark) + forked() and time.monotonic() < until:
         time.sleep(0.02)
-    assert marked(mark) == []
+    assert marked(mark) + forked() == []

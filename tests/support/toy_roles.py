@@ -133,6 +133,14 @@ class PairedToy(Toy):
         return Seat(self.rank, self.world, self.rank // 2, self.world // 2, collects=self.rank % 2 == 0)
 
 
+class TwoLayouts(PairedToy):
+    """Pairs of ranks share their rows, but for one method."""
+
+    def seat_for(self, method: str) -> Seat:
+        alone = Seat(self.rank, self.world, self.rank, self.world)
+        return alone if method == "rows_seen" else self.seat
+
+
 class LateToy(Toy):
     """Like a role whose engine knows its seat only after the model is built."""
 

@@ -1,4 +1,8 @@
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,6 +122,82 @@ def test_copies_are_verified_and_whole(tmp_path: Path) -> None:
         storage.copy_folder(str(tmp_path / "x"), str(tmp_path / "z"))
 
 
-def test_schemes_that_are_not_there_are_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="hdfs://"):
-        storage.plain_path("hdfs://host/x")
+# -- a folder that replaces another, or that many write -------------------------------------------
+
+
+def reads(name: str) -> Callable[[Path], Any]:
+    return {"verify": storage.verify, "is_complete": storage.is_complete, "read_manifest": storage.read_manifest}[name]
+
+
+class Killed(BaseException):
+    """What no handler of errors sees, as little as a kill."""
+
+
+@pytest.mark.parametrize("reader", ["verify", "is_complete", "read_manifest"])
+def test_a_kill_at_any_step_of_replacing_leaves_the_old_or_the_new(
+    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = [(os, "replace"), (shutil, "rmtree")]
+    found = []
+    for survived in range(4):
+        folder = tmp_path / str(survived)
+        write(folder, "old")
+        with monkeypatch.context() as patch:
+            left = [survived]
+
+            def killing(plain: Callable[..., None], left: list[int] = left) -> Callable[..., None]:
+                def step(*args: Any, **kwargs: Any) -> None:
+                    if not left[0]:
+                        raise Killed
+                    left[0] -= 1
+                    plain(*args, **kwargs)
+
+                return step
+
+            for module, name in steps:
+                patch.setattr(module, name, killing(getattr(module, name)))
+            try:
+                write(folder, "new")
+            except Killed:
+                killed = True
+            else:
+                killed = False
+        assert reads(reader)(folder) is not False
+        storage.verify(folder)
+        found.append((killed, (folder / "a.txt").read_text()))
+        write(folder, "newest")
+        assert (folder / "a.txt").read_text() == "newest"
+        assert not list(tmp_path.glob(f"{survived}.*"))
+    # Two renames and one removal: the old is there until the second rename is done.
+    assert found == [(True, "old"), (True, "old"), (True, "new"), (False, "new")]
+
+
+def test_what_was_set_aside_counts_as_there(tmp_path: Path) -> None:
+    write(tmp_path / "x", kind="huggingface")
+    os.replace(tmp_path / "x", tmp_path / "x.replaced")
+    with pytest.raises(CheckpointError, match="is there already"):
+        storage.check_replaceable(tmp_path / "x", "engine")
+    assert storage.verify(tmp_path / "x") == {"kind": "huggingface"}
+    assert storage.is_unfinished(tmp_path / "x.replaced")
+    assert not storage.is_unfinished(tmp_path / "x")
+
+
+def test_a_folder_that_many_write_appears_when_the_last_finishes(tmp_path: Path) -> None:
+    work = storage.begin(tmp_path / "x")
+    files = {}
+    for rank in range(3):
+        (work / f"rank_{rank}").write_text(str(rank))
+        files |= storage.fingerprints(work, [work / f"rank_{rank}"])
+        assert not storage.is_complete(tmp_path / "x")
+    storage.finish(tmp_path / "x", files, {"step": 5})
+    assert storage.verify(tmp_path / "x") == {"step": 5}
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    assert list(storage.read_manifest(tmp_path / "x")["files"]) == ["rank_0", "rank_1", "rank_2"]
+
+
+def test_a_share_of_the_checks_finds_what_is_in_it(tmp_path: Path) -> None:
+    write(tmp_path / "x", step=1)
+    (tmp_path / "x" / "sub" / "b.txt").write_text("damaged")
+    assert storage.verify(tmp_path / "x", share=(0, 2)) == {"step": 1}
+    with pytest.raises(CheckpointError, match=r"b\.txt"):
+        storage.verify(tmp_path / "x", share=(1, 2))

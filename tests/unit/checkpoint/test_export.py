@@ -1,15 +1,27 @@
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    dynamic_module_utils,
+)
 
-from camshaft.checkpoint import check_export_path, export_hugging_face
-from camshaft.config import EngineModel
+from camshaft.checkpoint import Probe, check_export_path, export_hugging_face
+from camshaft.config import EngineConfig, EngineModel
+from camshaft.dataproto import DataProto
+from camshaft.engine.reference import ReferenceEngine
 from camshaft.errors import CheckpointError
 from camshaft.models.loader import load_model
 
@@ -20,11 +32,15 @@ def trained(folder: Path, dtype: str = "float32") -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
 
 
+def model_in(folder: Path, **more: Any) -> EngineModel:
+    return EngineModel(path=str(folder), **more)
+
+
 @pytest.mark.parametrize("sizes", [{}, {"tie_embeddings": False}, {"family": "llama"}], ids=str)
 def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(sizes: dict, tmp_path: Path) -> None:
     source = tiny_folder(**sizes)
     weights = trained(source)
-    export_hugging_face(weights.items(), str(source), tmp_path / "out")
+    export_hugging_face(weights.items(), model_in(source), tmp_path / "out")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
     tokens = tiny_rows([9])[0][None]
@@ -41,7 +57,9 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
 def test_the_number_format_and_the_changed_config_are_kept(tmp_path: Path) -> None:
     source = tiny_folder()
     weights = trained(source, "bfloat16")
-    export_hugging_face(weights.items(), str(source), tmp_path / "out", {"attention_dropout": 0.25})
+    export_hugging_face(
+        weights.items(), model_in(source, override_config={"attention_dropout": 0.25}), tmp_path / "out"
+    )
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert found.dtype == torch.bfloat16
     assert found.config.attention_dropout == 0.25
@@ -55,12 +73,12 @@ def test_weights_that_are_not_those_of_the_model_are_named_and_nothing_appears(c
     if change == "missing":
         del weights[name]
     with pytest.raises(CheckpointError, match=name):
-        export_hugging_face(weights.items(), str(tiny_folder()), tmp_path / "out")
+        export_hugging_face(weights.items(), model_in(tiny_folder()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_only_an_older_export_is_replaced(tmp_path: Path) -> None:
-    source, weights = str(tiny_folder()), trained(tiny_folder())
+    source, weights = model_in(tiny_folder()), trained(tiny_folder())
     target, other, empty = tmp_path / "out", tmp_path / "other", tmp_path / "empty"
     for _ in range(2):
         check_export_path(target)
@@ -89,7 +107,123 @@ def test_a_model_with_code_of_its_own_takes_it_along_if_it_is_trusted(
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
     (source / "config.json").write_text(json.dumps(config))
     weights = trained(tiny_folder())
-    export_hugging_face(weights.items(), str(source), tmp_path / "out", trust_remote_code=True)
+    export_hugging_face(weights.items(), model_in(source, trust_remote_code=True), tmp_path / "out")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(found).__name__ == "MineForCausalLM"
     assert torch.equal(dict(found.named_parameters())["model.norm.weight"], weights["model.norm.weight"])
+
+
+# -- the same numbers -----------------------------------------------------------------------------
+
+
+def engine_with(head: Literal["causal_lm", "value", "reward"], dtype: Any = "float32", **sizes: Any) -> ReferenceEngine:
+    model = EngineModel(path=str(tiny_folder(**sizes)), head=head, random_init=True)
+    engine = ReferenceEngine(EngineConfig(model=model, dtype=dtype, seed=7))
+    engine.init_model()
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("head", "loader"),
+    [
+        ("causal_lm", AutoModelForCausalLM),
+        ("value", AutoModelForTokenClassification),
+        ("reward", AutoModelForSequenceClassification),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_every_head_is_exported_under_its_own_class_and_gives_the_engines_numbers(
+    head: Literal["causal_lm", "value", "reward"], loader: Any, family: str, tmp_path: Path
+) -> None:
+    engine = engine_with(head, family=family)
+    export_hugging_face(engine.named_weights(), engine.config.model, tmp_path / "out", check=Probe(engine.infer_batch))
+    found = loader.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(found).__name__]
+    weights = dict(engine.named_weights())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+    if head != "causal_lm":
+        assert found(tiny_rows([9])[0][None]).logits.shape[-1] == 1
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+def test_a_run_that_goes_on_finds_the_random_state_it_had(head: Literal["causal_lm", "value"], tmp_path: Path) -> None:
+    engine = engine_with(head)
+    before = torch.get_rng_state()
+    export_hugging_face(engine.named_weights(), engine.config.model, tmp_path / "out", check=Probe(engine.infer_batch))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def shifted(engine: ReferenceEngine, by: float) -> Any:
+    """The engine's numbers, one of them wrong."""
+
+    def run(rows: DataProto) -> dict[str, Any]:
+        found: Any = engine.infer_batch(rows)["log_probs"]
+        values = found.values.clone()
+        values[-1] += by
+        return {"log_probs": found.like(values)}
+
+    return run
+
+
+def test_numbers_that_differ_from_the_engines_end_the_export_with_the_difference(tmp_path: Path) -> None:
+    engine, source = engine_with("causal_lm"), model_in(tiny_folder())
+    for dtype, by, off in (("float32", 0.01, r"off by [0-9.]+e-0[34], allowed 1e-04"), ("bfloat16", 0.9, "5e-02")):
+        with pytest.raises(CheckpointError, match=rf"other numbers than the engine.*log_probs are .*{off}"):
+            export_hugging_face(
+                engine.named_weights(), source, tmp_path / "out", check=Probe(shifted(engine, by), dtype)
+            )
+        assert not (tmp_path / "out").exists()
+    weights = dict(engine.named_weights())
+    weights["model.norm.weight"] = 2 * weights["model.norm.weight"]
+    with pytest.raises(CheckpointError, match="other numbers"):
+        export_hugging_face(weights.items(), source, tmp_path / "out", check=Probe(engine.infer_batch))
+    export_hugging_face(
+        engine.named_weights(), source, tmp_path / "out", check=Probe(shifted(engine, 0.01), "bfloat16")
+    )
+
+
+def test_numbers_that_are_none_are_not_taken_for_equal(tmp_path: Path) -> None:
+    engine = engine_with("causal_lm")
+    with pytest.raises(CheckpointError, match="off by nan"):
+        export_hugging_face(
+            engine.named_weights(), model_in(tiny_folder()), tmp_path / "out", check=Probe(shifted(engine, torch.nan))
+        )
+
+
+def test_an_engine_that_computes_in_bfloat16_passes_its_looser_check(tmp_path: Path) -> None:
+    engine = engine_with("causal_lm", "bfloat16")
+    export_hugging_face(
+        engine.named_weights(), model_in(tiny_folder()), tmp_path / "out", check=Probe(engine.infer_batch, "bfloat16")
+    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+
+
+def together(value: Tensor) -> Tensor:
+    """The mean over ranks, of what all have alike: an exchange that hangs unless every rank comes to it."""
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def export_from_ranks(source: str, target: str) -> bool:
+    model = EngineModel(path=source, random_init=True)
+    engine = ReferenceEngine(EngineConfig(model=model, seed=7))
+    engine.init_model()
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        for name, weight in engine.named_weights():
+            yield name, together(weight.clone())
+
+    def probe(rows: DataProto) -> dict[str, Any]:
+        found: Any = engine.infer_batch(rows)["log_probs"]
+        return {"log_probs": found.like(together(found.values.clone()))}
+
+    own = Path(target).with_name(f"rank_{dist.get_rank()}")
+    export_hugging_face(weights(), model, own, check=Probe(probe), write=dist.get_rank() == 0)
+    return own.exists()
+
+
+def test_one_rank_writes_what_all_gather(tmp_path: Path) -> None:
+    assert run_ranks(export_from_ranks, 2, str(tiny_folder()), str(tmp_path / "out")) == [True, False]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "rank_0")
+    weights = trained(tiny_folder())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())

@@ -1,6 +1,7 @@
 import json
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from camshaft import storage
@@ -158,3 +159,95 @@ def test_the_second_place_holds_whole_steps_of_its_own(tmp_path: Path) -> None:
     found = CheckpointManager(tmp_path / "second").latest()
     assert found is not None
     assert found.step == 1
+
+
+def test_the_second_place_may_be_a_url_and_its_steps_come_back(tmp_path: Path) -> None:
+    files = fsspec.filesystem("memory")
+    manager = CheckpointManager(tmp_path / "run", second="memory://steps/run/")
+    try:
+        save(save(manager, 1), 2, actor=1, critic=1)
+        assert files.exists("/steps/run/global_step_1/actor/weights.txt")
+        for role_name in ("actor", "critic", "trainer"):
+            url = f"memory://steps/run/global_step_2/{role_name}"
+            storage.copy_folder(url, str(tmp_path / "back" / "global_step_2" / role_name))
+        found = CheckpointManager(tmp_path / "back").latest()
+        assert found is not None
+        assert (found.step, found.state) == (2, {"at": 2})
+        # A step that is written again and breaks off has no trainer folder that could vouch for it.
+        with pytest.raises(OSError, match="no space"):
+            manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
+        assert not storage.is_there("memory://steps/run/global_step_2/trainer")
+        assert storage.is_there("memory://steps/run/global_step_1/trainer")
+    finally:
+        files.rm("/steps", recursive=True)
+
+
+# -- model folders --------------------------------------------------------------------------------
+
+
+def with_export(manager: CheckpointManager, step: int, export: Write | None = None, **keep: int | None) -> None:
+    manager.save(step, {name: role() for name in BOTH}, {}, keep, {"actor": export or role("export")})
+
+
+def test_a_model_folder_stands_in_both_places_before_the_step_counts(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", str(tmp_path / "second"))
+    with_export(manager, 1)
+    for root in ("run", "second"):
+        assert there(tmp_path / root) == {1: ["actor", "actor_huggingface", "critic", "trainer"]}
+        assert (tmp_path / root / "global_step_1" / "actor_huggingface" / "weights.txt").read_text() == "export"
+    with pytest.raises(OSError, match="no space"):
+        with_export(manager, 2, fails)
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_model_folder_goes_with_its_role_even_if_later_steps_have_none(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2):
+        with_export(manager, step, actor=2)
+    save(manager, 3, actor=2)
+    assert there(tmp_path) == {
+        1: ["critic", "trainer"],
+        2: ["actor", "actor_huggingface", "critic", "trainer"],
+        3: ["actor", "critic", "trainer"],
+    }
+    save(manager, 4, actor=1, critic=1)
+    assert there(tmp_path) == {4: ["actor", "critic", "trainer"]}
+
+
+def test_no_run_goes_on_from_a_model_folder_so_it_may_be_moved_away(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    with_export(manager, 1)
+    (tmp_path / "run" / "global_step_1" / "actor_huggingface").rename(tmp_path / "mine")
+    found = manager.latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_a_step_that_is_written_again_has_no_model_folder_of_the_first_time(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", str(tmp_path / "second"))
+    with_export(manager, 1)
+    save(manager, 1)
+    for root in ("run", "second"):
+        assert there(tmp_path / root) == {1: ["actor", "critic", "trainer"]}
+
+
+# -- a role that writes in the background ---------------------------------------------------------
+
+
+def test_an_older_step_stays_until_every_role_of_the_newer_one_is_there(tmp_path: Path) -> None:
+    written: list[str] = []  # what the background has been told and not done
+
+    def later(local: str, second: str | None) -> None:
+        if written:
+            role()(written.pop(), None)
+        written.append(local)
+
+    manager = CheckpointManager(tmp_path)
+    for step in (1, 2, 3):
+        manager.save(step, {"actor": later, "critic": role()}, {}, {"actor": 1, "critic": 1})
+        assert there(tmp_path).get(step) == ["critic", "trainer"]
+        found = manager.latest()
+        assert (found and found.step) == (step - 1 or None)
+    assert list(there(tmp_path)) == [2, 3]

@@ -37,5 +37,5 @@ def sft_words(tmp_path: Path) -> list[str]:
 def _files(folder: Path) -> None:
     for name in ("train.parquet", "val.parquet"):
         (folder / name).touch()
-    (folder / "model").mkdir()
+    (folder / "model").mkdir(exist_ok=True)
     (folder / "model" / "config.json").write_text("{}")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from camshaft.config import Topology, load_ppo, load_sft, micro_batch_per_rank
-from camshaft.config.checks import check
+from camshaft.config import load_ppo, load_sft, micro_batch_per_rank
+from camshaft.config.topology import share
 from camshaft.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -47,25 +47,54 @@ def test_a_micro_batch_larger_than_the_mini_batch_is_fine(words):
     load_ppo([*words, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2"])
 
 
-def _ranks(words, count: int, *more: str) -> str:
-    """Problems with `count` ranks, which the loader would refuse before it came to that."""
-    config = load_ppo([*words, *more])
-    trainer = config.trainer.model_copy(update={"n_gpus_per_node": count})
-    return "\n".join(f"{p.key} {p.sentence}" for p in check(config.model_copy(update={"trainer": trainer})))
+def _on(words, ranks: int, *more: str) -> list[str]:
+    return [*words, f"{ACTOR}.strategy=fsdp", f"trainer.n_gpus_per_node={ranks}", *more]
+
+
+PER_GPU = (
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+)
 
 
 def test_a_mini_batch_must_split_evenly_over_ranks(words):
     # 256 x 2 = 512 sequences over 3 ranks: 170 each and 2 left over.
-    assert "256 prompts x rollout.n=2 = 512 sequences = 3 ranks x 170 + 2" in _ranks(words, 3, f"{ROLLOUT}.n=2")
-    assert _ranks(words, 8) == ""
+    text = _error(_on(words, 3, f"{ROLLOUT}.n=2", *PER_GPU))
+    assert "One thing is wrong" in text
+    assert "256 prompts x rollout.n=2 = 512 sequences = 3 ranks x 170 + 2" in text
+    load_ppo(_on(words, 8))
+
+
+def test_a_mini_batch_splits_over_ranks_with_rows_of_their_own(words):
+    # 12 ranks, of which 4 compute each row together, are 3 groups; 512 = 3 x 170 + 2.
+    shared = (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ROLLOUT}.n=2", *PER_GPU)
+    text = _error(_on(words, 12, *shared, "critic.ulysses_sequence_parallel_size=3"))
+    assert "One thing is wrong" in text
+    assert "512 sequences = 3 groups of 4 ranks x 170 + 2" in text
+    # 4 of the actor's 16 ranks compute each row, 2 of the critic's: 512 = 4 x 128 = 8 x 64.
+    load_ppo(_on(words, 16, *shared, "critic.model.fsdp_config.tensor_parallel_size=2"))
+
+
+def test_an_iteration_must_split_evenly_over_the_references_ranks(words):
+    small = ("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=6", "algorithm.use_kl_in_reward=true", *PER_GPU)
+    ref = ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1", f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    critic = "critic.ulysses_sequence_parallel_size=2"
+    load_ppo(_on(words, 4, *small, *ref, critic))
+    text = _error(_on(words, 4, *small, *ref, critic, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"))
+    assert "One thing is wrong" in text
+    assert "6 prompts x rollout.n=1 = 6 sequences = 4 ranks x 1 + 2" in text
 
 
 def test_an_older_micro_batch_must_split_evenly_over_ranks(words):
-    found = _ranks(words, 16, f"{ACTOR}.ppo_micro_batch_size=24")
-    assert f"{ACTOR}.ppo_micro_batch_size counts sequences over all ranks" in found
-    assert "24 = 16 ranks x 1 + 8" in found
-    assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=1" in found
-    assert _ranks(words, 16, f"{ACTOR}.ppo_micro_batch_size=24", f"{ACTOR}.ppo_micro_batch_size_per_gpu=3") == ""
+    odd = (f"{ACTOR}.ppo_micro_batch_size=24",)
+    text = _error(_on(words, 16, *odd))
+    assert "One thing is wrong" in text
+    assert f"{ACTOR}.ppo_micro_batch_size = 24" in text
+    assert "24 = 16 ranks x 1 + 8" in text
+    assert f"{ACTOR}.ppo_micro_batch_size_per_gpu=1" in text
+    load_ppo(_on(words, 16, *odd, f"{ACTOR}.ppo_micro_batch_size_per_gpu=3"))
+    load_ppo(_on(words, 16, *odd, f"{ACTOR}.fsdp_config.tensor_parallel_size=2"))  # 8 groups x 3
 
 
 def test_a_token_budget_must_hold_the_longest_sequence(words):
@@ -87,7 +116,7 @@ def test_micro_batch_per_rank_prefers_the_newer_key_and_splits_the_older():
     with pytest.raises(ConfigError, match="64 do not split evenly over 7 ranks"):
         micro_batch_per_rank(None, 64, 7)
     with pytest.raises(ConfigError, match="64 do not split evenly over 128 ranks"):
-        Topology(128).share(64, "sequences")
+        share(64, 128, "sequences")
 
 
 # -- algorithm and sampling -----------------------------------------------------------------------
@@ -221,3 +250,31 @@ def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
     own = load_ppo([*words, "actor_rollout_ref.rollout.name=my_pkg.my_rollout:MyRollout"])
     assert own.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
+
+
+# -- contents of checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [f"{ACTOR}.checkpoint.save_contents", "critic.checkpoint.save_contents"])
+def test_a_checkpoint_without_what_a_run_goes_on_from_is_refused(key: str, words):
+    text = _error([*words, f"{key}=[model,hf_model]"])
+    assert "One thing is wrong" in text
+    assert f"{key} = " in text
+    assert "none can be left out, and optimizer, extra would be" in text
+    assert f"Type '{key}=[model,optimizer,extra,hf_model]'" in text
+    assert "optimizer, extra would be" not in _error([*words, f"{key}=[model,optimizer]"])
+    load_ppo([*words, f"{key}=[model,optimizer,extra,hf_model]"])
+
+
+def test_unknown_contents_of_a_checkpoint_are_refused_with_those_there_are(words, sft_words):
+    text = _error([*words, f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf]"])
+    assert "must be a list of model, optimizer, extra, hf_model" in text
+    with pytest.raises(ConfigError) as caught:
+        load_sft([*sft_words, "checkpoint.save_contents=[model,optimizer,extra,huggingface]"])
+    assert "must be a list of model, optimizer, extra, hf_model" in str(caught.value)
+    with pytest.raises(ConfigError, match="model would be"):
+        load_sft([*sft_words, "checkpoint.save_contents=[optimizer,extra]"])
+
+
+def test_a_critic_that_is_not_built_is_not_checked_for_contents(words):
+    load_ppo([*words, "critic.checkpoint.save_contents=[]", "algorithm.adv_estimator=reinforce_plus_plus"])

@@ -11,6 +11,7 @@ def test_every_number_from_prompts_to_optimizer_steps(words):
     )
     found = {row.what: (row.actor, row.critic) for row in batch_table(config, Topology(8))}
     assert found == {
+        "ranks with rows of their own": (8, 8),
         "prompts per iteration": (1024, 1024),
         "sequences per iteration": (4096, 4096),  # x 4
         "sequences per mini-batch": (1024, 2048),  # 256 x 4, 512 x 4
@@ -36,7 +37,26 @@ def test_budgets_of_tokens_are_told_as_such_and_a_missing_critic_is_a_dash(words
     )
     text = render_batch_table(batch_table(config, Topology()))
     lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
-    assert lines["micro-batch per rank"][:3] == ["16384", "tokens", "-"]
+    assert lines["micro-batch per rank"][:4] == ["16384", "tokens", "-", "-"]
     assert lines["micro-batches per mini-batch"][:2] == ["by", "tokens"]
     assert lines["sequences per iteration"][0] == "8192"
     assert len({len(line) - len(line.lstrip()) for line in text.splitlines()[1:]}) == 1  # one column of names
+
+
+def test_each_role_has_the_ranks_of_its_own_layout(words):
+    config = load_ppo(
+        [
+            *words,
+            f"{ACTOR}.strategy=fsdp",
+            "trainer.n_gpus_per_node=8",
+            "algorithm.use_kl_in_reward=true",
+            f"{ACTOR}.ulysses_sequence_parallel_size=4",
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
+            "critic.model.fsdp_config.tensor_parallel_size=8",
+        ]
+    )
+    found = {row.what: (row.actor, row.ref, row.critic) for row in batch_table(config, Topology(8))}
+    assert found["ranks with rows of their own"] == (2, 4, 1)  # 8 / 4, 8 / 2, 8 / 8
+    assert found["mini-batch per rank"] == (128, None, 256)  # 256 / 2, 256 / 1
+    assert found["micro-batch per rank"] == (32, None, 64)  # 64 / 2, 64 / 1
+    assert found["forward micro-batch per rank"] == (64, 32, 64)  # 128 / 2, 128 / 4, 64 / 1

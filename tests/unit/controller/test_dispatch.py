@@ -164,13 +164,13 @@ def test_an_empty_batch_goes_through():
     assert len(gather(DP, FLAT, results)) == 0
 
 
-def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_rank_zero():
+def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_rank_zero_and_of_each():
     low, high = numbered(4, of="low").reorder([0, 1]), numbered(4, of="high").reorder([2, 3])
     merged = gather(DP, CROSSED, [None, high, "not looked at", low])
     assert merged["row"].tolist() == [0, 1, 2, 3]
     assert merged["tokens"].lengths.tolist() == [1, 2, 3, 4]
     assert list(merged["uid"]) == ["u0", "u1", "u2", "u3"]
-    assert merged.meta_info == {"of": "low"}
+    assert merged.meta_info == {"of": "low", "ranks": [{"of": "low"}, {"of": "high"}]}
     assert keeps(DP, CROSSED) == [False, True, False, True]
 
 

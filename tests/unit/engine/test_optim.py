@@ -1,7 +1,12 @@
 import math
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from camshaft.config.engine import OptimConfig
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, rate
@@ -20,10 +25,20 @@ def test_cosine_goes_from_the_full_rate_to_the_floor() -> None:
     assert [rate(optim, k) for k in range(6)] == pytest.approx(expected)
 
 
-def test_cosine_needs_the_length_of_the_run() -> None:
+def test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor() -> None:
+    optim = OptimConfig(
+        lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=2, total_training_steps=6, min_lr_ratio=0.25
+    )
+    # Up in 2 updates, then down by (2 - 0.5) / 4 = 0.375 each until update 6, and on at the floor.
+    expected = [1.0, 2.0, 2.0, 1.625, 1.25, 0.875, 0.5, 0.5]
+    assert [rate(optim, k) for k in range(8)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "linear"])
+def test_a_rate_that_goes_down_needs_the_length_of_the_run(shape: Literal["cosine", "linear"]) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
-    optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine")
-    with pytest.raises(EngineError, match="total_training_steps"):
+    optim = OptimConfig(lr=1.0, lr_scheduler_type=shape)
+    with pytest.raises(EngineError, match=f"{shape} needs optim.total_training_steps"):
         Schedule(build_optimizer([weight], optim), optim)
 
 
@@ -61,3 +76,161 @@ def test_a_step_without_gradients_is_refused() -> None:
     optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], OptimConfig())
     with pytest.raises(EngineError, match="no gradient"):
         clip_and_step(optimizer, 1.0)
+
+
+def built(**optim: Any) -> torch.optim.Optimizer:
+    return build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], OptimConfig(**optim))
+
+
+def test_without_a_name_it_is_adamw_with_all_that_the_config_says() -> None:
+    optimizer = built(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.25)
+    assert type(optimizer) is torch.optim.AdamW
+    told = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": True, "fused": None}
+    assert {key: optimizer.defaults[key] for key in told} == told
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("name", ["SGD", "torch.optim.SGD", "torch.optim:SGD", "torch.optim.sgd:SGD"])
+def test_a_class_is_given_only_what_it_takes(name: str) -> None:
+    optimizer = built(optimizer=name, lr=0.5, weight_decay=0.25, override_optimizer_config={"momentum": 0.7})
+    assert type(optimizer) is torch.optim.SGD
+    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True}
+    assert {key: optimizer.defaults[key] for key in told} == told
+    assert "betas" not in optimizer.defaults
+
+
+def test_an_argument_of_another_kind_under_our_name_keeps_its_default() -> None:
+    optimizer = built(optimizer="Adafactor", lr=0.5, eps=1e-3)
+    assert optimizer.defaults["eps"] == (None, 1e-3)
+    assert optimizer.defaults["lr"] == 0.5
+
+
+def test_overrides_win_and_lists_become_tuples() -> None:
+    optimizer = built(betas=(0.8, 0.9), override_optimizer_config={"betas": [0.5, 0.6], "amsgrad": True})
+    assert optimizer.defaults["betas"] == (0.5, 0.6)
+    assert optimizer.defaults["amsgrad"] is True
+    assert built(override_optimizer_config={"fused": True}).defaults["foreach"] is None
+
+
+@pytest.mark.parametrize(
+    ("optim", "said"),
+    [
+        ({"optimizer": "adamw"}, "Did you mean 'AdamW'"),
+        ({"optimizer": "Optimizer"}, "torch.optim has no optimizer 'Optimizer'"),
+        ({"optimizer": "LBFGS"}, "LBFGS cannot be used here: it evaluates the loss several times"),
+        ({"optimizer": "torch.optim.SparseAdam"}, "sparse gradients"),
+        ({"optimizer": "torch.nn:Linear"}, "not a class of torch.optim.Optimizer"),
+        ({"override_optimizer_config": {"momentum": 0.9}}, "AdamW has no argument momentum; it has betas, eps"),
+        ({"override_optimizer_config": {"lr": 0.9}}, "set optim.lr"),
+        ({"override_optimizer_config": {"betas": (1.0, 2.0)}}, "Invalid beta parameter"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_is_refused_with_what_to_type(optim: dict[str, Any], said: str) -> None:
+    with pytest.raises(EngineError, match=said):
+        built(**optim)
+
+
+def test_an_optimizer_that_does_not_take_these_parameters_says_why() -> None:
+    with pytest.raises(EngineError, match="optimizer=Muon does not take the parameters"):
+        build_optimizer([torch.nn.Parameter(torch.ones(3))], OptimConfig(optimizer="Muon"))
+    assert type(built(optimizer="Muon")) is torch.optim.Muon
+
+
+def test_frozen_parameters_stay_out_and_all_frozen_is_refused() -> None:
+    free, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    assert build_optimizer([frozen, free], OptimConfig()).param_groups[0]["params"] == [free]
+    with pytest.raises(EngineError, match="nothing to train"):
+        build_optimizer([frozen], OptimConfig())
+
+
+class WantsLoss(torch.optim.SGD):
+    def step(self, closure):  # pyright: ignore
+        return super().step(closure)
+
+
+def test_a_class_of_somebody_else_that_wants_the_loss_is_refused() -> None:
+    with pytest.raises(EngineError, match="wants a function that computes the loss"):
+        built(optimizer=f"{__name__}:WantsLoss")
+
+
+# -- over ranks -----------------------------------------------------------------------------------
+
+SHAPES = ((4, 6), (8, 3), (5,), (3, 4), (7, 2))
+
+
+def full(seed: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=random) for shape in SHAPES]
+
+
+def laid_out(tensors: list[torch.Tensor], outer: int) -> list[torch.Tensor]:
+    """Over a 2-D mesh in two ways, over either of its dimensions, and plain."""
+    mesh = init_device_mesh("cpu", (outer, dist.get_world_size() // outer), mesh_dim_names=("dp", "tp"))
+    places = [
+        (mesh, (Shard(0), Shard(1))),
+        (mesh, (Replicate(), Shard(0))),
+        (mesh["dp"], (Shard(0),)),
+        (mesh["tp"], (Shard(0),)),
+        None,
+    ]
+    return [t if place is None else distribute_tensor(t, *place) for t, place in zip(tensors, places, strict=True)]
+
+
+def steps_on_a_mesh(outer: int, optim: OptimConfig, max_norm: float) -> tuple[list[float], list[torch.Tensor]]:
+    parameters = [torch.nn.Parameter(t) for t in laid_out(full(0), outer)]
+    optimizer = build_optimizer(parameters, optim)
+    norms = []
+    for seed in (1, 2, 3):
+        for parameter, gradient in zip(parameters, laid_out(full(seed), outer), strict=True):
+            parameter.grad = gradient
+        norm, done = clip_and_step(optimizer, max_norm)
+        assert done
+        norms.append(norm)
+    return norms, [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in parameters]
+
+
+@pytest.mark.parametrize(("ranks", "outer"), [(2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("name", "more"), [("AdamW", {}), ("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9})], ids=str
+)
+def test_mixed_meshes_step_like_one_process(ranks: int, outer: int, name: str, more: dict[str, Any]) -> None:
+    optim = OptimConfig(lr=0.1, optimizer=name, override_optimizer_config=more)
+    parameters = [torch.nn.Parameter(t) for t in full(0)]
+    alone = build_optimizer(parameters, optim)
+    norms = []
+    for seed in (1, 2, 3):
+        for parameter, gradient in zip(parameters, full(seed), strict=True):
+            parameter.grad = gradient
+        norms.append(math.sqrt(sum(float((g.double() ** 2).sum()) for g in full(seed))))
+        clip_and_step(alone, 2.0)
+    for found, weights in run_ranks(steps_on_a_mesh, ranks, outer, optim, 2.0):
+        assert found == pytest.approx(norms, rel=1e-6)
+        for weight, parameter in zip(weights, parameters, strict=True):
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
+def one_bad_number(outer: int) -> list[tuple[bool, bool, bool]]:
+    """For each gradient: was the norm finite, was there a step, is this rank as before? Rank 1 alone has an inf."""
+    found = []
+    for place in range(len(SHAPES)):
+        parameters = [torch.nn.Parameter(t) for t in laid_out(full(0), outer)]
+        optimizer = build_optimizer(parameters, OptimConfig(lr=0.1))
+        for parameter, gradient in zip(parameters, laid_out(full(1), outer), strict=True):
+            parameter.grad = gradient
+        if dist.get_rank() == 1:
+            local_part(parameters[place].grad).view(-1)[0] = math.inf
+        norm, done = clip_and_step(optimizer, 1.0)
+        before = zip(parameters, laid_out(full(0), outer), strict=True)
+        same = all(torch.equal(local_part(p), local_part(t)) for p, t in before)
+        found.append((math.isfinite(norm), done, same))
+    return found
+
+
+def local_part(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def test_a_number_on_one_rank_that_is_not_finite_stops_the_step_on_all() -> None:
+    assert run_ranks(one_bad_number, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from camshaft.errors import EngineError
 from camshaft.models.attention import (
     PACKED,
+    Documents,
     _flash_documents,
     no_mask,
     packed_attention,
@@ -69,7 +70,7 @@ def test_the_flash_kernel_takes_the_arguments_it_is_given(window: int | None):
 def test_dropout_reaches_the_kernel():
     query = torch.zeros(1, 1, 50, 4)
     out, _ = packed_attention(
-        LAYER, query, query, torch.ones_like(query), None, dropout=0.5, cu_seq_lens_q=1, seq_lens=[50]
+        LAYER, query, query, torch.ones_like(query), None, dropout=0.5, cu_seq_lens_q=1, documents=Documents((50,))
     )
     assert not torch.equal(out, torch.ones_like(out))
 

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.errors import EngineError
-from camshaft.models.linear_logprob import linear_logprob
+from camshaft.models.linear_logprob import VocabularyPart, linear_logprob
 
 M, H, V = 37, 8, 29
 
@@ -158,3 +160,44 @@ def test_second_derivatives_are_refused_and_not_silently_wrong():
     gradient = torch.autograd.grad(squares, hidden, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
+
+
+# -- rows of the vocabulary on several ranks -------------------------------------------------------
+
+
+def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and the gradients of the hidden states and of this rank's rows of weight and bias."""
+    hidden, weight, bias, targets = inputs(rows=rows)
+    rank = dist.get_rank()
+    here = slice(starts[rank], starts[rank + 1])
+    own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()][: 1 + with_bias]
+    part = VocabularyPart(dist.group.WORLD, here.start)
+    used = own[1] if with_bias else None
+    found = linear_logprob(hidden, own[0], targets, used, 0.7, need_entropy=True, chunk=5, part=part)
+    mixture = torch.randn(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((found[0] * mixture[0] + found[1] * mixture[1]).sum(), [hidden, *own])
+    return [tensor.detach() for tensor in found], list(gradients)
+
+
+@pytest.mark.parametrize("starts", [[0, 15, V], [0, 10, 20, V], [0, 28, V]])
+@pytest.mark.parametrize(("with_bias", "factor"), [(False, 1.0), (True, 1.0), (False, 200.0)])
+def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], with_bias: bool, factor: float):
+    # With factor 200 logits differ by thousands, so that whole parts of the vocabulary have no weight at all.
+    hidden, weight, bias, targets = inputs()
+    large = (weight * factor).detach().requires_grad_()
+    leaves = [hidden, large, bias][: 2 + with_bias]
+    plain = naive(hidden, large, bias if with_bias else None, targets, 0.7)
+    mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
+    for rank, (found, gradients) in enumerate(run_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)):
+        torch.testing.assert_close(found, [tensor.detach() for tensor in plain], rtol=1e-11, atol=1e-11)
+        here = slice(starts[rank], starts[rank + 1])
+        torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
+        for got, whole in zip(gradients[1:], expected[1:], strict=True):
+            torch.testing.assert_close(got, whole[here], rtol=1e-9, atol=1e-9)
+
+
+def test_no_tokens_on_several_ranks():
+    for found, gradients in run_ranks(by_parts, 2, [0, 15, V], True, 0, 1.0):
+        assert all(tensor.shape == (0,) for tensor in found)
+        assert all(not gradient.any() for gradient in gradients)

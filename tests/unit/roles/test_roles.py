@@ -15,6 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
 from camshaft.roles.base import as_sequences, of_responses
+from camshaft.trainer.deal import deal
 
 TEMPERATURE = 0.7
 STEPS = 10
@@ -139,6 +140,19 @@ def test_the_first_loss_is_worked_out_by_hand(home: Path) -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
 
 
+def test_dealt_rows_are_learned_in_their_order_epochs_and_all(home: Path) -> None:
+    config = config_of(home, actor_rollout_ref__actor__ppo_epochs=2, actor_rollout_ref__actor__ppo_mini_batch_size=2)
+
+    def trained(dealt: bool) -> dict[str, float]:
+        actor = ActorWorker(config, Topology(1), STEPS)
+        actor.init_model()
+        batch = learnable(old_log_probs=actor.compute_log_prob(batch_of()).ragged("old_log_probs"))
+        batch = deal(batch, mini_batch=2, epochs=2, seed=7, dp_size=1) if dealt else batch
+        return actor.update_actor(batch, seed=7, dealt=dealt).meta_info["metrics"]
+
+    assert trained(dealt=True) == trained(dealt=False)
+
+
 def test_an_update_without_its_columns_says_who_writes_them(home: Path) -> None:
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
@@ -199,6 +213,22 @@ def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
     found = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
     expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
     torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_with_an_adapter_the_reference_is_the_actors_own_model_without_it(home: Path) -> None:
+    lora = {"actor_rollout_ref__model__lora_rank": 4, "algorithm__use_kl_in_reward": True}
+    worker = ActorRolloutRefWorker(config_of(home, **lora), Topology(1), STEPS)
+    worker.init_model()
+    assert worker.ref is not None
+    assert worker.ref.engine is worker.actor.engine
+    old = worker.compute_log_prob(batch_of()).ragged("old_log_probs")
+    for _ in range(3):  # of what is trained, half begins at zero and half is moved by the other half alone
+        worker.update_actor(learnable(old_log_probs=old))
+    expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
+    found = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
+    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+    moved = worker.compute_log_prob(batch_of()).ragged("old_log_probs").values
+    assert float((moved - expected).abs().max()) > 1e-3
 
 
 def test_without_a_use_for_it_there_is_no_reference(home: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, over_ranks
 
 
 def floats(*rows: list[float]) -> Ragged:
@@ -107,3 +107,19 @@ def test_a_phase_is_timed_and_what_a_worker_tells_is_kept() -> None:
     assert 0.02 <= found["timing_s/gen"] <= found["timing_s/step"]
     assert found["perf/total_num_tokens"] == 2 + 4 + 3 + 1
     assert found["perf/throughput"] == pytest.approx(10 / found["timing_s/step"])
+
+
+def test_what_ranks_measure_by_themselves_is_put_together_and_what_they_agree_on_is_not() -> None:
+    told = [
+        {"rollout/response_tokens": 10.0, "rollout/slot_use": 0.5, "timing_s/sync": 1.0, "actor/pg_loss": 0.1},
+        {"rollout/response_tokens": 30.0, "rollout/slot_use": 1.0, "timing_s/sync": 3.0, "actor/pg_loss": 0.1},
+    ]
+    result = DataProto({}, {"metrics": told[0], "ranks": [{"metrics": each} for each in told]})
+    assert over_ranks(result) == {
+        "rollout/response_tokens": 40.0,
+        "rollout/slot_use": 0.75,
+        "timing_s/sync": 3.0,
+        "actor/pg_loss": 0.1,
+    }
+    assert over_ranks(DataProto({}, {"metrics": told[1]})) == told[1]
+    assert over_ranks(DataProto()) == {}

@@ -59,6 +59,20 @@ def test_a_device_that_is_not_there_is_an_error_of_the_config(trainer: TrainerCo
         pass
 
 
+def test_a_device_that_torch_does_not_know_is_an_error_of_the_config(trainer: TrainerConfig) -> None:
+    wrong = trainer.model_copy(update={"device": "toaster"})
+    with pytest.raises(ConfigError, match=r"device=toaster: this torch knows no such device"), session(wrong):
+        pass
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
+    there = torch.cuda.device_count()
+    wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": there + 1})
+    with pytest.raises(ConfigError, match=rf"Type trainer\.n_gpus_per_node={there}"), session(wrong):
+        pass
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_config(trainer: TrainerConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     taken = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})

@@ -58,3 +58,17 @@ def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> No
     (tmp_path / "out" / "notes.txt").write_text("mine")
     with pytest.raises(CheckpointError, match="is there already"):
         trainer_of(tmp_path, **{"trainer.export_path": tmp_path / "out"})
+
+
+def test_a_checkpoint_has_its_model_folder_if_asked_and_loses_it_with_its_step(tmp_path: Path) -> None:
+    contents = {"checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "trainer.max_ckpt_to_keep": 1}
+    trainer = trainer_of(tmp_path, **contents)
+    batch = next(iter(trainer.loader))
+    for trainer.global_step in (1, 2):
+        trainer.step(batch)
+        trainer.save()
+    root = tmp_path / "sft"
+    assert not (root / "global_step_1").exists()
+    assert sorted(path.name for path in (root / "global_step_2").iterdir()) == ["model", "model_huggingface", "trainer"]
+    exported: Any = AutoModelForCausalLM.from_pretrained(root / "global_step_2" / "model_huggingface")
+    assert trainer.step(batch)["train/loss"] == pytest.approx(plain_loss(exported, batch), rel=1e-5)

@@ -1,0 +1,85 @@
+"""The engine contract tried on a group of ranks: what `camshaft check-engine --ranks N` runs.
+
+    for finding in check_engine_on_ranks(FSDPEngine, 4, folder, always={"options": {"fsdp_size": 2}}): ...
+
+Every rank runs every rule, in processes that live on from rule to rule. A rank that finds a rule broken, crashes
+or hangs ends them all; the next rule gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.controller.group import Launch
+from camshaft.controller.local import Processes
+from camshaft.engine import BaseEngine
+from camshaft.engine.contract import RULES
+from camshaft.engine.lab import Lab
+from camshaft.errors import WorkerError
+from camshaft.rules import Finding, Rule, Violation
+
+SECONDS = 300.0
+"""What one rule may take."""
+
+
+class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
+    """Processes that try rules on one engine class; `always` as for `Lab`."""
+
+    def __init__(
+        self,
+        engine_class: type[BaseEngine],
+        world: int,
+        device: str = "cpu",
+        always: Mapping[str, Any] | None = None,
+    ):
+        self._launch = Launch(
+            _Bench, (engine_class, device, dict(always or {})), {}, world, engine_class.__name__, SECONDS
+        )
+        self._ranks: Processes | None = None
+
+    def problem(self, rule: str, folder: str) -> str | None:
+        """What is wrong with the rule of this name, or None."""
+        if self._ranks is None:
+            self._ranks = Processes(self._launch)
+        world = self._launch.world_size
+        try:
+            self._ranks.call("check", [((rule, folder), {})] * world, [True] * world)
+        except WorkerError as error:
+            self._ranks = None
+            return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        if self._ranks is not None:
+            self._ranks.shutdown()
+
+
+class _Bench(Worker):
+    """One rank's bench."""
+
+    def __init__(self, engine_class: type[BaseEngine], device: str, always: dict[str, Any]):
+        # A rank's own device comes with its place; the name of the kind is what an engine's config holds.
+        self._engine_class, self._device, self._always = engine_class, device, always
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def check(self, rule: str, folder: str) -> None:
+        """Raise `Violation` if the rule does not hold."""
+        lab = Lab(self._engine_class, folder, self._device, self._always)
+        next(known for known in RULES if known.name == rule).check(lab)
+
+
+def check_engine_on_ranks(
+    engine_class: type[BaseEngine],
+    world: int,
+    folder: str,
+    rules: Sequence[Rule[Lab]] = RULES,
+    device: str = "cpu",
+    always: Mapping[str, Any] | None = None,
+) -> Iterator[Finding]:
+    """Try the rules in `folder` (a scratch place), each finding as it is made."""
+    with RuleRanks(engine_class, world, device, always) as ranks:
+        for number, rule in enumerate(rules):
+            yield Finding(rule, ranks.problem(rule.name, f"{folder}/{number:02d}"))

@@ -1,0 +1,91 @@
+"""Devices and process groups: the one place that asks torch which backend goes with which device.
+
+    device = place(config.device)          # torch.device("cuda", 3): this process's own
+    join_group(device)                     # torchrun's group, the one that is there, or a group of one
+
+A device is any name that PyTorch or a registered backend knows: `cpu`, `cuda`, `xpu`, `npu`, ... Nothing
+else in the engines names one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from camshaft.errors import EngineError
+
+
+def place(device: str) -> torch.device:
+    """`device` with the index that this process uses; an error if this torch does not have it."""
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise EngineError(f"device={device}: this torch knows no such device ({error})") from error
+    if found.type == "cpu":
+        return found
+    if not _module(found).is_available():
+        raise EngineError(f"device={device}: there is none here. Type cpu, or start on a machine that has one")
+    if found.index is None:
+        local = int(os.environ.get("LOCAL_RANK", -1))  # of torchrun; a process that sees one device only has that
+        own = local if 0 <= local < _module(found).device_count() else _module(found).current_device()
+        found = torch.device(found.type, own)
+    _module(found).set_device(found)
+    return found
+
+
+def join_group(device: torch.device) -> None:
+    """Be in a process group: the one that exists, torchrun's, or one of this process alone."""
+    if dist.is_initialized():
+        return
+    own = dist.get_default_backend_for_device(device)
+    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
+    atexit.register(leave_group)
+
+
+def leave_group() -> None:
+    """End the group that `join_group` made, before the interpreter takes it apart in no order."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_ranks(device: torch.device, *numbers: int) -> None:
+    """Dropout from here on is drawn from `numbers`: those of this rank, beside the seed of the run."""
+    mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
+    torch.default_generator.manual_seed(mixed)
+    if device.type != "cpu":
+        _module(device).manual_seed(mixed)
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """What dropout draws from next, on the CPU and on the device."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = _module(device).get_rng_state(device)
+    return states
+
+
+def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Continue where `random_states` was taken; a state of another kind of device is passed over."""
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu" and "device" in states:
+        _module(device).set_rng_state(states["device"], device)
+
+
+def release_cache(device: torch.device) -> None:
+    """Give memory that the allocator keeps back to the device, for whoever runs next."""
+    if device.type != "cpu":
+        _module(device).empty_cache()
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)

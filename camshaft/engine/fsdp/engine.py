@@ -1,0 +1,178 @@
+"""The sharded engine: one model over many ranks with PyTorch's `fully_shard`, on gloo or NCCL alike.
+
+    engine = FSDPEngine(EngineConfig(model=..., optim=..., device="cuda", options={"fsdp_size": 8}))
+
+    mesh.py              ranks -> copies x shards, data x sequence x tensor
+    parallelize.py       what becomes a unit of FSDP, and in which numbers it computes
+    tensor_parallel.py   which matrix is cut which way
+    weights.py           from a folder into shards, and whole again
+    fsdp1.py             the same engine on the older wrapper
+
+`options` are `config/fsdp_options.py`. What a step is (micro-batches, counts, losses) is not here: that is
+`engine/packed_engine.py` and `engine/step.py`, the same for all engines.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from camshaft.config.engine import EngineConfig
+from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.dataproto import DataProto
+from camshaft.engine import checkpoint
+from camshaft.engine.base import Predictions, StepContext
+from camshaft.engine.device import join_group, seed_ranks
+from camshaft.engine.fsdp import parallelize, weights
+from camshaft.engine.fsdp.mesh import Layout, Meshes
+from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
+from camshaft.engine.offload import HOST, Part
+from camshaft.engine.packed_engine import PackedEngine
+from camshaft.errors import EngineError
+from camshaft.models.activations import offloaded_activations
+from camshaft.models.packed import PackedModel
+from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
+from camshaft.seat import Seat
+
+SAVE_TIMEOUT = timedelta(hours=12)
+"""Ranks that wait for one that copies a checkpoint to a remote place wait longer than for a step."""
+
+
+class FSDPEngine(PackedEngine):
+    """One model, sharded over the ranks of this process group."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        self.options = FSDPOptions.of(config.options)
+        _refuse_pairs(config, self.options)
+        offloads: dict[Part, bool] = {
+            "model": self.options.param_offload,
+            "gradients": self.options.grad_offload,
+            "optimizer": self.options.optimizer_offload,
+        }
+        self._resting = tuple(part for part in offloads if offloads[part])
+        self._meshes: Meshes | None = None
+        self._saving: checkpoint.BackgroundSave | None = None
+
+    def _build(self) -> PackedModel:
+        join_group(self._device)
+        self._meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
+        # A group of its own, and gloo: a save in the background must not meet the collectives of training.
+        self._files = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
+        module = self._laid_out(files)
+        # Ranks with other rows or tokens drop out others; those that share a matrix product must agree.
+        seed_ranks(self._device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
+        return module
+
+    def _laid_out(self, files: dist.ProcessGroup) -> PackedModel:
+        return weights.build(self.config, self._device, self._home, files, self._arrange)
+
+    def _arrange(self, packed: PackedModel) -> None:
+        """Cut a model that has no storage yet: matrices, units of FSDP, rows of tokens."""
+        meshes = self.meshes
+        if meshes.tensor is not None:
+            apply_tensor_parallel(packed, meshes.tensor)
+        parallelize.shard(packed, meshes.weights, self.options, self._device)
+        if meshes.sequence is not None:
+            check_heads(packed.hf.config, meshes.layout.sequence)
+            packed.sequence = SequenceSplit(meshes.sequence, self._device)
+
+    @property
+    def meshes(self) -> Meshes:
+        if self._meshes is None:
+            raise EngineError("the engine has no layout yet: call init_model() first")
+        return self._meshes
+
+    @property
+    def seat(self) -> Seat:
+        return self.meshes.layout.seat(dist.get_rank())
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def _forward(self, inputs: DataProto, ctx: StepContext) -> Predictions:
+        offload = self.options.activation_offload and torch.is_grad_enabled()
+        with offloaded_activations(self._device) if offload else nullcontext():
+            return super()._forward(inputs, ctx)
+
+    def _after_inference(self) -> None:
+        for module in parallelize.fsdp_modules(self.module):
+            module.reshard()  # an export or a checkpoint must find shards
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        if self.meshes.data is not None:
+            dist.all_reduce(tensor, group=self.meshes.data)
+        return tensor
+
+    def _most(self, count: int) -> int:
+        if self.meshes.data is None:
+            return count
+        most = torch.tensor(count, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.meshes.data)
+        return int(most)
+
+    def shard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else split_columns(data, split)
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else join_columns(data, split)
+
+    # -- weights and checkpoints ------------------------------------------------------------------
+
+    @property
+    def _home(self) -> torch.device:
+        # By that policy FSDP itself brings each unit to the device and expects it in host memory before and after.
+        return HOST if self.options.offload_policy else self._device
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        if not self.options.offload_policy:  # everything is in host memory then, and stays there
+            super().to(device, model, optimizer)
+
+    def _whole(self, tensor: Tensor) -> Tensor:
+        return weights.whole(tensor, self._device)
+
+    def _save(
+        self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None
+    ) -> None:
+        if self._saving is None:
+            super()._save(state, local_path, hdfs_path, global_step, keep)
+        else:
+            self._saving.start(state, local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=keep)
+
+    def wait_for_checkpoint(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        self.wait_for_checkpoint()
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+
+
+def _refuse_pairs(config: EngineConfig, options: FSDPOptions) -> None:
+    """Features of the model and of the layout that do not go together; `FSDPOptions` knows those of the layout."""
+    model, tensor = config.model, options.tensor_parallel_size
+    if tensor > 1 and model.lora is not None:
+        raise EngineError(
+            f"lora with tensor_parallel_size={tensor}: adapters beside matrices that are cut over ranks are not "
+            "supported. Set tensor_parallel_size=1; weights are sharded all the same"
+        )
+    if not model.enable_gradient_checkpointing or model.gradient_checkpointing_mode == "full":
+        return
+    if options.use_torch_compile:
+        raise EngineError(
+            "use_torch_compile with gradient_checkpointing_mode=selective: a compiled layer has no single operators "
+            "whose results could be kept. Set gradient_checkpointing_mode=full"
+        )
+    if options.wrap_policy.min_num_params:
+        raise EngineError(
+            "wrap_policy.min_num_params with gradient_checkpointing_mode=selective: units inside a layer gather while "
+            "it is computed anew, which selective checkpointing does not follow. Wrap by layer class, or set "
+            "gradient_checkpointing_mode=full"
+        )

@@ -1,0 +1,108 @@
+"""What is kept between the forward and the backward pass: less of it, or in another place.
+
+    model.enable_gradient_checkpointing("selective")     # keeps matrix products and attention, computes the rest anew
+    with offloaded_activations("cuda"):
+        loss = run(model)                                # what is saved for the backward pass goes to host memory
+    loss.backward()                                      # and comes back as it is needed
+
+Both leave every gradient as it is, go together, and work in a model that FSDP2 shards.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+Mode = Literal["full", "selective"]
+
+EXPENSIVE = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::bmm",
+        "aten::baddbmm",
+        "aten::_grouped_mm",
+        "aten::_scaled_mm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_fused_attention_overrideable",
+        "aten::_flash_attention_forward",
+        "aten::_efficient_attention_forward",
+        "torch_attn::_varlen_attn",
+    }
+)
+"""Matrix products and attention: nearly all the work of a layer, by the names of torch's operators."""
+
+SMALL = 1 << 16
+"""Bytes below which a tensor is not worth a copy."""
+
+
+def checkpointing_kwargs(mode: Mode) -> dict[str, Any]:
+    """The arguments of `torch.utils.checkpoint.checkpoint` with which a layer is run."""
+    if mode == "full":
+        return {"use_reentrant": False}
+    return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _policy)}
+
+
+def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+    keep = operator._schema.name in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class _Kept(NamedTuple):
+    """A tensor in host memory, and what it was; of a DTensor this rank's part."""
+
+    host: Tensor
+    device: torch.device
+    layout: dict[str, Any] | None
+    """The arguments with which `DTensor.from_local` makes it what it was."""
+
+
+@contextmanager
+def offloaded_activations(device: torch.device | str, at_least: int = SMALL) -> Iterator[None]:
+    """Inside, what autograd saves on `device` is copied to host memory; the backward pass may run outside.
+
+    Left where they are: parameters and views of them (they stay on the device anyway, and under FSDP2 they are whole
+    gathered layers, which it frees by itself), and tensors below `at_least` bytes. Copies are pinned and run on the
+    stream that computes: nothing waits for them, and no memory is used again before they are done. With the CPU as
+    `device` copies are made all the same.
+    """
+    place = torch.device(device)
+
+    def pack(tensor: Tensor) -> Tensor | _Kept:
+        parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+        if parameter or tensor.device.type != place.type or tensor.layout != torch.strided:
+            return tensor.detach()  # the tensor itself would keep alive the graph that keeps it
+        with torch.no_grad():
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local.nbytes < at_least:
+                return tensor.detach()
+            host = torch.empty_like(local, device="cpu", pin_memory=place.type != "cpu")
+            host.copy_(local, non_blocking=True)
+        return _Kept(host, local.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
+
+    def unpack(kept: Tensor | _Kept) -> Tensor:
+        if not isinstance(kept, _Kept):
+            return kept
+        local = kept.host.to(kept.device, non_blocking=True)
+        return local if kept.layout is None else DTensor.from_local(local, **kept.layout)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+
+
+def _layout(tensor: DTensor) -> dict[str, Any]:
+    return {
+        "device_mesh": tensor.device_mesh,
+        "placements": tensor.placements,
+        "run_check": False,
+        "shape": tensor.shape,
+        "stride": tensor.stride(),
+    }

@@ -1,0 +1,27 @@
+"""Dealing an iteration's rows to the ranks, so that a mini-batch is made of the same rows on any number of them.
+
+    learn = deal(batch, mini_batch=256, epochs=2, seed=seed, dp_size=4)
+    actor.update_actor(learn, dealt=True)
+
+A call cuts its rows into one consecutive part for each rank. Left to itself, a rank could draw mini-batches from its
+part alone, and what trains together would depend on the number of ranks. Here the mini-batches of all epochs are
+drawn from all rows, and then each rank's part of each of them is put where that rank will find it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from camshaft.dataproto import DataProto
+
+
+def deal(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> DataProto:
+    """The rows of every epoch: those of rank 0 first, and of each rank mini-batch after mini-batch.
+
+    `mini_batch` counts over all ranks and divides by them. `seed` shuffles each epoch; None keeps the order.
+    """
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    rows = torch.arange(len(batch))
+    passes = [rows if generator is None else torch.randperm(len(batch), generator=generator) for _ in range(epochs)]
+    places = torch.cat(passes).view(-1, dp_size, mini_batch // dp_size)
+    return batch.reorder(places.transpose(0, 1).flatten())

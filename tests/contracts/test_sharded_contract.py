@@ -1,0 +1,100 @@
+"""The sharded engine keeps the contract on real ranks, in every layout and with every feature.
+
+Every test run tries all rules in the layouts that differ most, and in the others the rules about numbers and
+files. `make test-matrix` tries all rules in all of them, and in all pairs of features.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.broken_sharded import CAUGHT_BY
+from support.layouts import ALONE, OLDER, PAIRS, REFUSED, Layout, together
+
+from camshaft.check import RuleRanks, check_engine_on_ranks
+from camshaft.cli import main
+from camshaft.config.engine import EngineConfig, EngineModel
+from camshaft.engine import engine_class
+from camshaft.engine.contract import RULES
+from camshaft.engine.fsdp import FSDPEngine
+from camshaft.errors import EngineError
+
+EVERY = {**ALONE, **OLDER, **PAIRS}
+THROUGHOUT = ("two", "hsdp", "sp2", "tp2", "lora", "fsdp1_two")
+RARELY = ("compiled",)
+"""A compiler runs for a minute."""
+NUMBERS = {"predictions", "step equals plain", "split invariance", "resume is bitwise", "adapter"}
+NUMBERS_OF_OLDER = {"step equals plain", "resume is bitwise"}
+
+
+def _cases() -> Iterator[Any]:
+    for name in EVERY:
+        for rule in RULES:
+            numbers = NUMBERS_OF_OLDER if name in OLDER else NUMBERS
+            tried = name not in PAIRS and name not in RARELY and rule.name in numbers
+            always = name in THROUGHOUT or tried
+            marks = () if always else pytest.mark.matrix
+            yield pytest.param(name, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
+    layout: Layout = EVERY[request.param]
+    with RuleRanks(engine_class(layout.strategy), layout.world, always=layout.always) as found:
+        yield found
+
+
+@pytest.mark.parametrize(("ranks", "rule"), _cases(), indirect=["ranks"], scope="module")
+def test_sharded_engine_keeps_rule(ranks: RuleRanks, rule: str, tmp_path: Path) -> None:
+    problem = ranks.problem(rule, str(tmp_path))
+    assert problem is None, problem
+
+
+@pytest.mark.parametrize(("pair", "words"), REFUSED.items(), ids=lambda value: "+".join(value) if value else "")
+def test_a_pair_that_does_not_go_together_is_refused_at_construction(pair: tuple[str, str], words: str) -> None:
+    fields = together(*pair)
+    model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
+    with pytest.raises(EngineError, match=words):
+        engine_class("fsdp2")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
+
+
+def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
+    config = EngineConfig(model=EngineModel(path="models/tiny"), options={"fsdp_sise": 2})
+    with pytest.raises(EngineError, match="did you mean 'fsdp_size'"):
+        engine_class("fsdp2")(config)
+
+
+def test_a_wrong_value_is_refused_with_its_key() -> None:
+    config = EngineConfig(model=EngineModel(path="m"), options={"mixed_precision": {"param_dtype": "float8"}})
+    with pytest.raises(EngineError, match=r"mixed_precision\.param_dtype='float8'"):
+        engine_class("fsdp2")(config)
+
+
+@pytest.mark.parametrize("feature", ["tp2", "lora", "offload", "offload_policy", "compiled"])
+def test_the_older_wrapper_refuses_what_it_cannot_do(feature: str) -> None:
+    fields = together(feature)
+    model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
+    with pytest.raises(EngineError, match=r"strategy=fsdp1 has no .*: type strategy=fsdp2"):
+        engine_class("fsdp1")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
+
+
+@pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
+def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], tmp_path: Path) -> None:
+    names = [CAUGHT_BY[broken], "schedule"]
+    rules = [rule for rule in RULES if rule.name in names]
+    problems = {
+        finding.rule.name: finding.problem for finding in check_engine_on_ranks(broken, 2, str(tmp_path), rules)
+    }
+    assert problems[CAUGHT_BY[broken]] is not None
+    assert problems["schedule"] is None, "the ranks that a broken rule has ended were not replaced"
+
+
+def test_the_command_line_checks_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check-engine", "fsdp", "--ranks", "2", "--option", "fsdp_size=1", "--rule", "interface"]
+    assert main(words) == 0
+    assert "1 of 1 rules hold" in capsys.readouterr().out
+    assert main([*words[:-1], "hooks", "--option", "fsdpsize=1"]) == 1
+    assert "did you mean 'fsdp_size'" in capsys.readouterr().out
+    assert main([*words, "--option", "fsdp_size"]) == 2
+    assert "KEY=VALUE" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""What only an accelerator shows: the contract on its own collectives, places that differ, half precision kernels.
+
+`make test-gpu` runs these; without an accelerator they are skipped.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.layouts import together
+
+from camshaft.check import RuleRanks
+from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.engine import engine_class
+from camshaft.engine.contract import RULES
+from camshaft.engine.lab import Lab
+
+DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+DEVICE = torch.accelerator.current_accelerator().type if DEVICES else "none"  # pyright: ignore
+WORLDS = [world for world in (1, 2, 4) if world <= max(DEVICES, 1)]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="there is no accelerator")]
+
+FEATURES = ("", "offload", "offload_policy", "activation_offload", "selective", "lora", "gathered", "async_save")
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
+    strategy, world, feature = request.param
+    always = together(feature) if feature else {}
+    with RuleRanks(engine_class(strategy), world, device=DEVICE, always=always) as found:
+        yield found
+
+
+def _cases() -> Iterator[Any]:
+    for strategy, features in (("fsdp2", FEATURES), ("fsdp1", ("",)), ("reference", ("",))):
+        for world in WORLDS if strategy != "reference" else [1]:
+            for feature in features:
+                for rule in RULES:
+                    name = f"{strategy}-{world}-{feature or 'plain'}-{rule.name.replace(' ', '_')}"
+                    yield pytest.param((strategy, world, feature), rule.name, id=name)
+
+
+@pytest.mark.parametrize(("ranks", "rule"), _cases(), indirect=["ranks"], scope="module")
+def test_engine_keeps_rule_on_the_accelerator(ranks: RuleRanks, rule: str, tmp_path: Path) -> None:
+    problem = ranks.problem(rule, str(tmp_path))
+    assert problem is None, problem
+
+
+def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None:
+    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE, together("offload"))
+    engine: Any = lab.build()
+    lab.step(engine, lab.batch)
+    assert {str(engine.parts.place(part)) for part in ("model", "gradients", "optimizer")} == {"cpu"}
+    with engine.eval_mode():
+        assert engine.parts.place("model").type == DEVICE
+        assert engine.parts.place("optimizer").type == "cpu"
+
+
+def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
+    """The variable-length flash kernel and half-precision products against the loop in float32."""
+    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE)
+    half = lab.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
+    exact, found = lab.infer(lab.build())["log_probs"], lab.infer(half)["log_probs"]
+    assert not torch.equal(exact.values, found.values)  # pyright: ignore
+    torch.testing.assert_close(found.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
+
+
+def test_an_engine_alone_trains_on_the_accelerator(tmp_path: Path) -> None:
+    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE)
+    model = EngineModel(path=str(lab.model_folder))
+    engine = engine_class("fsdp2")(EngineConfig(model=model, optim=OptimConfig(lr=1e-2), device=DEVICE))
+    engine.init_model()
+    engine.set_loss_fn(lambda data, found, ctx: (-found["log_probs"].values.sum() / ctx["num_tokens"], ctx))
+    with engine.train_mode():
+        losses = [engine.train_batch(lab.batch).loss for _ in range(10)]
+    assert losses[-1] < losses[0]

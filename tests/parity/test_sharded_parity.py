@@ -1,0 +1,115 @@
+"""Three optimizer steps of the sharded engine are those of the reference engine, in every layout."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.layouts import ALONE, OLDER, Layout, together
+from support.ranks import run_ranks
+
+from camshaft.config.engine import OptimConfig
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine import engine_class
+from camshaft.engine.base import BaseEngine
+from camshaft.engine.lab import Lab
+from camshaft.engine.reference import ReferenceEngine
+
+STEPS = 3
+
+
+def _batch() -> DataProto:
+    """Rows long enough that activations are worth moving to host memory."""
+    random = torch.Generator().manual_seed(23)
+    lengths = torch.tensor([90, 33, 120, 57, 64, 101, 8, 75])
+    count = int(lengths.sum())
+    ids = Ragged(torch.randint(3, 30, (count,), generator=random), lengths)
+    mask = (torch.rand(count, generator=random) < 0.7) & (ids.positions() > 0)
+    advantages = torch.randn(count, generator=random, dtype=torch.float64)
+    return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(mask), "advantages": ids.like(advantages)})
+
+
+def _train(lab: Lab, engine: BaseEngine) -> dict[str, Any]:
+    batch, steps, before = lab.share(engine, _batch()), [], lab.weights(engine)
+    for _ in range(STEPS):
+        with engine.train_mode():
+            steps.append(engine.train_batch(batch))
+        engine.lr_scheduler_step()
+    return {
+        "loss": [step.loss for step in steps],
+        "norm": [step.grad_norm for step in steps],
+        "before": before,
+        "weights": lab.weights(engine),
+    }
+
+
+def _run(strategy: str, folder: str, always: dict[str, Any]) -> dict[str, Any] | None:
+    lab = Lab(engine_class(strategy), folder, always=always)
+    found = _train(lab, lab.build())
+    return found if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else None
+
+
+def _fields(dtype: str) -> dict[str, Any]:
+    optim = OptimConfig(lr=1e-3, lr_scheduler_type="cosine", lr_warmup_steps=2, total_training_steps=4)
+    return {"optim": optim, "grad_clip": 0.5, "dtype": dtype, "micro_batch_size": 3}
+
+
+def _compared(layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the sharded engine's, the reference engine's)"""
+    of_model = {name: value for name, value in layout.always.items() if name == "lora"}
+    reference = Lab(ReferenceEngine, folder / "reference", always=_fields(dtype) | of_model)
+    wanted = _train(reference, reference.build())
+    always = _fields(dtype) | layout.always
+    if "max_tokens" in layout.always:
+        always |= {"max_tokens": 150, "micro_batch_size": None}
+    found = run_ranks(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
+    return found, wanted
+
+
+def _furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a weight, relative to the largest entry of its tensor.
+
+    Biases of keys are a few thousandths here, and their gradient is zero but for rounding (a softmax does not see
+    them), which AdamW divides by its own size: they are measured against a weight's usual size instead.
+    """
+    return max(
+        float((tensor - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=0.05))
+        for name, tensor in found.items()
+    )
+
+
+def _check(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> None:
+    for name in ("loss", "norm"):
+        for a, b in zip(found[name], wanted[name], strict=True):
+            assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"
+    assert found["weights"].keys() == wanted["weights"].keys()
+    assert _furthest(found["weights"], wanted["weights"]) <= bound
+
+
+LAYOUTS = ALONE | {name: OLDER[name] for name in ("fsdp1_two", "fsdp1_hsdp+sp2")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.matrix if n == "compiled" else ()) for n in LAYOUTS]
+)
+def test_three_steps_in_float32(name: str, tmp_path: Path) -> None:
+    _check(*_compared(LAYOUTS[name], "float32", tmp_path), bound=1e-5)
+
+
+@pytest.mark.parametrize("feature", ["", "hsdp", "sp2", "tp2", "lora"])
+def test_three_steps_in_bfloat16_with_float32_weights(feature: str, tmp_path: Path) -> None:
+    """Losses within 0.1 %, norms within 1 %, and the way that all weights went within 6 % of its length."""
+    always = together(feature) if feature else {}
+    always = always | {"options": always.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}}
+    found, wanted = _compared(Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
+    for name, bound in (("loss", 1e-3), ("norm", 1e-2)):
+        for a, b in zip(found[name], wanted[name], strict=True):
+            assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"
+            assert a != b, "nothing was computed in bfloat16"
+    assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}
+    way, off = 0.0, 0.0
+    for name, weight in found["weights"].items():
+        way += float((wanted["weights"][name] - wanted["before"][name]).double().norm() ** 2)
+        off += float((wanted["weights"][name] - weight).double().norm() ** 2)
+    assert math.sqrt(off / way) < 0.06

@@ -1,0 +1,116 @@
+"""Model folders beside checkpoints, written by runs on two ranks: plain transformers and PEFT take them."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.ppo_runs import ppo_config, run_ppo
+from support.processes import start_fork_server
+from support.tiny import tiny_batch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from camshaft import storage
+from camshaft.config import Topology, actor_engine, critic_engine
+from camshaft.controller.local import PRELOAD
+from camshaft.engine import EngineConfig
+from camshaft.engine.reference import ReferenceEngine
+
+pytestmark = pytest.mark.timeout(100)
+
+ACTOR = "actor_rollout_ref.actor"
+CONTENTS = "[model,optimizer,extra,hf_model]"
+RANKS: dict[str, Any] = {
+    f"{ACTOR}.strategy": "fsdp",
+    "critic.strategy": "fsdp",
+    "trainer.n_gpus_per_node": 2,
+    "trainer.save_freq": 1,
+    "data.train_batch_size": 4,
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu": 4,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    f"{ACTOR}.checkpoint.save_contents": CONTENTS,
+    "critic.checkpoint.save_contents": CONTENTS,
+}
+LORA: dict[str, Any] = {
+    "actor_rollout_ref.model.lora_rank": 4,
+    "critic.model.lora_rank": 4,
+    # The one waits for its files and the other does not; the actor's ranks share a row.
+    f"{ACTOR}.checkpoint.async_save": True,
+    f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+}
+ALL = ["actor", "actor_huggingface", "critic", "critic_huggingface", "trainer"]
+ROWS = tiny_batch([7, 4, 9])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
+
+
+def there(root: Path) -> dict[int, list[str]]:
+    return {step: sorted(path.name for path in folder.iterdir()) for step, folder in storage.step_folders(root)}
+
+
+def resumed(config: EngineConfig, folder: Path) -> Tensor:
+    """What the plain engine in one process gives for `ROWS`, from the checkpoint that two ranks have written."""
+    engine = ReferenceEngine(config.model_copy(update={"optim": None, "options": {}}))
+    engine.init_model()
+    engine.load_checkpoint(str(folder))
+    told: Any = engine.infer_batch(ROWS)
+    name = "values" if config.model.head == "value" else "log_probs"
+    return told[name].values[ROWS["loss_mask"].values]
+
+
+def wanted(numbers: Any) -> Tensor:
+    """Of each row, what `numbers` gives at the tokens that have the loss; it speaks of all tokens but the first."""
+    rows, masks = ROWS.ragged("input_ids").rows(), ROWS.ragged("loss_mask").rows()
+    with torch.no_grad():
+        return torch.cat([numbers(ids)[mask[1:]] for ids, mask in zip(rows, masks, strict=True)])
+
+
+def log_probs(model: Any) -> Tensor:
+    def numbers(ids: Tensor) -> Tensor:
+        return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+    return wanted(numbers)
+
+
+def values(model: Any) -> Tensor:
+    return wanted(lambda ids: model(ids[None]).logits[0, :-1, 0])
+
+
+def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) -> None:
+    keep = {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+    second = {"trainer.default_hdfs_dir": tmp_path / "second"}
+    run_ppo(tmp_path, {**RANKS, **keep, **second}, steps=2)
+    assert there(tmp_path / "run") == {2: ALL}
+    assert there(tmp_path / "second") == {1: ALL, 2: ALL}
+    config, step = ppo_config(tmp_path, RANKS), tmp_path / "run" / "global_step_2"
+    for root in (step, tmp_path / "second" / "global_step_2"):
+        actor = log_probs(AutoModelForCausalLM.from_pretrained(root / "actor_huggingface"))
+        critic = values(AutoModelForTokenClassification.from_pretrained(root / "critic_huggingface"))
+        torch.testing.assert_close(actor, resumed(actor_engine(config, Topology(2), 2), root / "actor"))
+        torch.testing.assert_close(critic, resumed(critic_engine(config, Topology(2), 2), root / "critic"))
+    assert not (step / "actor_huggingface" / "lora_adapter").exists()
+    # It is the trained model: that of the step before is another one.
+    before = tmp_path / "second" / "global_step_1" / "actor_huggingface"
+    assert not torch.allclose(actor, log_probs(AutoModelForCausalLM.from_pretrained(before)), atol=1e-4)
+
+
+def test_an_adapter_is_merged_and_stands_beside_for_peft(tmp_path: Path) -> None:
+    run_ppo(tmp_path, {**RANKS, **LORA}, steps=1)
+    assert there(tmp_path / "run") == {1: ALL}
+    config, step = ppo_config(tmp_path, {**RANKS, **LORA}), tmp_path / "run" / "global_step_1"
+    for role, loader, numbers, engine in (
+        ("actor", AutoModelForCausalLM, log_probs, actor_engine(config, Topology(2), 1)),
+        ("critic", AutoModelForTokenClassification, values, critic_engine(config, Topology(2), 1)),
+    ):
+        trained = resumed(engine, step / role)
+        folder, base = step / f"{role}_huggingface", tmp_path / role
+        torch.testing.assert_close(numbers(loader.from_pretrained(folder)), trained, rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(numbers(loader.from_pretrained(base)), trained, atol=1e-4)
+        adapted = peft.PeftModel.from_pretrained(loader.from_pretrained(base), folder / "lora_adapter")
+        torch.testing.assert_close(numbers(adapted), trained, rtol=1e-4, atol=1e-5)
+        assert adapted.peft_config["default"].base_model_name_or_path == str(base)

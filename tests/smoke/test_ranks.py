@@ -1,0 +1,206 @@
+"""Runs on two ranks of the sharded engine: the numbers of the same run on the plain engine in one process."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import camshaft, sft_words
+from support.interrupting import NAME, run_until
+from support.ppo_runs import Step, ppo_words, run_ppo, saved_weights
+from support.processes import start_fork_server
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from camshaft import storage
+from camshaft.config import load_sft
+from camshaft.controller.local import PRELOAD
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+from camshaft.trainer.sft import SFTTrainer
+
+pytestmark = pytest.mark.timeout(200)
+
+ACTOR = "actor_rollout_ref.actor"
+RANKS: dict[str, Any] = {
+    f"{ACTOR}.strategy": "fsdp",
+    "critic.strategy": "${actor_rollout_ref.actor.strategy}",
+    "trainer.n_gpus_per_node": 2,
+}
+SHUFFLED: dict[str, Any] = {
+    "algorithm.use_kl_in_reward": True,
+    "actor_rollout_ref.rollout.n": 2,
+    f"{ACTOR}.ppo_epochs": 2,
+    f"{ACTOR}.entropy_coeff": 0.01,
+    # Nothing can hide behind rounding, and Adam's division by small gradients does not blow it up.
+    f"{ACTOR}.fsdp_config.model_dtype": "float64",
+    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": "null",
+    "actor_rollout_ref.rollout.dtype": "float64",
+    "critic.model.fsdp_config.model_dtype": "float64",
+    "critic.model.fsdp_config.mixed_precision.reduce_dtype": "null",
+}
+"""Two mini-batches an epoch, in another order in each."""
+LORA: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 4,
+    f"{ACTOR}.use_kl_loss": True,
+    "actor_rollout_ref.model.lora_rank": 4,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
+
+
+MEASURED = ("timing_s/", "perf/", "rollout/")
+"""Of the machine, or (the mismatch with the rollout) nothing but rounding."""
+
+
+def compare(found: list[Step], wanted: list[Step], rel: float) -> None:
+    """The same tokens, metrics and weights, step by step."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), start=1):
+        assert ours.batch["responses"].values.tolist() == theirs.batch["responses"].values.tolist(), f"step {number}"
+        assert ours.metrics.keys() == theirs.metrics.keys()
+        for name, value in theirs.metrics.items():
+            if not name.startswith(MEASURED):
+                assert ours.metrics[name] == pytest.approx(value, rel=rel, abs=rel / 10), f"step {number}: {name}"
+        assert ours.metrics["rollout/response_tokens"] == theirs.metrics["rollout/response_tokens"]
+        assert ours.metrics["rollout/log_prob_diff_max"] < 1e-4
+        close(ours.actor, theirs.actor, 10 * rel)
+        close(ours.critic, theirs.critic, 10 * rel)
+
+
+def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rel: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=rel, atol=rel / 10, msg=name)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {},
+        # Each role has its own: the actor's two ranks share a row, the reference's do not.
+        {
+            f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+            "actor_rollout_ref.ref.ulysses_sequence_parallel_size": 1,
+            "critic.model.fsdp_config.tensor_parallel_size": 2,
+        },
+    ],
+    ids=["rows", "each role its own"],
+)
+def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
+    alone = run_ppo(tmp_path, SHUFFLED, steps=2)
+    ranks = run_ppo(tmp_path, {**SHUFFLED, **RANKS, **layout}, steps=2)
+    compare(ranks, alone, rel=1e-6)
+    assert ranks[1].metrics["actor/reward_kl_penalty"] != 0
+
+
+def test_an_adapter_and_the_model_without_it_as_reference_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    alone = run_ppo(tmp_path, LORA, steps=2)
+    compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)
+    # The divergence is that from the model under the adapter: nothing at first, then something.
+    assert alone[1].metrics["actor/kl_loss"] > alone[0].metrics["actor/kl_loss"] >= 0
+    assert all("lora_" in name for name in alone[1].actor)
+
+
+def test_validation_needs_no_whole_rows_per_rank(tmp_path: Path) -> None:
+    odd = {
+        "trainer.val_before_train": True,
+        "data.val_max_samples": 5,
+        "algorithm.adv_estimator": "reinforce_plus_plus",
+    }
+    (alone, _), (ranks, _) = (run_ppo(tmp_path, {**odd, **more}, steps=1) for more in ({}, RANKS))
+    assert ranks.metrics == alone.metrics
+    assert ranks.metrics["val-aux/response_length/mean"] > 0
+
+
+# -- supervised -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A tracker that keeps everything."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.steps.append(dict(metrics))
+
+
+def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """(metrics of the steps, weights of the exported model)"""
+    here = {"trainer.default_local_dir": folder / overrides["strategy"], "trainer.total_training_steps": 3}
+    validated = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 3}
+    config = load_sft(sft_words(folder, {**here, **validated, **overrides}))
+    recorder = Recorder()
+    with SFTTrainer(config) as trainer:
+        trainer.prepare()
+        trainer.fit(recorder)  # pyright: ignore[reportArgumentType]
+    exported: Any = AutoModelForCausalLM.from_pretrained(config.export_path())
+    return recorder.steps, dict(exported.named_parameters())
+
+
+def test_supervised_training_and_its_export_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    # 16 held-out rows in batches of 6: the last one, of 4, and the others are padded to whole rows per rank.
+    adapter = {"model.lora_rank": 4, "data.train_batch_size": 6}
+    alone, exported = supervised(tmp_path, strategy="reference", **adapter)
+    steps, weights = supervised(tmp_path, strategy="fsdp", **{"trainer.n_gpus_per_node": 2, **adapter})
+    for ours, theirs in zip(steps, alone, strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/lr"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+    assert steps[-1]["val/loss"] == pytest.approx(alone[-1]["val/loss"], rel=1e-5)
+    assert math.isfinite(steps[-1]["val/loss"])
+    close(weights, exported, 1e-4)
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+SAVED: dict[str, Any] = {
+    **RANKS,
+    **LORA,
+    "trainer.total_training_steps": 3,
+    "trainer.total_epochs": 1,
+    "trainer.save_freq": 1,
+    "trainer.logger": f"[jsonl,{NAME}]",
+    "trainer.resume_mode": "auto",
+}
+
+
+def words(home: Path, run: Path, async_save: bool) -> list[str]:
+    where = {"trainer.default_local_dir": run, f"{ACTOR}.checkpoint.async_save": async_save}
+    return ["ppo", *ppo_words(home, {**SAVED, **where})]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an undisturbed run in its folder `whole`."""
+    home = tmp_path_factory.mktemp("home")
+    assert camshaft(*words(home, home / "whole", async_save=False)).status == 0
+    return home
+
+
+def lines(run: Path) -> list[str]:
+    return [json.dumps(deterministic(line)) for line in read_metrics(run / "metrics.jsonl")]
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "in the background"])
+def test_a_run_on_two_ranks_that_was_killed_goes_on_bit_for_bit(
+    async_save: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = home / "whole", tmp_path / "killed"
+    run_until(3, killed, words(home, killed, async_save), monkeypatch)
+    left = [step for step, folder in storage.step_folders(killed) if storage.is_complete(folder / "actor")]
+    # In the background, the last one may not have been written to its end.
+    assert left == [1, 2] or (async_save and left == [1])
+    assert camshaft(*words(home, killed, async_save)).status == 0
+    assert len(lines(killed)) == 3
+    assert lines(killed) == lines(whole)
+    ours, theirs = (saved_weights(run / "global_step_3" / "actor") for run in (killed, whole))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -1,0 +1,88 @@
+"""The layouts and features of the sharded engine that the tests go through, alone and in pairs."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from camshaft.config.engine import LoRAConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One way to run the engine: on how many ranks, with which fields of its config."""
+
+    world: int
+    always: dict[str, Any] = field(default_factory=dict)
+    strategy: str = "fsdp2"
+
+
+def _options(**options: Any) -> dict[str, Any]:
+    return {"options": options}
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "hsdp": _options(fsdp_size=2),
+    "sp2": _options(ulysses_sequence_parallel_size=2),
+    "tp2": _options(tensor_parallel_size=2),
+    "lora": {"lora": LoRAConfig(rank=2, alpha=6)},
+    "offload": _options(param_offload=True, grad_offload=True, optimizer_offload=True),
+    "offload_policy": _options(offload_policy=True),
+    "checkpointing": {"enable_gradient_checkpointing": True},
+    "selective": {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "selective"},
+    "activation_offload": _options(activation_offload=True),
+    "dynamic": {"max_tokens": 24, "infer_max_tokens": 24},
+    "gathered": _options(reshard_after_forward=False, forward_prefetch=True),
+    "wrap_by_size": _options(wrap_policy={"min_num_params": 2000}),
+    "async_save": _options(async_save=True),
+    "compiled": _options(use_torch_compile=True),
+}
+
+REFUSED = {
+    ("sp2", "tp2"): "both share out the attention heads",
+    ("tp2", "lora"): "adapters beside matrices",
+    ("offload", "offload_policy"): "Choose one of the two",
+    ("tp2", "compiled"): "does not compile",
+    ("selective", "compiled"): "no single operators",
+    ("selective", "wrap_by_size"): "units inside a layer",
+}
+"""Pairs that do not go together, and words of the sentence that says so at construction."""
+
+SAME = {("checkpointing", "selective")}
+"""Pairs of which one is the other."""
+
+
+def together(*names: str) -> dict[str, Any]:
+    """The fields of several features in one config."""
+    found: dict[str, Any] = {}
+    for name in names:
+        for key, value in FEATURES[name].items():
+            found[key] = {**found.get(key, {}), **value} if key == "options" else value
+    return found
+
+
+MESH = ("hsdp", "sp2", "tp2")
+"""Features that take more than two ranks to be seen beside data parallelism."""
+
+ALONE = {
+    "one": Layout(1),
+    "two": Layout(2),
+    "four": Layout(4),
+    **{name: Layout(4 if name in MESH else 2, together(name)) for name in FEATURES},
+}
+OLDER = {
+    f"fsdp1_{name}": Layout(4 if name == "hsdp" else 2, together(*names), "fsdp1")
+    for name, names in {
+        "two": (), "hsdp": ("hsdp",), "sp2": ("sp2",), "gathered": ("gathered",), "selective": ("selective",),
+        "dynamic": ("dynamic",), "wrap_by_size": ("wrap_by_size",), "activation_offload": ("activation_offload",),
+        "async_save": ("async_save",), "hsdp+sp2": ("hsdp", "sp2"),
+    }.items()
+}  # fmt: skip
+"""What the older wrapper can do."""
+
+PAIRS = {
+    f"{a}+{b}": Layout(4 if a in MESH or b in MESH else 2, together(a, b))
+    for a, b in itertools.combinations(FEATURES, 2)
+    if (a, b) not in REFUSED and (a, b) not in SAME
+}

@@ -1,0 +1,358 @@
+"""Layouts that cannot be, and what the plain engine cannot do, each told with its key and what to type."""
+
+import pytest
+
+from camshaft.config import PPOConfig, Topology, actor_engine, critic_engine, load_ppo, load_sft, ref_engine, sft_engine
+from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.errors import ConfigError
+
+ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+PER_GPU = (
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+    f"{REF}.log_prob_micro_batch_size_per_gpu=1",
+)
+
+
+def _error(words, load=load_ppo) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(words)
+    return str(caught.value)
+
+
+def _on(words, ranks: int, *more: str) -> list[str]:
+    return [*words, f"{ACTOR}.strategy=fsdp", f"trainer.n_gpus_per_node={ranks}", *PER_GPU, *more]
+
+
+# -- the plain engine -----------------------------------------------------------------------------
+
+ASKS = [
+    ("wrap_policy.transformer_layer_cls_to_wrap=Layer", "sharding"),
+    ("wrap_policy.min_num_params=100", "sharding"),
+    ("fsdp_size=2", "sharding"),
+    ("reshard_after_forward=false", "sharding"),
+    ("forward_prefetch=true", "sharding"),
+    ("tensor_parallel_size=2", "tensor parallelism"),
+    ("param_offload=true", "offloading"),
+    ("grad_offload=true", "offloading"),
+    ("optimizer_offload=true", "offloading"),
+    ("offload_policy=true", "offloading"),
+    ("mixed_precision.param_dtype=bfloat16", "mixed precision"),
+    ("mixed_precision.reduce_dtype=bfloat16", "mixed precision"),
+]
+BESIDE = [
+    ("ulysses_sequence_parallel_size=2", "sequence parallelism"),
+    ("use_torch_compile=true", "compilation"),
+    ("checkpoint.async_save=true", "saving in the background"),
+]
+
+
+@pytest.mark.parametrize(("word", "what"), [*((f"fsdp_config.{w}", what) for w, what in ASKS), *BESIDE])
+def test_what_the_plain_engine_cannot_do_is_refused_by_the_key_that_asks(words, sft_words, word, what):
+    text = _error([*words, f"{ACTOR}.{word}"])
+    assert "One thing is wrong" in text
+    assert f"{ACTOR}.{word.partition('=')[0]} = " in text
+    assert f"strategy=reference has no {what}. Type {ACTOR}.strategy=fsdp" in text
+    text = _error([*sft_words, word], load_sft)
+    assert "One thing is wrong" in text
+    assert f"strategy=reference has no {what}. Type strategy=fsdp" in text
+
+
+@pytest.mark.parametrize(("word", "what"), [*((f"model.fsdp_config.{w}", what) for w, what in ASKS), *BESIDE])
+def test_the_critics_keys_are_told_with_the_critics_strategy(words, word, what):
+    text = _error([*words, f"critic.{word}"])
+    assert "One thing is wrong" in text
+    assert f"strategy=reference has no {what}. Type critic.strategy=fsdp" in text
+    load_ppo([*words, f"critic.{word}", "algorithm.adv_estimator=reinforce_plus_plus"])
+
+
+def test_activations_cannot_be_offloaded_either(words):
+    assert f"{MODEL}.enable_activation_offload = true" in _error([*words, f"{MODEL}.enable_activation_offload=true"])
+    text = _error([*words, "critic.model.enable_activation_offload=true"])
+    assert "Type critic.strategy=fsdp" in text
+
+
+def test_a_reference_that_follows_the_actor_is_told_in_one_word_with_it(words):
+    words = [*words, "algorithm.use_kl_in_reward=true"]
+    text = _error([*words, f"{ACTOR}.use_torch_compile=true"])
+    assert "One thing is wrong" in text
+    assert f"Likewise {REF}.use_torch_compile." in text
+    assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
+
+
+def test_computing_in_the_number_format_of_the_weights_asks_for_nothing(words):
+    load_ppo([*words, f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32"])
+
+
+def test_several_ranks_need_an_engine_for_them(words, sft_words):
+    text = _error([*words, "trainer.n_gpus_per_node=8"])
+    assert "One thing is wrong" in text
+    assert f"Type {ACTOR}.strategy=fsdp critic.strategy=fsdp, or trainer.n_gpus_per_node=1." in text
+    text = _error([*words, "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=fsdp", "critic.strategy=reference"])
+    assert "Type critic.strategy=fsdp, or" in text
+    assert "Type strategy=fsdp, or" in _error([*sft_words, "trainer.n_gpus_per_node=2"], load_sft)
+    load_ppo([*words, "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=fsdp"])
+    load_sft([*sft_words, "trainer.n_gpus_per_node=2", "strategy=fsdp2"])
+
+
+# -- the sums -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ranks", "more", "expected"),
+    [
+        (
+            8,
+            [f"{ACTOR}.ulysses_sequence_parallel_size=3"],
+            "8 ranks do not split into groups of ulysses_sequence_parallel_size=3 x tensor_parallel_size=1 = 3:"
+            " 8 = 2 x 3 + 2",
+        ),
+        (1, [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"], "1 rank does not split into groups of"),
+        (8, [f"{ACTOR}.fsdp_config.fsdp_size=3"], "8 ranks do not split into groups of 3: 8 = 2 x 3 + 2"),
+        (
+            8,
+            [f"{ACTOR}.fsdp_config.fsdp_size=3", f"{ACTOR}.fsdp_config.tensor_parallel_size=2"],
+            "8 ranks / tensor_parallel_size=2 = 4 ranks do not split into groups of 3: 4 = 1 x 3 + 1",
+        ),
+        (8, ["critic.model.fsdp_config.fsdp_size=5"], "8 = 1 x 5 + 3"),
+        (
+            8,
+            [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
+            "both share out the attention heads",
+        ),
+        (
+            1,
+            [f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
+            f"{ACTOR}.fsdp_config\n      offload_policy keeps everything in host memory",
+        ),
+        (
+            2,
+            ["critic.model.fsdp_config.tensor_parallel_size=2", "critic.use_torch_compile=true"],
+            "critic.model.fsdp_config\n      use_torch_compile with tensor_parallel_size=2",
+        ),
+        (
+            1,
+            [
+                f"{ACTOR}.use_torch_compile=true",
+                f"{MODEL}.enable_gradient_checkpointing=true",
+                f"{MODEL}.gradient_checkpointing_mode=selective",
+            ],
+            f"Type {MODEL}.gradient_checkpointing_mode=full.",
+        ),
+    ],
+)
+def test_a_layout_that_cannot_be_is_told_with_its_sum(words, ranks, more, expected):
+    text = _error(_on(words, ranks, *more))
+    assert "One thing is wrong" in text
+    assert expected in text
+
+
+def test_what_excludes_what_in_an_engine_of_somebody_else_is_not_ours_to_say(words):
+    both = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+    load_ppo([*_on(words, 8, *both), f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine"])
+
+
+def test_the_reference_that_takes_over_the_actors_layout_is_told_once(words):
+    more = ["algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
+    assert "One thing is wrong" in _error(_on(words, 8, *more))
+    text = _error(_on(words, 8, *more[:1], f"{REF}.fsdp_config.fsdp_size=3"))
+    assert f"{REF}.fsdp_config.fsdp_size = 3" in text
+
+
+def test_a_supervised_layout_is_summed_up_too(sft_words):
+    words = [*sft_words, "strategy=fsdp", "trainer.n_gpus_per_node=6"]
+    text = _error([*words, "ulysses_sequence_parallel_size=2", "data.train_batch_size=256"], load_sft)
+    assert "256 = 3 groups of 2 ranks x 85 + 1" in text
+    load_sft([*words, "ulysses_sequence_parallel_size=2", "data.train_batch_size=255"])
+    assert "6 = 1 x 4 + 2" in _error([*words, "fsdp_config.fsdp_size=4", "data.train_batch_size=6"], load_sft)
+
+
+# -- what engines are told ------------------------------------------------------------------------
+
+EVERYTHING = {
+    "wrap_policy.transformer_layer_cls_to_wrap": "Layer",
+    "wrap_policy.min_num_params": 7,
+    "mixed_precision.param_dtype": "bfloat16",
+    "mixed_precision.reduce_dtype": "bfloat16",
+    "fsdp_size": 4,
+    "reshard_after_forward": False,
+    "forward_prefetch": True,
+    "param_offload": True,
+    "grad_offload": True,
+    "optimizer_offload": True,
+}
+"""None of them as it is by default; what excludes one of them is below."""
+OTHERS = {
+    "ulysses_sequence_parallel_size": 2,
+    "tensor_parallel_size": 1,
+    "offload_policy": False,
+    "activation_offload": True,
+    "use_torch_compile": True,
+    "async_save": True,
+}
+
+
+def _flat(options) -> dict:
+    nested = {name: value for name, value in options.items() if isinstance(value, dict)}
+    inner = {f"{name}.{key}": value for name, values in nested.items() for key, value in values.items()}
+    return {name: value for name, value in options.items() if name not in nested} | inner
+
+
+def _typed(prefix: str) -> list[str]:
+    return [f"{prefix}.{name}={value}" for name, value in EVERYTHING.items()]
+
+
+def test_every_option_of_the_sharded_engine_has_a_key_for_each_trained_model(words, sft_words):
+    actor = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", f"{ACTOR}.checkpoint.async_save=true"]
+    actor += [f"{MODEL}.enable_activation_offload=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+    config = load_ppo(_on(words, 8, *actor))
+    assert _flat(actor_engine(config, Topology(8), 10).options) == EVERYTHING | OTHERS
+    critic = [*_typed("critic.model.fsdp_config"), "critic.use_torch_compile=true", "critic.checkpoint.async_save=true"]
+    critic += ["critic.model.enable_activation_offload=true", "critic.ulysses_sequence_parallel_size=2"]
+    config = load_ppo(_on(words, 8, *critic))
+    assert _flat(critic_engine(config, Topology(8), 10).options) == EVERYTHING | OTHERS
+    sft = [*_typed("fsdp_config"), "use_torch_compile=true", "checkpoint.async_save=true"]
+    sft += [
+        "ulysses_sequence_parallel_size=2",
+        "model.enable_activation_offload=true",
+        "strategy=fsdp",
+        "trainer.n_gpus_per_node=8",
+    ]
+    options = sft_engine(load_sft([*sft_words, *sft]), 10).options
+    assert _flat(options) == EVERYTHING | OTHERS
+    told = FSDPOptions.of(options)
+    assert _flat(told.model_dump()) == EVERYTHING | OTHERS  # no option is without a key
+
+
+def test_the_options_that_exclude_those_have_keys_too(words):
+    more = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{REF}.fsdp_config.offload_policy=true"]
+    config = load_ppo(_on(words, 2, *more, "algorithm.use_kl_in_reward=true"))
+    assert actor_engine(config, Topology(2), 10).options["tensor_parallel_size"] == 2
+    ref = ref_engine(config, Topology(2)).options
+    assert (ref["tensor_parallel_size"], ref["offload_policy"]) == (2, True)
+    critic = critic_engine(load_ppo(_on(words, 1, "critic.model.fsdp_config.offload_policy=true")), Topology(), 10)
+    assert critic.options["offload_policy"] is True
+
+
+def test_the_defaults_of_the_keys_are_those_of_the_engine(words):
+    config = load_ppo(_on(words, 1, "algorithm.use_kl_in_reward=true"))
+    for options in (
+        actor_engine(config, Topology(), 10).options,
+        ref_engine(config, Topology()).options,
+        critic_engine(config, Topology(), 10).options,
+    ):
+        assert FSDPOptions.of(options) == FSDPOptions()
+
+
+def test_the_reference_takes_over_layout_numbers_and_compilation_and_none_of_training(words):
+    more = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", "algorithm.use_kl_in_reward=true"]
+    more.append(f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more)), Topology(8)).options)
+    assert (ref.mixed_precision.param_dtype, ref.use_torch_compile) == ("bfloat16", True)
+    assert (ref.ulysses_sequence_parallel_size, ref.tensor_parallel_size) == (2, 1)
+    assert not any((ref.param_offload, ref.grad_offload, ref.optimizer_offload, ref.activation_offload))
+    own = [f"{REF}.fsdp_config.{name}" for name in ("param_offload=true", "fsdp_size=2", "reshard_after_forward=false")]
+    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more, *own)), Topology(8)).options)
+    assert (ref.param_offload, ref.fsdp_size, ref.reshard_after_forward) == (True, 2, False)
+
+
+def test_an_engine_of_somebody_else_is_told_what_the_sharded_one_is_and_the_plain_one_nothing(words):
+    layout = [f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+    own = [f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine", "trainer.n_gpus_per_node=4"]
+    mine = actor_engine(load_ppo([*words, *own, *layout]), Topology(4), 10)
+    sharded = actor_engine(load_ppo(_on(words, 4, *layout)), Topology(4), 10)
+    assert mine.options == sharded.options
+    assert mine.options["ulysses_sequence_parallel_size"] == 2
+    assert actor_engine(load_ppo(words), Topology(), 10).options == {}
+
+
+def test_batch_sizes_of_each_role_follow_from_its_own_ranks(words):
+    more = [
+        "algorithm.use_kl_in_reward=true",
+        f"{ACTOR}.ulysses_sequence_parallel_size=4",
+        f"{REF}.ulysses_sequence_parallel_size=2",
+        "critic.model.fsdp_config.tensor_parallel_size=8",
+    ]
+    config = load_ppo([*words, f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=8", *more])
+    # 64 and 128 sequences over 2 ranks of the actor, 128 over 4 of the reference, 64 over 1 of the critic.
+    actor, critic = actor_engine(config, Topology(8), 10), critic_engine(config, Topology(8), 10)
+    assert (actor.micro_batch_size, actor.infer_micro_batch_size) == (32, 64)
+    assert ref_engine(config, Topology(8)).infer_micro_batch_size == 32
+    assert critic.micro_batch_size == 64
+    assert config.actor_mini_batch_per_rank(Topology(8)) == 128
+    assert config.critic_mini_batch_per_rank(Topology(8)) == 256
+
+
+# -- optimizers and adapters ----------------------------------------------------------------------
+
+
+def test_the_optimizer_is_named_with_arguments_of_its_own(words):
+    more = [f"{ACTOR}.optim.optimizer=SGD", f"+{ACTOR}.optim.override_optimizer_config.momentum=0.9"]
+    config = load_ppo([*words, *more, f"{ACTOR}.optim.lr_scheduler_type=linear", "critic.optim.optimizer=Adafactor"])
+    optim = actor_engine(config, Topology(), 10).optim
+    assert optim is not None
+    assert (optim.optimizer, optim.override_optimizer_config) == ("SGD", {"momentum": 0.9})
+    assert optim.lr_scheduler_type == "linear"
+    critic = critic_engine(config, Topology(), 10).optim
+    assert critic is not None
+    assert critic.optimizer == "Adafactor"
+
+
+def _lora(config: PPOConfig):
+    return actor_engine(config, Topology(), 10).model.lora
+
+
+def test_an_adapter_is_asked_for_by_its_rank(words, tmp_path):
+    assert _lora(load_ppo(words)) is None
+    found = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]))
+    assert found is not None
+    assert (found.rank, found.alpha, found.target_modules, found.exclude_modules) == (4, 8, "all-linear", ())
+    (tmp_path / "adapter").mkdir()
+    more = [f"{MODEL}.target_modules=[q_proj,v_proj]", f"{MODEL}.exclude_modules=lm_head"]
+    found = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", *more, f"{MODEL}.lora_adapter_path={tmp_path}/adapter"]))
+    assert found is not None
+    assert (found.target_modules, found.exclude_modules) == (("q_proj", "v_proj"), ("lm_head",))
+    assert found.adapter_path == f"{tmp_path}/adapter"
+    config = load_ppo([*words, "critic.model.lora_rank=2", f"{MODEL}.gradient_checkpointing_mode=selective"])
+    critic = critic_engine(config, Topology(), 10).model
+    assert critic.lora is not None
+    assert (critic.lora.rank, critic.gradient_checkpointing_mode) == (2, "full")
+    actor = actor_engine(config, Topology(), 10).model
+    assert (actor.lora, actor.gradient_checkpointing_mode) == (None, "selective")
+
+
+def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
+    config = load_ppo([*words, "algorithm.use_kl_in_reward=true", f"{MODEL}.lora_rank=4"])
+    assert (config.needs_reference(), config.needs_reference_model()) == (True, False)
+    shared = (f"{MODEL}.lora_rank=4", "algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=2")
+    config = load_ppo(_on(words, 4, *shared))
+    assert config.ref_dp_size(Topology(4)) == config.actor_dp_size(Topology(4)) == 2
+    text = _error(_on(words, 4, *shared, f"{REF}.ulysses_sequence_parallel_size=1"))
+    assert "One thing is wrong" in text
+    assert "the reference is the actor's engine without its adapter" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([f"{MODEL}.lora_adapter_path=/"], f"Type {MODEL}.lora_rank=<the rank of that adapter>."),
+        ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[]"], f"Type {MODEL}.target_modules=all-linear."),
+        ([f"{MODEL}.lora_rank=4", f"{MODEL}.lora_adapter_path=/nowhere"], "there is no such folder"),
+        (["critic.model.lora_rank=4", "critic.model.lora_adapter_path=/nowhere"], "there is no such folder"),
+        ([f"{MODEL}.lora_rank=-1"], "of 0 or more"),
+        (
+            [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
+            "adapters beside matrices that are cut over ranks are not supported",
+        ),
+    ],
+)
+def test_adapters_that_cannot_be_are_told(words, more, expected):
+    text = _error([*words, *more])
+    assert "One thing is wrong" in text
+    assert expected in text
+
+
+def test_a_device_is_any_that_torch_may_know(words, sft_words):
+    assert load_ppo([*words, "trainer.device=npu"]).trainer.device == "npu"
+    assert load_sft([*sft_words, "trainer.device=xpu"]).trainer.device == "xpu"

@@ -1,0 +1,88 @@
+"""What the contract does not ask of the sharded engine: dropout across ranks, units, saves before the first step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch.distributed.utils import _to_kwargs
+
+from camshaft.engine import engine_class
+from camshaft.engine.lab import Lab
+from camshaft.errors import EngineError
+from camshaft.models.packed import OnHost
+
+
+def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
+    """(losses with dropout, what this rank draws next)"""
+    lab = Lab(engine_class("fsdp2"), folder, always={"options": options, "override_config": {"attention_dropout": 0.3}})
+    engine = lab.build()
+    losses = [lab.step(engine, lab.batch).loss for _ in range(2)]
+    return losses, float(torch.rand(()))
+
+
+def test_dropout_repeats_with_the_seed_and_differs_between_ranks_with_other_rows(tmp_path: Path) -> None:
+    runs = [run_ranks(_dropout, 2, str(tmp_path / name), {}) for name in ("a", "b")]
+    assert runs[0] == runs[1]
+    assert runs[0][0][1] != runs[0][1][1]
+
+
+def test_ranks_that_share_a_matrix_product_draw_the_same(tmp_path: Path) -> None:
+    first, second = run_ranks(_dropout, 2, str(tmp_path), {"tensor_parallel_size": 2})
+    assert first == second
+
+
+def _saved_first(strategy: str, folder: str, save: bool) -> dict[str, torch.Tensor]:
+    lab = Lab(engine_class(strategy), folder)
+    engine = lab.build()
+    if save:
+        engine.save_checkpoint(f"{folder}/before")
+        engine = lab.build()
+        engine.load_checkpoint(f"{folder}/before")
+    for _ in range(2):
+        lab.step(engine, lab.batch)
+    return lab.weights(engine)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_checkpoint_before_the_first_update_changes_nothing(strategy: str, tmp_path: Path) -> None:
+    still = run_ranks(_saved_first, 2, strategy, str(tmp_path / "still"), False)[0]
+    saved = run_ranks(_saved_first, 2, strategy, str(tmp_path / "saved"), True)[0]
+    assert all(torch.equal(weight, saved[name]) for name, weight in still.items())
+
+
+def _skipped_first(strategy: str, folder: str) -> int:
+    lab = Lab(engine_class(strategy), folder)
+    engine = lab.build()
+    engine.set_loss_fn(lambda data, found, ctx: (found["log_probs"].values.sum() * float("nan"), ctx))
+    with engine.train_mode():
+        engine.train_batch(lab.batch)
+    engine.save_checkpoint(f"{folder}/skipped")
+    again = lab.build()
+    again.load_checkpoint(f"{folder}/skipped")
+    return again.skipped_steps
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_a_checkpoint_after_nothing_but_skipped_steps_is_one(strategy: str, tmp_path: Path) -> None:
+    assert run_ranks(_skipped_first, 2, strategy, str(tmp_path)) == [1, 1]
+
+
+def _wrapped(folder: str, name: str) -> None:
+    Lab(
+        engine_class("fsdp2"), folder, always={"options": {"wrap_policy": {"transformer_layer_cls_to_wrap": name}}}
+    ).build()
+
+
+def test_a_layer_class_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="has no Qwen9Layer; its layers are Qwen2DecoderLayer"):
+        run_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
+
+
+def test_what_a_model_needs_on_the_host_is_not_sent_to_the_device() -> None:
+    """By the function with which FSDP moves the arguments of a model."""
+    moved, _ = _to_kwargs((torch.ones(2), OnHost(torch.ones(2))), {}, torch.device("meta"), False)
+    seen, kept = moved[0]
+    assert seen.device.type == "meta"
+    assert kept.tensor.device.type == "cpu"

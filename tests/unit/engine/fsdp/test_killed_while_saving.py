@@ -1,0 +1,86 @@
+"""Ranks killed while they save: the last whole checkpoint leads to the same next steps, bit for bit."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.ranks import _Runner, run_ranks
+
+from camshaft import storage
+from camshaft.controller.group import Launch
+from camshaft.controller.local import Processes
+from camshaft.engine.fsdp import FSDPEngine
+from camshaft.engine.lab import Lab
+from camshaft.errors import CheckpointError, WorkerError
+
+STEPS = 12
+
+
+def _train(folder: str, in_background: bool) -> dict[int, list[float]]:
+    """Steps up to STEPS from the newest whole checkpoint on, one saved after each; (loss, norm) by step."""
+    always = {"options": {"async_save": in_background}, "override_config": {"attention_dropout": 0.1}}
+    lab = Lab(FSDPEngine, folder, always=always)
+    engine = lab.build()
+    start = _newest(Path(folder) / "run")
+    if start:
+        engine.load_checkpoint(f"{folder}/run/global_step_{start}/actor")
+    batch, told = lab.share(engine, lab.batch), {}
+    for step in range(start + 1, STEPS + 1):
+        with engine.train_mode():
+            result = engine.train_batch(batch)
+        told[step] = [result.loss, result.grad_norm]
+        path = f"{folder}/run/global_step_{step}/actor"
+        engine.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
+    engine.wait_for_checkpoint()
+    return told
+
+
+def _newest(run: Path) -> int:
+    for step, path in reversed(storage.step_folders(run)):
+        try:
+            storage.verify(path / "actor")
+        except CheckpointError:
+            continue
+        return step
+    return 0
+
+
+def _killed(folder: Path, in_background: bool, pause: float) -> None:
+    """Start training and kill all ranks `pause` seconds after the third save has begun."""
+    ranks = Processes(Launch(_Runner, (), {}, 2, "killed", 60.0))
+
+    def kill() -> None:
+        deadline = time.monotonic() + 60
+        while not list(folder.glob("run/global_step_*3/actor*")) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(pause)
+        for link in ranks._links:
+            os.kill(link.process.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    try:
+        with pytest.raises(WorkerError, match="died"):
+            ranks.call("run", [((_train, (str(folder), in_background)), {})] * 2, [True] * 2)
+    finally:
+        ranks.shutdown()
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in the background"])
+def test_killed_while_saving(in_background: bool, tmp_path: Path) -> None:
+    whole = run_ranks(_train, 2, str(tmp_path / "whole"), in_background)[0]
+    assert list(whole) == list(range(1, STEPS + 1))
+    draw = random.Random(5)
+    for trial in range(4):
+        folder = tmp_path / f"trial{trial}"
+        _killed(folder, in_background, pause=draw.uniform(0, 0.15))
+        last = _newest(folder / "run")
+        assert last >= 1, "there was no whole checkpoint although two had been written"
+        again = run_ranks(_train, 2, str(folder), in_background)[0]
+        assert again == {step: told for step, told in whole.items() if step > last}
+        unfinished = [path for path in folder.rglob("*") if storage.is_unfinished(path)]
+        assert not unfinished, json.dumps([str(path) for path in unfinished])

@@ -1,0 +1,89 @@
+"""What waits in host memory between phases, on a device that is only pretended: tensors without data have a place.
+
+Parameters themselves do not move here (torch cannot exchange such tensors); tests/gpu moves real ones.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from camshaft.engine.offload import HOST, Part, Parts
+
+DEVICE = torch.device("cuda", 0)
+PARTS: tuple[Part, ...] = ("model", "gradients", "optimizer")
+
+
+class Pretended(Parts):
+    """Notes moves, so that a part which need not move is seen to stay."""
+
+    moves: list[tuple[str, str]]
+
+    def move(self, part: Part, device: torch.device) -> None:
+        self.moves.append((part, device.type))
+        super().move(part, device)
+
+
+def _made(
+    resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch
+) -> tuple[Pretended, torch.nn.Module, torch.optim.Optimizer]:
+    monkeypatch.setattr("camshaft.engine.offload.release_cache", lambda device: None)  # there is no such device
+    module = torch.nn.Module()
+    module.weight, module.bias = (torch.nn.Parameter(torch.empty(size, device=DEVICE)) for size in ((2, 3), (2,)))
+    optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
+    Pretended.moves = []
+    return Pretended(module, optimizer, DEVICE, resting), module, optimizer
+
+
+def _step(parts: Parts, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with parts.on_device(*PARTS):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(parameter)}
+
+
+def _places(parts: Parts) -> dict[str, str]:
+    return {part: place.type for part in PARTS if (place := parts.place(part)) is not None}
+
+
+@pytest.mark.parametrize("resting", [(), ("gradients",), ("optimizer",), ("gradients", "optimizer")], ids="+".join)
+def test_parts_rest_where_they_should(resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        parts, module, optimizer = _made(resting, monkeypatch)
+        _step(parts, module, optimizer)
+        wanted = {part: "cpu" if part in resting else "cuda" for part in PARTS}
+        assert _places(parts) == wanted
+        with parts.on_device("model"):
+            assert _places(parts)["model"] == "cuda"
+            assert _places(parts)["optimizer"] == wanted["optimizer"]
+        with parts.on_device(*PARTS):
+            assert {p.grad.device.type for p in module.parameters() if p.grad is not None} == {"cuda"}
+            assert set(_places(parts).values()) == {"cuda"}
+        assert _places(parts) == wanted
+
+
+def test_nothing_moves_where_nothing_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        parts, module, optimizer = _made((), monkeypatch)
+        _step(parts, module, optimizer)
+        assert parts.moves == []
+
+
+def test_an_inner_block_leaves_to_the_outer_one_what_that_has_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        parts, module, optimizer = _made(("optimizer",), monkeypatch)
+        _step(parts, module, optimizer)
+        with parts.on_device("optimizer"):
+            with parts.on_device("model", "optimizer"):
+                pass
+            assert parts.place("optimizer") == DEVICE
+        assert parts.place("optimizer") == HOST
+
+
+def test_gradients_that_wait_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        parts, module, optimizer = _made(("gradients",), monkeypatch)
+        _step(parts, module, optimizer)
+        parts.forget_gradients()
+        assert parts.place("gradients") is None
+        with parts.on_device(*PARTS):
+            assert all(parameter.grad is None for parameter in module.parameters())

@@ -1,0 +1,80 @@
+"""One rank's result or error, on all of them."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.ranks import run_ranks
+
+from camshaft.engine.together import on_every_rank, on_rank_zero, seat_in
+from camshaft.errors import CheckpointError, EngineError
+
+WORLD = 3
+
+
+class Unpicklable(Exception):
+    def __init__(self, text: str, more: int):
+        super().__init__(text)
+        self.more = more
+
+
+def shared_results() -> tuple[list[int], list[int], list[int]]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    ran: list[int] = []
+    first = on_rank_zero(group, lambda: ran.append(rank) or [rank, 7])
+    return first, on_every_rank(group, lambda: rank * 10), ran
+
+
+def test_rank_zero_acts_alone_and_all_know_what_came_of_it() -> None:
+    found = run_ranks(shared_results, WORLD)
+    assert [(first, each) for first, each, _ in found] == [([0, 7], [0, 10, 20])] * WORLD
+    assert [ran for _, _, ran in found] == [[0], [], []]
+
+
+def shared_errors() -> list[str]:
+    group, rank = dist.group.WORLD, dist.get_rank()
+
+    def refuse() -> None:
+        raise CheckpointError(f"rank {rank} said so")
+
+    def refuse_later() -> None:
+        if rank > 0:
+            refuse()
+
+    def strange() -> None:
+        raise Unpicklable("odd", 3)
+
+    told = []
+    for action in (
+        lambda: on_rank_zero(group, refuse),
+        lambda: on_every_rank(group, refuse_later),
+        lambda: on_rank_zero(group, strange),
+    ):
+        try:
+            action()
+        except (CheckpointError, EngineError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_every_rank_raises_the_error_of_one() -> None:
+    wanted = ["CheckpointError: rank 0 said so", "CheckpointError: rank 1 said so", "EngineError: Unpicklable: odd"]
+    assert run_ranks(shared_errors, WORLD) == [wanted] * WORLD
+
+
+def in_a_group_of_some() -> str | None:
+    rank = dist.get_rank()
+    group: Any = dist.new_group([1, 2], backend="gloo")
+    return on_rank_zero(group, lambda: f"from {rank}") if rank else None
+
+
+def test_rank_zero_is_that_of_the_group() -> None:
+    assert run_ranks(in_a_group_of_some, WORLD) == [None, "from 1", "from 1"]
+
+
+def test_without_a_group_there_is_one_rank() -> None:
+    assert seat_in(None) == (0, 1)
+    assert on_rank_zero(None, lambda: 5) == 5
+    assert on_every_rank(None, lambda: 5) == [5]
+    with pytest.raises(ZeroDivisionError):
+        on_every_rank(None, lambda: 1 // 0)

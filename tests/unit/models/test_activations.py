@@ -1,0 +1,262 @@
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny import tiny_folder, tiny_rows, wanted
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from camshaft.config import EngineModel
+from camshaft.errors import EngineError
+from camshaft.models.activations import offloaded_activations
+from camshaft.models.loader import load_model
+from camshaft.models.packed import PackedModel
+
+LENGTHS = [50, 40, 70]
+RECOMPUTING: dict[str, dict[str, Any]] = {
+    "none": {},
+    "full": {"enable_gradient_checkpointing": True},
+    "selective": {"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "selective"},
+}
+
+
+def source() -> str:
+    return str(tiny_folder(hidden=64, layers=3))
+
+
+def packed(path: str | None = None, **changes: Any) -> PackedModel:
+    return load_model(EngineModel(path=path or source(), **changes), "float32", "cpu", seed=0).train()
+
+
+def run(model: PackedModel) -> Tensor:
+    torch.manual_seed(1)
+    out = model(torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS), ("log_probs", "entropy"))
+    return out["log_probs"].sum() + out["entropy"].square().sum()
+
+
+def gradients(model: PackedModel) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_recomputing_leaves_every_gradient_as_it_is(dropout: float) -> None:
+    found = {}
+    for name, changes in RECOMPUTING.items():
+        model = packed(override_config={"attention_dropout": dropout}, **changes)
+        run(model).backward()
+        found[name] = gradients(model)
+    assert found["none"]
+    assert same(found["full"], found["none"])
+    assert same(found["selective"], found["none"])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products and attentions that are computed, below everything that could leave them out."""
+
+    names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name in self.names
+        return func(*args, **(kwargs or {}))
+
+
+def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
+    """(result, bytes that torch's allocator gave out and did not get back)"""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        result = action()
+    events: Any = seen.events()
+    return result, sum(event.self_cpu_memory_usage for event in events)
+
+
+def test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice() -> None:
+    kept, backward = {}, {}
+    for name, changes in RECOMPUTING.items():
+        model = packed(**changes)
+        with Products() as forward:
+            loss = run(model)
+        assert forward.count >= 3 * 8  # per layer: four projections, three of the feed-forward part, attention
+        with Products() as found:
+            loss.backward()
+        backward[name] = found.count
+        model.zero_grad()
+        loss, kept[name] = allocated(lambda m=model: run(m))
+        loss.backward()
+    assert 2 * kept["full"] < kept["selective"] < 0.75 * kept["none"]
+    assert backward["selective"] == backward["none"]
+    assert backward["full"] >= backward["none"] + 3 * 7
+
+
+def test_a_model_without_checkpointing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = packed()
+    monkeypatch.setattr(type(model.hf), "supports_gradient_checkpointing", False)
+    with pytest.raises(EngineError, match="no gradient checkpointing"):
+        model.enable_gradient_checkpointing("selective")
+
+
+# -- where it is kept -----------------------------------------------------------------------------
+
+
+class Watched:
+    """Looks over the shoulder of whatever saves tensors for the backward pass."""
+
+    def __init__(self, model: torch.nn.Module):
+        self.model, self.moved, self.left, self.back = model, [], [], 0
+        self.parameters_seen = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        plain = torch.autograd.graph.saved_tensors_hooks
+
+        def hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
+            return plain(lambda t: self.pack(pack, t), lambda kept: self.unpack(unpack, kept))
+
+        torch.autograd.graph.saved_tensors_hooks = hooks  # pyright: ignore
+        try:
+            with offloaded_activations("cpu", at_least=1024):
+                torch.autograd.graph.saved_tensors_hooks = plain
+                yield
+        finally:
+            torch.autograd.graph.saved_tensors_hooks = plain
+
+    def pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        kept = pack(tensor)
+        whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]  # FSDP2 has gathered these
+        if not isinstance(tensor, DTensor):
+            storages = {p.untyped_storage().data_ptr() for p in whole}
+            if tensor.untyped_storage().data_ptr() in storages:
+                self.parameters_seen += 1
+                assert isinstance(kept, Tensor), f"a parameter of shape {tuple(tensor.shape)} was copied"
+        (self.left if isinstance(kept, Tensor) else self.moved).append(tensor.nbytes)
+        return kept
+
+    def unpack(self, unpack: Callable[[Any], Tensor], kept: Any) -> Tensor:
+        self.back += not isinstance(kept, Tensor)
+        return unpack(kept)
+
+
+@pytest.mark.parametrize("recomputing", RECOMPUTING)
+def test_activations_move_and_parameters_do_not_and_gradients_are_the_same_bits(recomputing: str) -> None:
+    model = packed(**RECOMPUTING[recomputing])
+    run(model).backward()
+    expected = gradients(model)
+    watched = Watched(model)
+    with watched():
+        loss = run(model)
+    assert watched.back == 0
+    loss.backward()
+    assert same(gradients(model), expected)
+    assert watched.back == len(watched.moved) >= 3
+    assert sum(watched.moved) >= 3 * sum(LENGTHS) * 64 * 4  # at the least, the input of each layer
+    assert min(watched.moved) >= 1024
+    assert watched.parameters_seen
+
+
+def test_what_is_saved_stays_right_when_the_original_changes_or_is_a_view() -> None:
+    x = torch.randn(40, 40, requires_grad=True)
+    for view in (lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 3:]):
+        with offloaded_activations("cpu", at_least=1):
+            hidden = x * 1.0
+            out = view(hidden).sin().square().sum()
+        out.backward()
+        expected = torch.zeros_like(x)
+        view(expected).copy_(torch.sin(2 * view(x.detach())))
+        torch.testing.assert_close(x.grad, expected)
+        x.grad = None
+
+
+def test_nothing_keeps_the_graph_alive() -> None:
+    # exp saves its own result: a hook that gave that back would tie the graph to itself.
+    import gc
+    import weakref
+
+    gc.collect()
+    gc.disable()
+    try:
+        for at_least in (1, 1 << 30):
+            x = torch.ones(8, requires_grad=True)
+            with offloaded_activations("cpu", at_least):
+                y = x.exp()
+            gone = weakref.ref(y)
+            del y
+            assert gone() is None
+    finally:
+        gc.enable()
+
+
+# -- over ranks -----------------------------------------------------------------------------------
+
+
+def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
+    """(are they the same bits with activations moved away, bytes moved, parameters met on the way)"""
+    model = packed(path, **RECOMPUTING[recomputing])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    base: Any = model.hf.base_model
+    for layer in base.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    found = []
+    watched = Watched(model)
+    for offloaded in (nullcontext, watched):
+        with offloaded():
+            loss = run(model)
+        loss.backward()
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
+        model.zero_grad()
+        found.append(grads)
+    assert len(found[0]) == len(list(model.parameters()))
+    return same(found[1], found[0]), sum(watched.moved), watched.parameters_seen
+
+
+@pytest.mark.parametrize("recomputing", RECOMPUTING)
+def test_a_model_that_fsdp_shards_keeps_its_gradients_and_its_gathered_layers(recomputing: str) -> None:
+    for equal, moved, parameters in run_ranks(sharded_gradients, 2, source(), recomputing):
+        assert equal
+        assert moved >= 3 * sum(LENGTHS) * 64 * 4
+        assert parameters
+
+
+def tensor_parallel_gradients() -> bool:
+    """Activations that are DTensors, in shards and in copies, go and come back as what they were."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    random = torch.Generator().manual_seed(0)
+    up, down, x = (torch.randn(shape, generator=random) for shape in ((32, 64), (64, 32), (50, 32)))
+    found = []
+    for offloaded in (nullcontext(), offloaded_activations("cpu", at_least=1)):
+        weights = [distribute_tensor(up, mesh, [Shard(1)]), distribute_tensor(down, mesh, [Shard(0)])]
+        first, second = (torch.nn.Parameter(w) for w in weights)
+        with offloaded:
+            hidden = distribute_tensor(x, mesh, [Replicate()]) @ first
+            out: Any = torch.nn.functional.silu(hidden) @ second
+            loss = out.redistribute(placements=[Replicate()]).square().sum()
+        loss.backward()
+        found.append([first.grad.full_tensor(), second.grad.full_tensor()])  # pyright: ignore
+    plain = [w.clone().requires_grad_() for w in (up, down)]
+    (torch.nn.functional.silu(x @ plain[0]) @ plain[1]).square().sum().backward()
+    for gradient, weight in zip(found[0], plain, strict=True):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-2)
+    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_activations_of_tensor_parallel_layers_come_back_as_they_were() -> None:
+    assert run_ranks(tensor_parallel_gradients, 2) == [True, True]

@@ -1,0 +1,512 @@
+"""Adapters against PEFT on plain transformers models, each row alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.ranks import run_ranks
+from support.tiny import tiny_folder, tiny_rows, wanted
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
+
+from camshaft.config.engine import EngineModel, LoRAConfig
+from camshaft.errors import EngineError
+from camshaft.models.loader import load_model, save_pretrained, skeleton
+from camshaft.models.lora import (
+    adapter_layers,
+    adapter_weights,
+    add_adapter,
+    disable_adapter,
+    merged_weights,
+    save_adapter,
+)
+from camshaft.models.packed import PackedModel
+
+LENGTHS = [7, 1, 12, 3]
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # q, k and v have biases, and the embedding is tied
+    "llama": {"tie_embeddings": False},
+    "mixtral": {"num_local_experts": 4},  # its experts are no linear layers
+    "phi": {"tie_embeddings": False},  # every layer has a bias
+}
+LORA = LoRAConfig(rank=4, alpha=6)
+
+
+def folder_of(family: str = "qwen2") -> str:
+    return str(tiny_folder(family, hidden=32, initializer_range=0.1, **FAMILIES[family]))
+
+
+def load(family: str = "qwen2", dtype: str = "float32", lora: LoRAConfig | None = LORA, **more: Any) -> PackedModel:
+    return load_model(EngineModel(path=folder_of(family), lora=lora, **more), dtype, "cpu", seed=3)
+
+
+def stir(hf: PreTrainedModel, seed: int = 1) -> None:
+    """Numbers into all that is trained: with B at zero an adapter does nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in hf.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+
+
+def inputs() -> tuple[Tensor, list[int], Tensor]:
+    return torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS)
+
+
+def log_probs(model: PackedModel) -> Tensor:
+    return model(*inputs(), ("log_probs",))["log_probs"]
+
+
+def by_transformers(model: Any) -> Tensor:
+    """Log-probs of all tokens but the first of each row, from a plain model or from PEFT's, one row at a time."""
+    found = []
+    for row in tiny_rows(LENGTHS):
+        log_p = torch.log_softmax(model(input_ids=row[None]).logits[0, :-1], dim=-1)
+        found.append(log_p.gather(1, row[1:, None])[:, 0])
+    return torch.cat(found)
+
+
+def plain(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager").eval()
+
+
+def peft_folder(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
+    """A random adapter as PEFT itself writes it."""
+    # PEFT's own "all-linear" means more for mixtral: it adapts the fused experts too.
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if family == "mixtral" else "all-linear"
+    settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM"} | changes
+    model = peft.get_peft_model(plain(family), peft.LoraConfig(**settings))
+    stir(model.get_base_model())
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def edit_adapter(folder: Path, change: Any) -> None:
+    tensors = load_file(folder / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+# -- the same numbers as PEFT -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fresh_adapter_changes_nothing(family: str):
+    assert torch.equal(log_probs(load(family)), log_probs(load(family, lora=None)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_and_gradients_are_those_of_peft(family: str, tmp_path: Path):
+    dtype = "float32" if family == "mixtral" else "float64"  # transformers has no experts in float64
+    stored = peft_folder(tmp_path, family)
+    model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
+    theirs = peft.PeftModel.from_pretrained(plain(family, dtype), str(stored), is_trainable=True)
+    mine, expected = log_probs(model), by_transformers(theirs)
+    assert (mine - log_probs(load(family, dtype, None))).abs().max() > 0.1
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
+    weights = torch.randn(len(mine), dtype=mine.dtype, generator=torch.Generator().manual_seed(0))
+    (mine * weights).mean().backward()
+    (expected * weights).mean().backward()
+    found = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
+    wanted_gradients = {n: p.grad for n, p in theirs.get_base_model().named_parameters() if p.grad is not None}
+    assert found.keys() == wanted_gradients.keys()
+    assert all(".lora_" in name for name in found)
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradient_checkpointing_changes_no_gradient(mode: str):
+    found = []
+    for checkpointing in (False, True):
+        model = load(enable_gradient_checkpointing=checkpointing, gradient_checkpointing_mode=mode).train()
+        stir(model.hf)
+        log_probs(model).sum().backward()
+        found.append([p.grad for p in model.hf.parameters() if p.requires_grad])
+    assert len(found[0]) == 2 * 14
+    assert all(gradient.any() for gradient in found[0])
+    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+
+
+def test_train_mode_gives_the_numbers_of_eval_mode():
+    model = load()
+    stir(model.hf)
+    calm = log_probs(model)
+    assert torch.equal(log_probs(model.train()), calm)
+
+
+# -- which layers, which weights ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "phi"])
+def test_all_linear_layers_are_those_that_peft_takes(family: str):
+    theirs = peft.get_peft_model(
+        plain(family), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    names = [name for name, _ in theirs.get_base_model().named_parameters() if ".lora_A." in name]
+    assert list(adapter_layers(load(family).hf)) == [name.partition(".lora_A.")[0] for name in names]
+
+
+def test_experts_and_their_router_are_left_alone():
+    # transformers keeps them as fused tensors, not as linear layers
+    assert {name.rpartition(".")[2] for name in adapter_layers(load("mixtral").hf)} == {
+        "q_proj", "k_proj", "v_proj", "o_proj",
+    }  # fmt: skip
+
+
+def test_targets_and_exclusions_are_endings_of_names():
+    chosen = adapter_layers(load(lora=LoRAConfig(rank=2, target_modules=("q_proj", "1.mlp.up_proj"))).hf)
+    assert list(chosen) == [
+        "model.layers.0.self_attn.q_proj",
+        "model.layers.1.self_attn.q_proj",
+        "model.layers.1.mlp.up_proj",
+    ]
+    config = LoRAConfig(rank=2, exclude_modules=("mlp.down_proj", "0.self_attn.q_proj", "lm_head"))
+    left = adapter_layers(load(lora=config).hf)
+    assert len(left) == 14 - 2 - 1
+    assert not [name for name in left if "down_proj" in name]
+    assert list(adapter_layers(load(lora=LoRAConfig(rank=2, target_modules="o_proj")).hf)) == [
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.1.self_attn.o_proj",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"target_modules": ("q_porj",)}, r"target_modules: .*'q_porj'; did you mean 'q_proj'.* It has down_proj"),
+        ({"target_modules": ("proj",)}, r"is called 'proj'"),
+        ({"target_modules": ("lm_head",)}, r"no linear layer in the decoder of Qwen2ForCausalLM is called 'lm_head'"),
+        ({"exclude_modules": ("up_prj",)}, r"exclude_modules: .*'up_prj'; did you mean 'up_proj'"),
+        ({"target_modules": ("q_proj",), "exclude_modules": ("q_proj",)}, "leaves no linear layer"),
+        ({"target_modules": ()}, "leaves no linear layer"),
+    ],
+)
+def test_targets_that_match_nothing_are_an_error(config: dict[str, Any], words: str):
+    with pytest.raises(EngineError, match=words):
+        load(lora=LoRAConfig(rank=2, **config))
+
+
+def test_only_the_adapter_is_trainable_and_a_value_head_beside_it():
+    trained = {name for name, p in load().hf.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 14
+    assert all(".lora_A.default." in name or ".lora_B.default." in name for name in trained)
+    value = {name for name, p in load(head="value").hf.named_parameters() if p.requires_grad}
+    assert value - trained == {"score.weight", "score.bias"}
+
+
+def test_the_beginning_depends_on_the_seed_alone():
+    def begun(seed: int) -> Tensor:
+        model = load_model(EngineModel(path=folder_of(), lora=LORA), "float32", "cpu", seed)
+        return torch.cat([tensor.flatten() for _, tensor in adapter_weights(model.hf)])
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    first = begun(7)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(first, begun(7))
+    assert not torch.equal(first, begun(8))
+
+
+def test_the_beginning_is_drawn_from_the_range_that_peft_draws_from():
+    tensors = dict(adapter_weights(load().hf))
+    # U(-1/sqrt(in), 1/sqrt(in)): the default of nn.Linear
+    largest = {name: tensor.abs().max() * tensor.shape[1] ** 0.5 for name, tensor in tensors.items() if "_A." in name}
+    assert all(0.9 < value <= 1 for value in largest.values())
+    assert not any(tensor.any() for name, tensor in tensors.items() if "_B." in name)
+
+
+def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
+    model = load(dtype="bfloat16")
+    assert {tensor.dtype for _, tensor in adapter_weights(model.hf)} == {torch.float32}
+    assert {tensor.dtype for _, tensor in merged_weights(model.hf)} == {torch.bfloat16}
+    stir(model.hf)
+    mine = log_probs(model)
+    mine.sum().backward()
+    save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
+    theirs = by_transformers(peft.PeftModel.from_pretrained(plain(), str(tmp_path)))
+    assert (mine - theirs).abs().mean() < 0.1
+    assert (mine - log_probs(load(lora=None))).abs().mean() > 0.3
+
+
+def test_a_model_on_the_meta_device_takes_an_adapter_and_its_weights_later():
+    # as a sharded engine does: a skeleton first, then weights under the same names
+    whole, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
+    stir(whole.hf)
+    assert all(parameter.is_meta for parameter in bones.parameters())
+    named = dict(bones.hf.named_parameters())
+    assert {n: (p.shape, p.requires_grad) for n, p in named.items()} == {
+        n: (p.shape, p.requires_grad) for n, p in whole.hf.named_parameters()
+    }
+    bones.hf.load_state_dict(whole.hf.state_dict(), assign=True)
+    for (name, _), (_, value) in zip(bones.hf.named_buffers(), whole.hf.named_buffers(), strict=True):
+        owner, _, last = name.rpartition(".")
+        bones.hf.get_submodule(owner).register_buffer(last, value, persistent=False)
+    assert torch.equal(bones(*inputs(), ("values",))["values"], whole(*inputs(), ("values",))["values"])
+
+
+def test_a_second_adapter_is_refused():
+    with pytest.raises(EngineError, match="has an adapter already"):
+        add_adapter(load().hf, LORA, 0)
+
+
+# -- without the adapter ------------------------------------------------------------------------------
+
+
+def test_the_base_model_without_its_adapter_is_exact_and_comes_back():
+    model, base = load().train(), log_probs(load(lora=None))
+    stir(model.hf)
+    adapted, trained = log_probs(model), [p.requires_grad for p in model.hf.parameters()]
+    with disable_adapter(model.hf):
+        assert torch.equal(log_probs(model), base)
+        with disable_adapter(model.hf):
+            assert torch.equal(log_probs(model), base)
+        assert torch.equal(log_probs(model), base)
+        assert [p.requires_grad for p in model.hf.parameters()] == trained
+    assert torch.equal(log_probs(model), adapted)
+    with pytest.raises(ZeroDivisionError), disable_adapter(model.hf):
+        raise ZeroDivisionError
+    assert torch.equal(log_probs(model), adapted)
+    assert [p.requires_grad for p in model.hf.parameters()] == trained
+
+
+def test_frozen_parameters_stay_frozen_after_the_adapter_was_off():
+    model = load()
+    model.hf.requires_grad_(False)
+    with disable_adapter(model.hf):
+        pass
+    assert not any(p.requires_grad for p in model.hf.parameters())
+
+
+def test_a_model_without_adapter_says_so():
+    hf = load(lora=None).hf
+    with pytest.raises(EngineError, match="disable_adapter: this model has no adapter"), disable_adapter(hf):
+        pass
+    with pytest.raises(EngineError, match="adapter_weights: this model has no adapter"):
+        list(adapter_weights(hf))
+    with pytest.raises(EngineError, match=r"no adapter among these weights: model\.embed_tokens\.weight"):
+        save_adapter(merged_weights(hf), "nowhere", LORA, folder_of())
+
+
+# -- weights out --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
+    dtype = "float32" if family == "mixtral" else "float64"
+    model = load(family, dtype)
+    stir(model.hf)
+    before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
+    merged, bare = dict(merged_weights(model.hf)), plain(family, dtype)
+    assert list(merged) == [name for name, _ in bare.named_parameters()]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.hf.state_dict().items())
+    bare.load_state_dict(merged, strict=False)  # a tied head has no entry of its own
+    torch.testing.assert_close(by_transformers(bare), log_probs(model), rtol=0, atol=1e-5)
+
+
+def test_merged_weights_are_what_peft_merges(tmp_path: Path):
+    stored = peft_folder(tmp_path)
+    model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
+    theirs: Any = peft.PeftModel.from_pretrained(plain(), str(stored))
+    expected = theirs.merge_and_unload().state_dict()
+    for name, tensor in merged_weights(model.hf):
+        torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_half_precision_weights_are_merged_in_float32():
+    model = load(dtype="bfloat16", lora=LoRAConfig(rank=4, alpha=4))
+    stir(model.hf)
+    merged, layer = dict(merged_weights(model.hf)), model.hf.get_submodule("model.layers.0.mlp.up_proj")
+    a, b, base = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight
+    exact = base.double() + b.double() @ a.double()
+    error = (merged["model.layers.0.mlp.up_proj.weight"].double() - exact).abs()
+    assert (error <= exact.abs() * 2**-8).all()  # half a step of bfloat16
+
+
+def test_without_an_adapter_weights_are_live_and_inside_disable_adapter_those_of_the_base():
+    bare = load(lora=None).hf
+    parameters = dict(bare.named_parameters())
+    assert all(tensor.data_ptr() == parameters[name].data_ptr() for name, tensor in merged_weights(bare))
+    model = load()
+    stir(model.hf)
+    with disable_adapter(model.hf):
+        found = dict(merged_weights(model.hf))
+    assert found.keys() == parameters.keys()
+    assert all(torch.equal(found[name], parameter) for name, parameter in parameters.items())
+
+
+def test_a_saved_folder_has_the_merged_weights(tmp_path: Path):
+    model = load()
+    stir(model.hf)
+    save_pretrained(model, tmp_path)
+    bare = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    torch.testing.assert_close(by_transformers(bare), log_probs(model), rtol=0, atol=1e-5)
+    assert len(adapter_layers(model.hf)) == 14
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("exclude", [(), ("1.self_attn.q_proj",)])
+def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], tmp_path: Path):
+    config = LoRAConfig(rank=3, alpha=5, exclude_modules=exclude)
+    model = load(family, lora=config)
+    stir(model.hf)
+    save_adapter(adapter_weights(model.hf), tmp_path / "new" / "adapter", config, folder_of(family))
+    theirs = peft.PeftModel.from_pretrained(plain(family), str(tmp_path / "new" / "adapter"))
+    assert adapter_layers(theirs.get_base_model()).keys() == adapter_layers(model.hf).keys()
+    torch.testing.assert_close(by_transformers(theirs), log_probs(model), rtol=0, atol=1e-5)
+    by_peft: Any = peft.get_peft_model_state_dict(theirs)
+    mine = dict(adapter_weights(model.hf))
+    assert mine.keys() == by_peft.keys()
+    assert all(torch.equal(tensor, by_peft[name]) for name, tensor in mine.items())
+
+
+def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
+    model = load(head="value")
+    stir(model.hf)
+    values = model(*inputs(), ("values",))["values"]
+    save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
+    bare = AutoModelForTokenClassification.from_pretrained(folder_of(), num_labels=1).eval()
+    theirs = peft.PeftModel.from_pretrained(bare, str(tmp_path))
+    expected = [theirs(input_ids=row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
+    torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
+    again = load(head="value", lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
+    assert torch.equal(again(*inputs(), ("values",))["values"], values)
+    merged = dict(merged_weights(model.hf))
+    assert torch.equal(merged["score.weight"], model.hf.score.weight)
+
+
+def test_a_value_model_may_begin_with_the_adapter_of_a_policy(tmp_path: Path):
+    stored = peft_folder(tmp_path)
+    config = LORA.model_copy(update={"adapter_path": str(stored)})
+    value, policy = load(head="value", lora=config), load(lora=config)
+    found, expected = dict(adapter_weights(value.hf)), dict(adapter_weights(policy.hf))
+    assert found.keys() - expected.keys() == {"base_model.model.score.weight", "base_model.model.score.bias"}
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+# -- adapters that do not fit -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stored", "ours", "words"),
+    [
+        ({}, {"rank": 8}, r"lora.rank=8, but the adapter in .* has r=4"),
+        ({}, {"alpha": 8.5}, r"lora.alpha=8.5, but the adapter in .* has lora_alpha=6"),
+        ({"target_modules": ["q_proj", "v_proj"]}, {}, r"all-linear chooses 14 layers .* has 4 \(q_proj, v_proj\)"),
+        ({"exclude_modules": ["0.mlp.up_proj"]}, {}, r"has 13 .*differ by model.layers.0.mlp.up_proj"),
+        ({"use_rslora": True}, {}, "use_rslora=True"),
+        ({"use_dora": True}, {}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern={'q_proj': 2}"),
+        ({"init_lora_weights": "olora"}, {}, "init_lora_weights=olora, which also changes the base"),
+    ],
+)
+def test_an_adapter_of_another_kind_is_an_error(
+    stored: dict[str, Any], ours: dict[str, Any], words: str, tmp_path: Path
+):
+    folder = peft_folder(tmp_path, **stored)
+    with pytest.raises(EngineError, match=words):
+        load(lora=LORA.model_copy(update={"adapter_path": str(folder), **ours}))
+
+
+def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path):
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"]
+        tensors["base_model.model.lm_head.weight"] = torch.zeros(1)
+        tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 5)
+
+    edit_adapter(peft_folder(tmp_path), change)
+    with pytest.raises(EngineError) as caught:
+        load(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
+    assert "model.layers.1.mlp.up_proj.lora_B.default.weight is missing" in str(caught.value)
+    assert "lm_head.weight is unknown" in str(caught.value)
+    assert "model.layers.0.mlp.up_proj.lora_A.default.weight is (4, 5), not (4, 32)" in str(caught.value)
+
+
+def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
+    config = LORA.model_copy(update={"adapter_path": str(tmp_path)})
+    with pytest.raises(EngineError, match=r"has no adapter_config.json; give a folder"):
+        load(lora=config)
+    peft_folder(tmp_path)
+    facts = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**facts, "peft_type": "IA3"}))
+    with pytest.raises(EngineError, match="peft_type=IA3; only LORA"):
+        load(lora=config)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
+    with pytest.raises(EngineError, match="cannot be read"):
+        load(lora=config)
+
+
+# -- without PEFT, and in shards ----------------------------------------------------------------------
+
+
+def test_models_without_an_adapter_do_not_import_peft_and_a_missing_peft_is_one_sentence():
+    code = f"""
+import sys
+sys.modules["peft"] = None                     # import peft: ModuleNotFoundError
+from camshaft.config.engine import EngineModel, LoRAConfig
+from camshaft.errors import EngineError
+from camshaft.models.loader import load_model
+from camshaft.models.lora import merged_weights
+model = EngineModel(path={folder_of()!r})
+assert dict(merged_weights(load_model(model, "float32", "cpu", 0).hf))
+try:
+    load_model(model.model_copy(update={{"lora": LoRAConfig(rank=2)}}), "float32", "cpu", 0)
+except EngineError as error:
+    sys.exit(str(error))
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert done.stderr.strip().splitlines()[-1] == "LoRA needs 'peft': pip install 'camshaft[lora]'"
+
+
+def sharded(folder: str, adapter: str) -> dict[str, Any]:
+    """What a rank sees of a model whose parameters are sharded, the base model first as in a reference pass."""
+    lora = LORA.model_copy(update={"adapter_path": adapter})
+    model = load_model(EngineModel(path=folder, lora=lora), "float32", "cpu", 0)
+    for layer in model.hf.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+
+    def full(tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    found: dict[str, Any] = {}
+    with torch.no_grad(), disable_adapter(model.hf):
+        found["base"] = log_probs(model)
+    mine = log_probs(model)
+    found["log_probs"] = mine.detach()
+    mine.sum().backward()
+    found["gradients"] = {n: full(p.grad) for n, p in model.hf.named_parameters() if p.grad is not None}
+    found["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    found["merged"] = dict(merged_weights(model.hf, full))
+    found["adapter"] = dict(adapter_weights(model.hf, full))
+    return found
+
+
+def test_sharded_parameters_give_what_whole_ones_give(tmp_path: Path):
+    stored = peft_folder(tmp_path)
+    model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
+    mine = log_probs(model)
+    mine.sum().backward()
+    gradients = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
+    for found in run_ranks(sharded, 2, folder_of(), str(stored), timeout=120):
+        assert found["sharded"]
+        torch.testing.assert_close(found["base"], log_probs(load(lora=None)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(found["log_probs"], mine.detach(), rtol=0, atol=1e-6)
+        assert found["gradients"].keys() == gradients.keys()
+        for name, gradient in gradients.items():  # FSDP takes the mean over the ranks, which have the same rows
+            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-5)
+        for what, weights in (("merged", merged_weights(model.hf)), ("adapter", adapter_weights(model.hf))):
+            expected = dict(weights)
+            assert list(found[what]) == list(expected)
+            for name, tensor in expected.items():
+                torch.testing.assert_close(found[what][name], tensor, rtol=0, atol=1e-6)

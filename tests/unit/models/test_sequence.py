@@ -1,0 +1,245 @@
+"""A packed row over several ranks against the same row in one process.
+
+The one process is the packed model that other tests hold against transformers.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import run_ranks
+from support.tiny import tiny_folder, tiny_rows, wanted
+from torch import Tensor
+from transformers import AutoConfig, LlamaConfig
+
+from camshaft.config.engine import EngineModel
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.step import packed_forward
+from camshaft.errors import EngineError
+from camshaft.models.attention import packed_kwargs
+from camshaft.models.loader import load_model
+from camshaft.models.packed import Head, PackedModel
+from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
+
+LENGTHS = [7, 1, 13, 4, 2]  # 27 tokens: neither 2 nor 4 divides them
+NEAR = 1e-6
+OUTPUTS: dict[Head, tuple[str, ...]] = {
+    "causal_lm": ("log_probs", "entropy"),
+    "value": ("values",),
+    "reward": ("scores",),
+}
+Numbers = tuple[dict[str, Tensor], dict[str, Tensor]]
+"""Outputs and parameter gradients, by name."""
+
+
+def model_of(folder: str, head: Head, train: bool = False) -> PackedModel:
+    described = EngineModel(path=folder, head=head, random_init=head == "reward", enable_gradient_checkpointing=train)
+    return load_model(described, "float32", "cpu", seed=0).train(train)
+
+
+def numbers(model: PackedModel, lengths: Sequence[int], at: Tensor) -> Numbers:
+    """Outputs, and the gradient of a loss that weighs every one of them differently."""
+    model.zero_grad()
+    found = model(torch.cat(tiny_rows(lengths)), list(lengths), at, OUTPUTS[model.head], temperature=0.8)
+    random = torch.Generator().manual_seed(1)
+    terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in found.values()]
+    (torch.stack(terms).sum() / sum(lengths)).backward()
+    named = model.hf.named_parameters()
+    gradients = {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
+    return {name: value.detach() for name, value in found.items()}, gradients
+
+
+def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return gradients
+
+
+def on_each_rank(folder: str, head: Head, lengths: list[int], at: Tensor, train: bool) -> Numbers:
+    model = model_of(folder, head, train)
+    model.sequence = SequenceSplit(dist.group.WORLD)
+    found, gradients = numbers(model, lengths, at)
+    return found, summed(gradients)
+
+
+def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(got[name], tensor, rtol=0, atol=NEAR, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def folder_of(family: str, **sizes: Any) -> str:
+    return str(tiny_folder(family, hidden=32, initializer_range=0.1, **sizes))
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},  # 2 heads of keys: with 4 ranks each is held twice
+    "llama": {"kv_heads": 4, "tie_embeddings": False},
+    "mistral": {"sliding_window": 5},
+    "qwen3": {"heads": 12, "kv_heads": 6, "hidden": 96},  # 6 do not divide by 4, and 4 not by 6
+}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", MODELS)
+def test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks(family: str, size: int):
+    folder = str(tiny_folder(family, **{"hidden": 32, "initializer_range": 0.1, **MODELS[family]}))
+    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, wanted(LENGTHS))
+    assert expected[0]["log_probs"].std() > 0.05
+    for found, gradients in run_ranks(on_each_rank, size, folder, "causal_lm", LENGTHS, wanted(LENGTHS), False):
+        same(found, expected[0])
+        same(gradients, expected[1])
+
+
+@pytest.mark.parametrize("head", ["value", "reward"])
+def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
+    folder = folder_of("llama")
+    expected = numbers(model_of(folder, head), LENGTHS, wanted(LENGTHS))
+    assert next(iter(expected[0].values())).std() > 0.01
+    for found, gradients in run_ranks(on_each_rank, 4, folder, head, LENGTHS, wanted(LENGTHS), False):
+        same(found, expected[0])
+        same(gradients, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "at"),
+    [
+        ([9, 6], [12, 13, 14]),  # the last rank alone has something to say
+        ([9, 6], [14, 2, 8, 3, 11]),  # not in order
+        ([3], [1, 2]),  # fewer tokens than ranks
+        ([6, 6], []),
+    ],
+)
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+def test_every_rank_takes_part_wherever_the_outputs_lie(head: Head, lengths: list[int], at: list[int]):
+    folder, places = folder_of("qwen2"), torch.tensor(at, dtype=torch.int64)
+    expected = numbers(model_of(folder, head), lengths, places)
+    for found, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
+        same(found, expected[0])
+        same(gradients, expected[1])  # the same names, too: a rank without outputs has gradients for all parameters
+
+
+def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
+    folder = folder_of("qwen2")
+    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, wanted(LENGTHS))
+    for found, gradients in run_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, wanted(LENGTHS), True):
+        same(found, expected[0])
+        same(gradients, expected[1])
+
+
+def engine_step(folder: str) -> dict[str, Ragged]:
+    model = model_of(folder, "causal_lm")
+    if dist.get_world_size() > 1:
+        model.sequence = SequenceSplit(dist.group.WORLD)
+    ids = Ragged.from_rows(tiny_rows(LENGTHS))
+    batch = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() >= 2)})
+    with torch.no_grad():
+        return packed_forward(model, batch, {"outputs": ("log_probs",), "temperature": 1.0}, "cpu")
+
+
+def test_a_step_of_an_engine_gets_whole_rows_on_every_rank():
+    folder = folder_of("qwen2")
+    (alone,) = run_ranks(engine_step, 1, folder)
+    for found in run_ranks(engine_step, 2, folder):
+        torch.testing.assert_close(found["log_probs"].values, alone["log_probs"].values, rtol=0, atol=NEAR)
+
+
+def with_dropout(folder: str) -> tuple[Tensor, Tensor]:
+    described = EngineModel(path=folder, override_config={"attention_dropout": 0.5})
+    model = load_model(described, "float32", "cpu", seed=0)
+    model.sequence = SequenceSplit(dist.group.WORLD)
+    inputs = (torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS), ("log_probs",))
+    calm = model(*inputs)["log_probs"].detach()
+    return calm, model.train()(*inputs)["log_probs"].detach()
+
+
+def test_attention_dropout_acts_in_train_mode():
+    (calm, trained), (_, other) = run_ranks(with_dropout, 2, folder_of("qwen2"))
+    assert not torch.allclose(calm, trained)
+    assert torch.equal(trained, other)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_heads_that_do_not_divide_are_refused_by_name():
+    config = AutoConfig.from_pretrained(folder_of("qwen2"))
+    check_heads(config, 4)
+    with pytest.raises(
+        EngineError, match="4 query heads of this qwen2 model do not divide by sequence-parallel size 3:"
+    ):
+        check_heads(config, 3)
+
+
+def test_a_rotary_embedding_that_looks_at_the_longest_position_is_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = LlamaConfig(num_attention_heads=4, rope_parameters=rope)
+    check_heads(config, 1)
+    with pytest.raises(EngineError, match="rope_type=dynamic looks at the longest position"):
+        check_heads(config, 2)
+
+
+def three_ranks(folder: str) -> None:
+    on_each_rank(folder, "causal_lm", LENGTHS, wanted(LENGTHS), False)
+
+
+def test_heads_that_do_not_divide_are_an_error_in_the_call_as_well():
+    with pytest.raises(EngineError, match="4 query heads do not divide by sequence-parallel size 3"):
+        run_ranks(three_ranks, 3, folder_of("qwen2"))
+
+
+def test_a_chunk_without_the_exchange_is_an_error_and_not_a_wrong_number():
+    model = model_of(folder_of("qwen2"), "causal_lm")
+    inputs = packed_kwargs([6, 4], "cpu")
+    inputs["position_ids"] = inputs["position_ids"][:, :5]
+    with pytest.raises(EngineError, match="documents of 10 tokens in all do not make up a row of 5 tokens"):
+        model.hf.base_model(input_ids=torch.arange(5)[None], **inputs)
+
+
+# -- batches ---------------------------------------------------------------------------------------
+
+
+def batch_of(lengths: list[int]) -> DataProto:
+    ids = Ragged.from_rows(tiny_rows(lengths), dtype=torch.int64)
+    random = torch.Generator().manual_seed(2)
+    wide = torch.randn(sum(lengths), 3, generator=random)
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "loss_mask": ids.like(ids.positions() > 0),
+            "old_log_probs": ids.like(torch.randn(sum(lengths), generator=random).bfloat16()),
+            "wide": ids.like(wide),
+            "responses": ids.suffix(ids.lengths // 2),
+            "reward": torch.arange(len(lengths)) / 2,
+            "uid": [f"row {i}" for i in range(len(lengths))],
+        },
+        {"step": 3},
+    )
+
+
+def there_and_back(lengths: list[int]) -> tuple[DataProto, DataProto]:
+    split = SequenceSplit(dist.group.WORLD)
+    part = split_columns(batch_of(lengths), split)
+    return part, join_columns(part, split)
+
+
+@pytest.mark.parametrize(("size", "lengths"), [(2, [5, 1, 7, 4]), (4, [5, 1, 7, 4]), (4, [2, 3]), (2, [1])])
+def test_split_columns_come_back_whole(size: int, lengths: list[int]):
+    whole = batch_of(lengths)
+    for _, back in run_ranks(there_and_back, size, lengths):
+        assert back.meta_info == {"step": 3}
+        assert list(back.columns) == list(whole.columns)
+        whole.union(back)  # raises, naming the column, where two differ in values, lengths or dtype
+
+
+def test_a_part_holds_the_tokens_of_its_rank_by_hand():
+    # 17 tokens over 2 ranks: 9 and 8. The first rank has rows of 5 and 1 and 3 of the 7 tokens of the third row.
+    (first, _), (second, _) = run_ranks(there_and_back, 2, [5, 1, 7, 4])
+    assert first["input_ids"].lengths.tolist() == [5, 1, 3, 0]
+    assert second["input_ids"].lengths.tolist() == [0, 0, 4, 4]
+    rows = tiny_rows([5, 1, 7, 4])
+    assert torch.equal(first["input_ids"].rows()[2], rows[2][:3])
+    assert torch.equal(second["input_ids"].rows()[2], rows[2][3:])
+    assert torch.equal(second["reward"], torch.arange(4) / 2)

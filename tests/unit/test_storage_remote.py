@@ -1,0 +1,181 @@
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from camshaft import storage
+from camshaft.errors import CheckpointError
+
+
+def write(folder: Path, text: str = "hello", **facts: object) -> None:
+    with storage.new_folder(folder, **facts) as work:
+        (work / "sub").mkdir()
+        (work / "a.txt").write_text(text)
+        (work / "sub" / "b.txt").write_text("b")
+
+
+@pytest.fixture
+def remote() -> Iterator[str]:
+    """The URL of a place in memory that no other test uses."""
+    files = fsspec.filesystem("memory")
+    yield "memory://bucket/run/actor"
+    if files.exists("/bucket"):
+        files.rm("/bucket", recursive=True)
+
+
+def names_at(url: str) -> list[str]:
+    files, root = fsspec.core.url_to_fs(url)
+    return sorted(path.removeprefix(root + "/") for path in files.find(root))
+
+
+def test_a_folder_goes_to_a_url_and_comes_back_the_same(tmp_path: Path, remote: str) -> None:
+    write(tmp_path / "x", step=7)
+    assert not storage.is_there(remote)
+    storage.copy_folder(str(tmp_path / "x"), remote)
+    assert storage.is_there(remote)
+    assert names_at(remote) == ["a.txt", "manifest.json", "sub/b.txt"]
+    storage.copy_folder(remote, str(tmp_path / "back"))
+    assert storage.verify(tmp_path / "back") == {"step": 7}
+    assert (tmp_path / "back" / "sub" / "b.txt").read_text() == "b"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "x"]
+
+
+def test_a_newer_copy_leaves_nothing_of_the_older_and_touches_nothing_else(tmp_path: Path, remote: str) -> None:
+    files = fsspec.filesystem("memory")
+    write(tmp_path / "x", "old")
+    storage.copy_folder(str(tmp_path / "x"), remote)
+    files.pipe_file("/bucket/run/actor/notes.txt", b"mine")
+    with storage.new_folder(tmp_path / "x") as work:
+        (work / "c.txt").write_text("new")
+    storage.copy_folder(str(tmp_path / "x"), remote + "/")
+    assert names_at(remote) == ["c.txt", "manifest.json", "notes.txt"]
+    storage.remove(remote)
+    assert names_at(remote) == ["notes.txt"]
+    assert not storage.is_there(remote)
+
+
+def test_removing_a_copy_leaves_no_empty_folders(tmp_path: Path, remote: str) -> None:
+    write(tmp_path / "x")
+    storage.copy_folder(str(tmp_path / "x"), remote)
+    storage.remove(remote)
+    assert not fsspec.filesystem("memory").exists("/bucket/run/actor")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", storage.MANIFEST])
+def test_what_is_not_whole_at_a_url_is_named_and_nothing_appears(tmp_path: Path, remote: str, name: str) -> None:
+    files = fsspec.filesystem("memory")
+    write(tmp_path / "x")
+    storage.copy_folder(str(tmp_path / "x"), remote)
+    files.pipe_file(f"/bucket/run/actor/{name}", b"other")
+    with pytest.raises(CheckpointError, match=f"damaged.*{name}"):
+        storage.copy_folder(remote, str(tmp_path / "back"))
+    files.rm_file(f"/bucket/run/actor/{name}")
+    with pytest.raises(CheckpointError, match=rf"(incomplete|not a complete checkpoint).*{name}"):
+        storage.copy_folder(remote, str(tmp_path / "back"))
+    assert not (tmp_path / "back").exists()
+    storage.copy_folder(str(tmp_path / "x"), remote)
+    storage.copy_folder(remote, str(tmp_path / "back"))
+
+
+def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, remote: str) -> None:
+    told = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
+    fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(told).encode())
+    with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*no file inside"):
+        storage.copy_folder(remote, str(tmp_path / "back"))
+
+
+class Breaking(MemoryFileSystem):
+    """Loses the connection at the write of one file, or drops the end of what it is given."""
+
+    protocol = "breaking"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    breaks_at = ""
+    cuts = ""
+
+    def put_file(self, lpath, rpath, *args, **kwargs):
+        if self.breaks_at and rpath.endswith(self.breaks_at):
+            raise OSError("connection lost")
+        super().put_file(lpath, rpath, *args, **kwargs)
+        if self.cuts and rpath.endswith(self.cuts):
+            self.pipe_file(rpath, self.cat_file(rpath)[:-1])
+
+
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
+    fsspec.register_implementation("breaking", Breaking, clobber=True)
+    monkeypatch.setattr(Breaking, "store", {})
+    monkeypatch.setattr(Breaking, "pseudo_dirs", [""])
+    return Breaking
+
+
+@pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", storage.MANIFEST])
+def test_a_copy_that_broke_off_is_not_taken_for_a_checkpoint_and_can_be_made_again(
+    tmp_path: Path, name: str, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "breaking://host/actor"
+    write(tmp_path / "x", "old")
+    storage.copy_folder(str(tmp_path / "x"), url)
+    write(tmp_path / "x", "newer")
+    with monkeypatch.context() as patch:
+        patch.setattr(breaking, "breaks_at", name)
+        with pytest.raises(OSError, match="connection lost"):
+            storage.copy_folder(str(tmp_path / "x"), url)
+    assert not storage.is_there(url)
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no manifest\.json"):
+        storage.copy_folder(url, str(tmp_path / "back"))
+    storage.copy_folder(str(tmp_path / "x"), url)
+    storage.copy_folder(url, str(tmp_path / "back"))
+    assert (tmp_path / "back" / "a.txt").read_text() == "newer"
+
+
+def test_a_file_that_arrived_short_is_noticed_before_the_manifest_is_written(
+    tmp_path: Path, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "x", "hello")
+    monkeypatch.setattr(breaking, "cuts", "a.txt")
+    with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes there, and 5 in"):
+        storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
+    assert not storage.is_there("breaking://host/actor")
+
+
+def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:
+    write(tmp_path / "x")
+    (tmp_path / "x" / "a.txt").write_text("damaged")
+    with pytest.raises(CheckpointError, match=r"a\.txt"):
+        storage.copy_folder(str(tmp_path / "x"), remote)
+    assert not fsspec.filesystem("memory").exists("/bucket")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("s4://bucket/x", "Protocol not known: s4; give a local path"),
+        ("memory://", "names no folder"),
+        ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
+    ],
+)
+def test_urls_that_lead_nowhere_say_what_to_do(tmp_path: Path, url: str, said: str) -> None:
+    fsspec.register_implementation(
+        "needs-more", "morefs_that_nobody_has.core.MoreFS", clobber=True, errtxt="Install morefs"
+    )
+    write(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=said):
+        storage.copy_folder(str(tmp_path / "x"), url)
+
+
+def test_without_fsspec_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "x")
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with pytest.raises(CheckpointError, match=r"pip install 'camshaft\[remote\]'"):
+        storage.copy_folder(str(tmp_path / "x"), "memory://bucket/x")
+
+
+def test_from_one_url_to_another_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="one of the two has to be a local path"):
+        storage.copy_folder("memory://a/x", "memory://b/x")
