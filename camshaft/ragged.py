@@ -228,7 +228,8 @@ def to_buffer(tensor: Tensor) -> Buffer:
     It comes back on the CPU and without gradient.
     """
     plain = tensor.detach().cpu().contiguous()
-    flat = plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    # A single element counts as contiguous whatever its stride is, and a view as bytes does not.
+    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
     return flat.numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 

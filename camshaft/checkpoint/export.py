@@ -13,6 +13,8 @@ An adapter is part of the weights; given once more by itself, it is in the folde
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,11 @@ TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
 
 PROBED_LENGTHS = (5, 2, 8)
 
+FILE_BYTES = 4 << 30
+"""A larger model is written as several files with an index."""
+
+Weights = Iterable[tuple[str, Tensor]]
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -57,12 +64,12 @@ def check_export_path(target: str | Path) -> None:
 
 
 def export_hugging_face(
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Weights,
     model: EngineModel,
     target: str | Path,
     check: Probe | None = None,
     write: bool = True,
-    adapter: Iterable[tuple[str, Tensor]] = (),
+    adapter: Weights = (),
 ) -> None:
     """`weights` with the config and the tokenizer of the folder `model.path`, and with its Python code if trusted.
 
@@ -71,20 +78,43 @@ def export_hugging_face(
     """
     folder, trusted = model_folder(model.path), model.trust_remote_code
     config = load_config(folder, trusted, model.override_config)
-    # What all ranks do together comes first: an error of the one that writes must not leave the others waiting.
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights if write}
-    added = {name: tensor.detach().cpu() for name, tensor in adapter if write}
-    rows = _rows(config)
-    told = None if check is None else check.run(rows)[OUTPUTS[model.head][0]]
-    if not write:
-        return
+    together = _Together(weights, adapter, check, _rows(config))
+    try:
+        if write:
+            _write(together, folder, config, model, Path(target))
+    finally:
+        together.finish()
+
+
+class _Together:
+    """What all ranks do, in one order; an error of the rank that writes must not leave the others waiting in it."""
+
+    def __init__(self, weights: Weights, adapter: Weights, check: Probe | None, rows: DataProto):
+        self.weights, self.adapter = iter(weights), iter(adapter)
+        self.check, self.rows = check, rows
+        self._told: Mapping[str, Any] | None = None
+
+    def finish(self) -> Mapping[str, Any]:
+        """Take what is left of the weights; then the engine's numbers, if they are wanted, once."""
+        for _ in itertools.chain(self.weights, self.adapter):
+            pass
+        if self._told is None:
+            self._told = {}
+            if self.check is not None:
+                self._told = self.check.run(self.rows)
+        return self._told
+
+
+def _write(together: _Together, folder: Path, config: PreTrainedConfig, model: EngineModel, target: Path) -> None:
+    """Read from `folder` what is not weights."""
     check_export_path(target)
-    config.dtype = next(iter(tensors.values())).dtype
+    trusted = model.trust_remote_code
     if model.head != "causal_lm":
         config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
+        config.dtype = _write_weights(together.weights, work)
         config.save_pretrained(work)
-        save_file(tensors, work / "model.safetensors", metadata={"format": "pt"})
+        added = {name: tensor.detach().cpu() for name, tensor in together.adapter}
         with contextlib.suppress(OSError):  # a model without these files generates with its defaults
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
         load_tokenizer(str(folder), trusted).save_pretrained(work)
@@ -92,11 +122,43 @@ def export_hugging_face(
             (work / code.name).write_bytes(code.read_bytes())
         if added and model.lora is not None:
             save_adapter(added.items(), work / ADAPTER, model.lora, str(folder.absolute()))
-        plain = _loaded(work, Path(target), trusted, model.head)
+        plain = _loaded(work, target, trusted, model.head)
         config.architectures = [type(plain).__name__]
         config.save_pretrained(work)
-        if check is not None and told is not None:
-            _compare(plain, model.head, rows, told, check.dtype, Path(target))
+        told = together.finish()
+        if together.check is not None:
+            numbers = told[OUTPUTS[model.head][0]]
+            _compare(plain, model.head, together.rows, numbers, together.check.dtype, target)
+
+
+def _write_weights(weights: Weights, work: Path) -> torch.dtype:
+    """In files of bounded size, one in memory at a time; the dtype of the first weight."""
+    file: dict[str, Tensor] = {}
+    files: list[list[str]] = []
+    total, dtype = 0, None
+
+    def write() -> None:
+        files.append(list(file))
+        save_file(file, work / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        file.clear()
+
+    for name, tensor in weights:
+        if file and sum(held.nbytes for held in file.values()) + tensor.nbytes > FILE_BYTES:
+            write()
+        file[name] = tensor.detach().cpu().contiguous()
+        total, dtype = total + tensor.nbytes, dtype or tensor.dtype
+    write()
+    assert dtype is not None, "a model without weights"
+    if len(files) == 1:
+        (work / "1.safetensors").rename(work / "model.safetensors")
+        return dtype
+    index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": {}}
+    for number, names in enumerate(files, 1):
+        own = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (work / f"{number}.safetensors").rename(work / own)
+        index["weight_map"].update(dict.fromkeys(names, own))
+    (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return dtype
 
 
 def _loaded(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:

@@ -179,14 +179,23 @@ def _pairs(part: Part) -> Iterator[Problem]:
         refused = found.beyond_fsdp1(lora=bool(model.lora_rank)) if part.strategy == "fsdp1" else None
         if refused:
             yield Problem(part.strategy_key, part.strategy, f"{refused}.")
-    selective = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "selective"
-    if section.use_torch_compile and selective and not isinstance(section, RefConfig):
-        key = f"{part.model_key}.gradient_checkpointing_mode"
-        sentence = (
-            f"does not go with {part.key}use_torch_compile=true: a compiled layer has no single operators whose results"
-            f" could be kept. Type {key}=full."
-        )
-        yield Problem(key, "selective", sentence, (f"{part.key}use_torch_compile",))
+    if not isinstance(section, RefConfig):
+        yield from _selective(part)
+
+
+def _selective(part: Part) -> Iterator[Problem]:
+    """What does not go with keeping the results of single operators."""
+    model, key = part.model, f"{part.model_key}.gradient_checkpointing_mode"
+    if not model.enable_gradient_checkpointing or model.gradient_checkpointing_mode != "selective":
+        return
+    if part.section.use_torch_compile:
+        other = f"{part.key}use_torch_compile"
+        sentence = f"{other}=true: a compiled layer has no single operators whose results could be kept"
+        yield Problem(key, "selective", f"does not go with {sentence}. Type {key}=full.", (other,))
+    if size := part.fsdp.wrap_policy.min_num_params:
+        other = f"{part.fsdp_key}.wrap_policy.min_num_params"
+        sentence = f"{other}={size}: units inside a layer gather while it is computed anew"
+        yield Problem(key, "selective", f"does not go with {sentence}. Type {key}=full.", (other,))
 
 
 def _sum(whole: int, part: int) -> str:

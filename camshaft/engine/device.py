@@ -42,6 +42,7 @@ def place(device: str) -> torch.device:
 def join_group(device: torch.device) -> None:
     """Be in a process group: the one that exists, torchrun's, or one of this process alone."""
     if dist.is_initialized():
+        _check_group(device)
         return
     own = dist.get_default_backend_for_device(device)
     backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
@@ -50,6 +51,20 @@ def join_group(device: torch.device) -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
     atexit.register(leave_group)
+
+
+def _check_group(device: torch.device) -> None:
+    """A group that somebody else made has to reach the device, and the host for what waits there."""
+    told = dist.get_backend_config()
+    there = dict(part.split(":") for part in told.split(","))
+    for kind in ("cpu", device.type):
+        if kind not in there:
+            own = dist.get_default_backend_for_device(device)
+            typed = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+            raise EngineError(
+                f"the process group that exists ({told}) does not reach {kind}. Make it with "
+                f"torch.distributed.init_process_group('{typed}'), or leave that to the engine"
+            )
 
 
 def leave_group() -> None:

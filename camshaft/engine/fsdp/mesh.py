@@ -14,6 +14,7 @@ Sequence-parallel ranks hold different weights and the same rows, so that weight
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -80,12 +81,17 @@ class Meshes:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> Meshes:
+        """Engines of one process with the same layout share their groups: each costs memory and time to start."""
+        return _meshes(dist.group.WORLD, layout, device.type)
+
+    @classmethod
+    def _new(cls, layout: Layout, kind: str) -> Meshes:
         sizes = {"copies": layout.copies, "shards": layout.shards, "tensor": layout.tensor}
         used = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        whole = init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        whole = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
         axes = tuple(name for name in ("copies", "shards") if name in used)
         tokens = init_device_mesh(
-            device.type,
+            kind,
             (layout.data, layout.sequence, layout.tensor),
             mesh_dim_names=("data", "sequence", "same"),
         )
@@ -96,3 +102,9 @@ class Meshes:
             sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
             data=tokens.get_group("data") if layout.data > 1 else None,
         )
+
+
+@functools.lru_cache(maxsize=4)
+def _meshes(world: dist.ProcessGroup, layout: Layout, kind: str) -> Meshes:
+    """The groups of `layout` inside `world`; after that one was ended, another `world` makes its own."""
+    return Meshes._new(layout, kind)

@@ -18,7 +18,7 @@ from transformers import (
     dynamic_module_utils,
 )
 
-from camshaft.checkpoint import Probe, check_export_path, export_hugging_face
+from camshaft.checkpoint import Probe, check_export_path, export, export_hugging_face
 from camshaft.config import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto
 from camshaft.engine.reference import ReferenceEngine
@@ -52,6 +52,36 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_large_model_is_written_as_several_files_that_transformers_puts_together(tmp_path, monkeypatch) -> None:
+    source = tiny_folder()
+    weights = trained(source)
+    monkeypatch.setattr(export, "FILE_BYTES", sum(tensor.nbytes for tensor in weights.values()) // 3)
+    export_hugging_face(weights.items(), model_in(source), tmp_path / "out")
+    files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert count >= 3
+    assert files == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+
+
+def test_an_error_of_the_rank_that_writes_leaves_no_other_rank_waiting(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    taken = []
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        yield from trained(tiny_folder()).items()
+        taken.append("weights")
+
+    def run(rows: DataProto) -> dict[str, Any]:
+        taken.append("numbers")
+        return {}
+
+    with pytest.raises(CheckpointError, match="is there already"):
+        export_hugging_face(gathered(), model_in(tiny_folder()), tmp_path, check=Probe(run))
+    assert taken == ["weights", "numbers"]
 
 
 def test_the_number_format_and_the_changed_config_are_kept(tmp_path: Path) -> None:

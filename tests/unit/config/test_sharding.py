@@ -140,6 +140,15 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
             ],
             f"Type {MODEL}.gradient_checkpointing_mode=full.",
         ),
+        (
+            1,
+            [
+                f"{ACTOR}.fsdp_config.wrap_policy.min_num_params=1000",
+                f"{MODEL}.enable_gradient_checkpointing=true",
+                f"{MODEL}.gradient_checkpointing_mode=selective",
+            ],
+            "wrap_policy.min_num_params=1000: units inside a layer gather",
+        ),
     ],
 )
 def test_a_layout_that_cannot_be_is_told_with_its_sum(words, ranks, more, expected):
