@@ -118,12 +118,22 @@ def _known(counts: Counts, *tensors: Tensor) -> list[Tensor]:
 
 
 def policy_loss(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, counts: Counts, *, clip: Clip, mode: str
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
 ) -> LossAndMetrics:
     """PPO with separate clips and a dual clip. (N,) each -> (loss (), shares of metrics).
 
     ratio = exp(log pi - log pi_old), the difference clamped to +-20
     l     = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));     for A < 0:  l = min(l, -A dual)
+
+    `weights` multiply l once it is clipped: the importance weights of samples that another policy than pi_old drew
+    (`mismatch.py`), which have no gradient.
 
     Metrics: `pg_clipfrac`, tokens where the clip raised the loss; `pg_clipfrac_lower`, tokens where the dual
     clip lowered it; `ppo_kl`, the mean of log pi_old - log pi.
@@ -137,6 +147,8 @@ def policy_loss(
     pessimistic = torch.maximum(plain, clipped)
     ceiling = -advantages * clip.dual
     per_token = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
+    if weights is not None:
+        per_token = per_token * _known(counts, weights.detach())[0]
     metrics = {
         "pg_clipfrac": _share(clipped > plain, counts),
         "pg_clipfrac_lower": _share((advantages < 0) & (pessimistic > ceiling), counts),

@@ -118,6 +118,7 @@ def all_losses(columns, counts, mode):
     """Every loss and every metric of this file as one flat list of shares."""
     a, b, c, d, e, f = columns
     policy, policy_metrics = policy_loss(a, b, c, counts, clip=CLIP, mode=mode)
+    weighted, _ = policy_loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d)
     value, value_metrics = value_loss(d, e, f, counts, cliprange=0.5, mode=mode)
     others = [
         entropy_loss(d, counts, mode=mode),
@@ -125,7 +126,7 @@ def all_losses(columns, counts, mode):
         sft_loss(a, counts),
         aggregate(f, counts, mode),
     ]
-    return [policy, value, *others, *policy_metrics.values(), *value_metrics.values()]
+    return [policy, weighted, value, *others, *policy_metrics.values(), *value_metrics.values()]
 
 
 def cut(mini_batch):
@@ -271,6 +272,22 @@ def test_first_step_on_policy_is_plain_policy_gradient():
     loss, _ = policy_loss(log_probs, log_probs.detach(), advantages, counts, clip=CLIP, mode="token-mean")
     loss.backward()
     torch.testing.assert_close(log_probs.grad, -advantages / 3)
+
+
+def test_weights_multiply_the_clipped_loss_and_have_no_gradient():
+    # Ratios 1.5 and 0.9 for A = 2, -1: clipped losses -2.6 and 0.9; weights 0.5 and 3; a third token does not count.
+    log_probs = torch.tensor([math.log(1.5), math.log(0.9), NAN], dtype=F64, requires_grad=True)
+    weights = torch.tensor([0.5, 3.0, NAN], dtype=F64, requires_grad=True)
+    counts = counts_of(torch.tensor([True, True, False]), (3,))
+    advantages = torch.tensor([2.0, -1.0, NAN], dtype=F64)
+    old = torch.zeros(3, dtype=F64)
+    loss, metrics = policy_loss(log_probs, old, advantages, counts, clip=CLIP, mode="token-mean", weights=weights)
+    assert loss.item() == pytest.approx((0.5 * -2.6 + 3 * 0.9) / 2)
+    loss.backward()
+    assert weights.grad is None
+    assert log_probs.grad.tolist() == pytest.approx([0, 3 * 0.9 / 2, 0])
+    plain = policy_loss(log_probs, old, advantages, counts, clip=CLIP, mode="token-mean")[1]
+    assert metrics == plain  # clipping is told as it is without weights
 
 
 def test_policy_gradients_are_those_of_finite_differences():

@@ -1,0 +1,128 @@
+"""Generators that each make one mistake, for `camshaft parity` to name: the built-in one, changed in one place.
+
+camshaft("parity", "--engine", "reference", "--rollout", "support.mismatched_rollouts:StaleHead", ...)
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.ragged import Ragged
+from camshaft.rollout import Generation, SamplingParams
+from camshaft.rollout.digest import digest
+from camshaft.rollout.torch_rollout import TorchRollout
+
+START = 1
+"""The token that begins a turn in the tiny template."""
+HEAD, NORM = "lm_head.weight", "model.layers.0.post_attention_layernorm.weight"
+
+
+class Transposed(TorchRollout):
+    """One square matrix arrives turned around, and the receiving side says what it has."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_weights(
+            (n, t.T.contiguous() if n.endswith("0.self_attn.o_proj.weight") else t) for n, t in weights
+        )
+
+
+class _Arrived(TorchRollout):
+    """Tells digests of what arrived, whatever it goes on to compute with."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self._arrived: dict[str, int] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self._arrived = {}
+        super().load_weights(self._noted(weights))
+
+    def weight_digests(self) -> Mapping[str, int]:
+        return self._arrived
+
+    def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in weights:
+            self._arrived[name] = digest(tensor)
+            yield name, self._used(name, tensor)
+
+    def _used(self, name: str, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class StaleHead(_Arrived):
+    """Makes a copy of the output head when it first comes, and never again."""
+
+    _head: Tensor | None = None
+
+    def _used(self, name: str, tensor: Tensor) -> Tensor:
+        if name != HEAD:
+            return tensor
+        if self._head is None:
+            self._head = tensor.clone()
+        return self._head
+
+
+class WithoutNorm(_Arrived):
+    """Computes one normalisation without its weight."""
+
+    def _used(self, name: str, tensor: Tensor) -> Tensor:
+        return torch.full_like(tensor, 0.5) if name == NORM else tensor
+
+
+class AddsStart(TorchRollout):
+    """Puts a special token in front of each prompt, as a tokenizer of its own would."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        start = Ragged(prompts.values.new_full((len(prompts),), START), torch.ones_like(prompts.lengths))
+        return super().generate_sequences(Ragged.join(start, prompts), sampling, seeds)
+
+
+class DropsFirst(TorchRollout):
+    """Takes the first token of a prompt for one of its own, and drops it."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts.suffix(prompts.lengths - 1), sampling, seeds)
+
+
+class OwnTemperature(TorchRollout):
+    """Samples at the temperature of its own settings."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts, replace(sampling, temperature=0.6), seeds)
+
+
+class OwnTopK(TorchRollout):
+    """Cuts unlikely tokens away though nobody told it to."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts, replace(sampling, top_k=20), seeds)
+
+
+class RawLogProbs(TorchRollout):
+    """Samples as told, and tells the log-probs of the model at temperature 1."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        model: Any = self.model.ready()
+        told = []
+        for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
+            ids, config = torch.cat([prompt, response])[None], model.config
+            attention, config._attn_implementation = config._attn_implementation, "eager"
+            with torch.no_grad():
+                scores = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            config._attn_implementation = attention
+            told.append(scores.gather(-1, response[:, None])[:, 0])
+        return replace(out, log_probs=Ragged.from_rows(told))
+
+
+class Noisy(TorchRollout):
+    """Is off by a little everywhere, for no reason that parity tries."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        noise = torch.randn(len(out.log_probs.values), generator=torch.Generator().manual_seed(0))
+        return replace(out, log_probs=out.log_probs.like(out.log_probs.values + 0.05 * noise))

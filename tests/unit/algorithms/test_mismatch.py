@@ -1,0 +1,211 @@
+"""Mismatch, weights and rejection: numbers worked out by hand, and a plain loop in float64 as an oracle."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from camshaft.algorithms import accepted, effective_share, importance_weights, mismatch
+
+NAN = float("nan")
+LENGTHS = torch.tensor([3, 2, 1])
+MASK = torch.tensor([True, False, True, True, True, False])
+# Probabilities by the trainer over those by the rollout: rows (2, -, 3/4), (1/2, 1/2), (-) where - does not count.
+RATIOS = torch.tensor([2, NAN, 0.75, 0.5, 0.5, NAN], dtype=torch.float64)
+TRAIN = torch.full((6,), -1.0, dtype=torch.float64)
+ROLLOUT = TRAIN - RATIOS.log()
+FLAT = (TRAIN, ROLLOUT, MASK, LENGTHS)
+RULES = [f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max") for k in ("k1", "k2", "k3")]
+RULES.remove("seq_max_k1")
+
+
+def plain(train, rollout, mask, lengths):
+    """The rows as lists of the counted differences."""
+    rows = zip(*(column.split(lengths.tolist()) for column in (train.double(), rollout.double(), mask)), strict=True)
+    return [[(t - r).item() for t, r, m in zip(*row, strict=True) if m] for row in rows]
+
+
+@st.composite
+def batches(draw):
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=5))
+    size = sum(lengths)
+    numbers = st.lists(st.floats(-6, 0, width=32), min_size=size, max_size=size)
+    mask = draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    return torch.tensor(draw(numbers)), torch.tensor(draw(numbers)), torch.tensor(mask), torch.tensor(lengths)
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def test_the_report_by_hand():
+    found = {name: float(value) for name, value in mismatch(*FLAT).items()}
+    logs = [math.log(2), math.log(0.75), math.log(0.5), math.log(0.5)]
+    assert found == pytest.approx(
+        {
+            "log_prob_diff_max": math.log(2),
+            "log_prob_diff_mean": sum(map(abs, logs)) / 4,
+            "log_prob_diff_above_0.1": 1.0,
+            "kl_k1": -sum(logs) / 4,
+            # exp(d) - 1 - d: the ratios less one add up to 1 - 1/4 - 1/2 - 1/2 = -1/4
+            "kl_k3": (-0.25 - sum(logs)) / 4,
+            # Rows weigh 2 * 3/4 = 3/2, 1/2 * 1/2 = 1/4, and 1, having nothing to differ in: their sum is 11/4.
+            "effective_sample_share": (11 / 4) ** 2 / (3 * (9 / 4 + 1 / 16 + 1)),
+        }
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_the_report_is_that_of_a_plain_loop(batch):
+    rows = plain(*batch)
+    counted = [d for row in rows for d in row] or [0.0]
+    weights = [math.exp(sum(row)) for row in rows]
+    expected = {
+        "log_prob_diff_max": max(map(abs, counted)),
+        "log_prob_diff_mean": sum(map(abs, counted)) / len(counted),
+        "log_prob_diff_above_0.1": sum(abs(d) > 0.1 for d in counted) / len(counted),
+        "kl_k1": -sum(counted) / len(counted),
+        "kl_k3": sum(math.exp(d) - d - 1 for d in counted) / len(counted),
+        "effective_sample_share": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),
+    }
+    found = {name: float(value) for name, value in mismatch(*batch).items()}  # of float32
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+def test_small_differences_in_float32_are_not_lost_to_rounding():
+    # 2^-20 and -2^-21 are exact in float32 beside -1; d^2 / 2 of them is 2^-41 and 2^-43, the next term a millionth.
+    d = torch.tensor([2.0**-20, -(2.0**-21)])
+    train = torch.full((2,), -1.0)
+    both = (train, train - d, torch.ones(2, dtype=torch.bool), torch.tensor([2]))
+    assert float(mismatch(*both)["kl_k3"]) == pytest.approx((2.0**-41 + 2.0**-43) / 2, rel=1e-4)
+    assert accepted(*both, "token_k3", (0.0, 2.0**-42)).tolist() == [False, True]
+    rows = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * -5
+    noise = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-6
+    near = mismatch(rows, rows + noise, torch.ones(1000, dtype=torch.bool), torch.tensor([1000]))
+    exact = ((rows + noise).double() - rows.double()).square().mean() / 2
+    assert float(near["kl_k3"]) == pytest.approx(float(exact), rel=1e-4)
+
+
+def test_no_difference_is_zero_and_nothing_counted_is_no_difference():
+    same = mismatch(TRAIN, TRAIN, MASK, LENGTHS)
+    none = mismatch(TRAIN, ROLLOUT, torch.zeros_like(MASK), LENGTHS)
+    for found in (same, none):
+        assert float(found.pop("effective_sample_share")) == pytest.approx(1.0)
+        assert [float(value) for value in found.values()] == [0.0] * 5
+
+
+def test_a_share_of_one_for_equal_weights_and_of_one_row_where_one_counts_for_all():
+    assert float(effective_share(torch.tensor([0.3, 0.3, 0.3]))) == pytest.approx(1.0)
+    assert float(effective_share(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == pytest.approx(0.25)
+
+
+# -- weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "threshold", "normalize", "expected"),
+    [
+        ("token", 1.5, False, [1.5, 0, 0.75, 0.5, 0.5, 0]),  # 2 is cut
+        ("token", 8.0, False, [2, 0, 0.75, 0.5, 0.5, 0]),
+        ("sequence", 8.0, False, [1.5, 0, 1.5, 0.25, 0.25, 0]),  # 2 * 3/4, 1/2 * 1/2
+        ("sequence", 1.25, False, [1.25, 0, 1.25, 0.25, 0.25, 0]),
+        # The mean of 3/2, 3/4, 1/2 and 1/2 is 13/16; of the rows that count, 5/4 and 1/4, it is 3/4.
+        ("token", 1.5, True, [24 / 13, 0, 12 / 13, 8 / 13, 8 / 13, 0]),
+        ("sequence", 1.25, True, [5 / 3, 0, 5 / 3, 1 / 3, 1 / 3, 0]),
+    ],
+)
+def test_weights_by_hand(level, threshold, normalize, expected):
+    found = importance_weights(*FLAT, level=level, threshold=threshold, normalize=normalize)
+    assert found.dtype == torch.float32
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_weights_are_detached_and_finite_whatever_differs():
+    train = torch.tensor([-300.0, -1.0, -1.0], requires_grad=True)
+    rollout = torch.tensor([-1.0, -300.0, -1.0])
+    for level in ("token", "sequence"):
+        found = importance_weights(
+            train, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([1, 2]), level=level, threshold=1e12
+        )
+        assert not found.requires_grad
+        # Clamped to exp(-20) and exp(20); alone in its row, a token is the row.
+        assert found[:2].log().tolist() == pytest.approx([-20, 20], rel=1e-5)
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="known: token, sequence"):
+        importance_weights(*FLAT, level="turn", threshold=2.0)
+
+
+def test_weighted_samples_have_the_mean_of_the_other_distribution():
+    # 20 000 tokens drawn from q, weighted, against the sum over p: within five standard errors.
+    p, q = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.3, 0.5])
+    value = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
+    drawn = torch.multinomial(q, 20_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(20_000, dtype=torch.bool)
+    weights = importance_weights(
+        p.log()[drawn], q.log()[drawn], ones, torch.ones(20_000, dtype=torch.int64), level="token", threshold=10.0
+    )
+    samples = weights.double() * value[drawn]
+    error = samples.std() / len(samples) ** 0.5
+    assert abs(samples.mean() - (p.double() * value).sum()) < 5 * error
+    assert abs(value[drawn].mean() - (p.double() * value).sum()) > 20 * error
+
+
+# -- rejection ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "bounds", "expected"),
+    [
+        ("token_k1", (0.6, 2.5), [1, 0, 1, 0, 0, 0]),
+        ("token_k1", (0.5 - 1e-9, 1.9), [0, 0, 1, 1, 1, 0]),
+        ("seq_sum_k1", (0.5, 2.0), [1, 0, 1, 0, 0, 0]),  # 3/2 and 1/4
+        ("seq_mean_k1", (0.4, 1.2), [0, 0, 0, 1, 1, 0]),  # the roots: 1.2247 and 1/2
+        ("seq_mean_k1", (0.4, 1.3), [1, 0, 1, 1, 1, 0]),
+        # (log 2)^2 / 2 = 0.2402, (log 3/4)^2 / 2 = 0.0414
+        ("token_k2", (0, 0.1), [0, 0, 1, 0, 0, 0]),
+        ("seq_sum_k2", (0, 0.3), [1, 0, 1, 0, 0, 0]),  # 0.2816 and 0.4805
+        ("seq_mean_k2", (0, 0.2), [1, 0, 1, 0, 0, 0]),  # 0.1408 and 0.2402
+        ("seq_max_k2", (0, 0.2), [0, 0, 0, 0, 0, 0]),
+        ("seq_max_k2", (0, 0.25), [1, 0, 1, 1, 1, 0]),
+        # 2 - 1 - log 2 = 0.3069, 3/4 - 1 - log 3/4 = 0.0377, 1/2 - 1 + log 2 = 0.1931
+        ("token_k3", (0, 0.2), [0, 0, 1, 1, 1, 0]),
+        ("seq_sum_k3", (0, 0.36), [1, 0, 1, 0, 0, 0]),  # 0.3446 and 0.3863
+        ("seq_mean_k3", (0, 0.18), [1, 0, 1, 0, 0, 0]),  # 0.1723 and 0.1931
+        ("seq_max_k3", (0, 0.2), [0, 0, 0, 1, 1, 0]),
+    ],
+)
+def test_rejection_by_hand(rule, bounds, expected):
+    assert accepted(*FLAT, rule, bounds).int().tolist() == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(), st.sampled_from(RULES), st.floats(0.01, 3))
+def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
+    scope, k = rule.rpartition("_")[::2]
+    low, high = (1 / (1 + high), 1 + high) if k == "k1" else (0.0, high)
+    estimate = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[k]
+    train, rollout, mask, lengths = batch
+    found = accepted(train, rollout, mask, lengths, rule, (low, high))
+    assert not found[~mask].any()
+    sizes = lengths.tolist()
+    for row, kept, counted in zip(plain(*batch), found.split(sizes), mask.split(sizes), strict=True):
+        values = [estimate(d) for d in row]
+        if not values:
+            continue
+        if scope != "token":
+            reduced = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[scope]
+            values = [reduced] * len(values)
+        for value, keeps in zip(values, kept[counted].tolist(), strict=True):
+            size = math.exp(-value) if k == "k1" else value
+            if min(abs(size - low), abs(size - high)) > 1e-9:  # not on the edge
+                assert keeps == (low <= size <= high), (rule, value)
+
+
+def test_a_rule_that_does_not_exist_is_refused():
+    for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
+        with pytest.raises(ValueError, match="no rejection rule"):
+            accepted(*FLAT, rule, (0.5, 2.0))

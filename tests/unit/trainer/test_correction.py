@@ -1,0 +1,197 @@
+"""Correction for the rollout's distribution: columns, metrics, and runs in which the two really differ."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config, run_ppo
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from camshaft.config import Topology
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.roles import ActorWorker
+from camshaft.trainer.correction import correct
+
+KEY = "algorithm.rollout_correction"
+
+
+def rollout_correction(folder: Path, **keys: Any) -> Any:
+    return ppo_config(folder, correcting(**keys)).algorithm.rollout_correction
+
+
+def correcting(**keys: Any) -> dict[str, Any]:
+    return {f"{KEY}.{key}": value for key, value in keys.items()}
+
+
+def batch_of() -> DataProto:
+    """Ratios of probabilities 4 and 1/2 in the first row, whose second token came from a tool, and 3/4 in the other."""
+    rows = [[4.0, 1000.0, 0.5], [0.75]]
+    train = Ragged.from_rows([[-1.0, -1.0, -1.0], [-1.0]], torch.float32)
+    ratios = Ragged.from_rows([[math.log(ratio) for ratio in row] for row in rows], torch.float32)
+    return DataProto.from_dict(
+        {
+            "old_log_probs": train,
+            "rollout_log_probs": train.like(train.values - ratios.values),
+            "response_mask": Ragged.from_rows([[True, False, True], [True]]),
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("correction")
+
+
+# -- on the driver --------------------------------------------------------------------------------
+
+
+def test_nothing_is_added_where_nothing_is_asked_for(home: Path) -> None:
+    columns, metrics = correct(batch_of(), rollout_correction(home))
+    assert not columns.columns
+    assert metrics == {}
+
+
+def test_weights_and_what_is_told_of_them_by_hand(home: Path) -> None:
+    columns, metrics = correct(batch_of(), rollout_correction(home, rollout_is="token", rollout_is_threshold=3.0))
+    assert [row.tolist() for row in columns.ragged("rollout_is_weights").rows()] == [
+        pytest.approx([3, 0, 0.5]),
+        pytest.approx([0.75]),
+    ]
+    assert metrics == pytest.approx(
+        {
+            "rollout_corr/rollout_is_mean": 4.25 / 3,
+            "rollout_corr/rollout_is_max": 3,
+            "rollout_corr/rollout_is_min": 0.5,
+            "rollout_corr/rollout_is_eff_sample_size": 4.25**2 / (3 * (9 + 0.25 + 0.5625)),
+            "rollout_corr/rollout_is_ratio_fraction_high": 1 / 3,
+        },
+        rel=1e-6,
+    )
+
+
+def test_several_rules_must_all_hold(home: Path) -> None:
+    # Of the tokens 4 is too much; of the rows, the product 2 of the first is, of which 1/2 would have stayed.
+    one = rollout_correction(home, rollout_rs="token_k1", rollout_rs_threshold=2.5)
+    both = rollout_correction(home, rollout_rs="[token_k1,seq_sum_k1]", rollout_rs_threshold="[2.5,0.5_1.9]")
+    kept, told = correct(batch_of(), one)
+    assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 1, 1]
+    assert told == pytest.approx(
+        {"rollout_corr/rollout_rs_masked_fraction": 1 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
+    )
+    kept, told = correct(batch_of(), both)
+    assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 0, 1]
+    assert told == pytest.approx(
+        {"rollout_corr/rollout_rs_masked_fraction": 2 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
+    )
+
+
+# -- in the actor's loss --------------------------------------------------------------------------
+
+
+def learnable() -> DataProto:
+    generator = torch.Generator().manual_seed(0)
+    prompts = Ragged.from_rows([torch.randint(3, 100, (n,), generator=generator) for n in (3, 5, 2, 4)])
+    responses = Ragged.from_rows([torch.randint(3, 100, (n,), generator=generator) for n in (4, 6, 1, 3)])
+    return DataProto.from_dict(
+        {
+            "prompts": prompts,
+            "responses": responses,
+            "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+            "advantages": responses.like(torch.randn(len(responses.values), generator=generator)),
+        }
+    )
+
+
+def first_update(home: Path, columns: dict[str, Tensor], **keys: Any) -> dict[str, float]:
+    """The metrics of one update whose ratios are all 1."""
+    config = ppo_config(home, {**correcting(**keys), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2})
+    actor = ActorWorker(config, Topology(1), 10)
+    actor.init_model()
+    batch = learnable()
+    batch = batch.union(actor.compute_log_prob(batch).select("old_log_probs"))
+    like = batch.ragged("responses")
+    batch = batch.with_columns(**{name: like.like(values) for name, values in columns.items()})
+    return actor.update_actor(batch).meta_info["metrics"]
+
+
+def test_the_first_loss_is_the_weighted_mean_advantage(home: Path) -> None:
+    advantages = learnable()["advantages"].values
+    weights = torch.linspace(0.1, 1.5, len(advantages))
+    told = first_update(home, {"rollout_is_weights": weights}, rollout_is="token")
+    assert told["actor/pg_loss"] == pytest.approx(-float((weights * advantages).mean()), rel=1e-4)
+
+
+def test_what_is_rejected_counts_nowhere(home: Path) -> None:
+    # Half of the first row and all of the third are rejected; the mean is over those that are left.
+    advantages = learnable()["advantages"].values
+    kept = torch.ones(len(advantages), dtype=torch.bool)
+    kept[2:4] = kept[10] = False
+    told = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    assert told["actor/pg_loss"] == pytest.approx(-float(advantages[kept].mean()), rel=1e-4)
+
+
+def test_where_everything_is_rejected_nothing_is_learned(home: Path) -> None:
+    kept = torch.zeros(14, dtype=torch.bool)
+    told = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="seq_max_k2", rollout_rs_threshold=0.1)
+    assert told["actor/pg_loss"] == told["actor/grad_norm"] == 0.0
+
+
+# -- in runs where the distributions differ -------------------------------------------------------
+
+TOP_P = {"actor_rollout_ref.rollout.top_p": 0.6, "actor_rollout_ref.rollout.temperature": 0.8}
+
+
+def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
+    """By transformers, in float64: the probability that the kept tokens held together, at each response token."""
+    model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
+    found = []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        shares = (logits / 0.8).softmax(-1).sort(descending=True).values
+        before = shares.cumsum(-1) - shares
+        found.append((shares * (before < 0.6)).sum(-1))
+    return found
+
+
+def test_weights_of_a_cut_distribution_are_the_mass_that_was_kept(home: Path) -> None:
+    # pi_rollout = pi_train / mass for a token that was kept, so its weight is the mass; a row's is their product.
+    for level in ("token", "sequence"):
+        (step,) = run_ppo(home, {**TOP_P, **correcting(rollout_is=level)}, steps=1)
+        masses = nucleus_masses(home, step.batch)
+        if level == "sequence":
+            masses = [mass.prod().expand(len(mass)) for mass in masses]
+        weights = torch.cat(masses)
+        assert step.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(float(weights.mean()), rel=1e-4)
+        assert step.metrics["rollout_corr/rollout_is_max"] == pytest.approx(float(weights.max()), rel=1e-4)
+        assert step.metrics["rollout_corr/rollout_is_min"] == pytest.approx(float(weights.min()), rel=1e-4)
+        assert step.metrics["rollout/log_prob_diff_above_0.1"] == 1.0
+    # Where everything is sampled from, the same weights are one and change nothing.
+    (plain,) = run_ppo(home, {}, steps=1)
+    (step,) = run_ppo(home, correcting(rollout_is="sequence"), steps=1)
+    assert step.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-5)
+    assert step.metrics["actor/pg_loss"] == pytest.approx(plain.metrics["actor/pg_loss"], abs=1e-6)
+
+
+def test_normalised_weights_have_mean_one_in_a_run_that_would_else_learn_less(home: Path) -> None:
+    token = correcting(rollout_is="token")
+    (small,) = run_ppo(home, {**TOP_P, **token}, steps=1)
+    (whole,) = run_ppo(home, {**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True}, steps=1)
+    assert small.metrics["rollout_corr/rollout_is_mean"] < 0.7
+    assert whole.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0)
+    assert whole.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
+
+
+def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) -> None:
+    """The mask is that of the masses, and the metrics are those of all rows."""
+    (plain,) = run_ppo(home, TOP_P, steps=1)
+    masses = torch.cat(nucleus_masses(home, plain.batch)).sort().values
+    widest = int((masses[1:] - masses[:-1]).argmax())
+    low = float(masses[widest : widest + 2].mean())  # in the middle of the widest gap: rounding decides nothing
+    keys = correcting(rollout_rs="token_k1", rollout_rs_threshold=f"{low}-2.0")
+    (step,) = run_ppo(home, {**TOP_P, **keys}, steps=1)
+    rejected = (widest + 1) / len(masses)
+    assert step.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
