@@ -10,6 +10,7 @@ something that looks like a checkpoint, and never loses the one that it was abou
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from camshaft.errors import CheckpointError
 
@@ -67,6 +68,28 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
     os.replace(work, target)
     if aside.exists():
         shutil.rmtree(aside)
+
+
+@contextlib.contextmanager
+def new_file(target: str | Path) -> Iterator[Path]:
+    """The same for one file, without a manifest: a path to write to; it becomes `target` when the block ends well."""
+    target = Path(target).expanduser().absolute()
+    work = target.with_name(target.name + _UNFINISHED)
+    yield work
+    with open(work, "rb") as written:
+        os.fsync(written.fileno())
+    os.replace(work, target)
+
+
+def hold(folder: Path) -> IO[str] | None:
+    """Keep others out of a folder while the file that this gives is open, however the process ends; None: one is in."""
+    lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        return None
+    return lock
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:

@@ -5,13 +5,14 @@
     for batch in loader: ...              # prompts, uid, data_source, ground_truth, extra_info
 
 `parquet.py` reads files, `chat.py` turns messages and text into ids, `prompts.py` and `sft.py` make the
-columns, `loader.py` deals them out and can resume anywhere, `tasks.py` writes small data sets. Rows have
-the ecosystem's format: `data_source`, `prompt`, `reward_model.ground_truth`, `extra_info`. The trainers
-import from here; nothing here knows of engines or roles.
+columns, `loader.py` deals them out and can resume anywhere, `responses.py` writes what was generated, `tasks.py`
+writes small data sets. Rows have the ecosystem's format: `data_source`, `prompt`, `reward_model.ground_truth`,
+`extra_info`. The trainers import from here; nothing here knows of engines or roles.
 """
 
 from camshaft.data.loader import StatefulLoader
 from camshaft.data.prompts import PromptOptions, PromptSet, load_prompts
+from camshaft.data.responses import ResponseFile
 from camshaft.data.sft import SFTOptions, SFTSet, load_sft
 from camshaft.data.tasks import ArithmeticPaths, write_arithmetic
 
@@ -19,6 +20,7 @@ __all__ = [
     "ArithmeticPaths",
     "PromptOptions",
     "PromptSet",
+    "ResponseFile",
     "SFTOptions",
     "SFTSet",
     "StatefulLoader",

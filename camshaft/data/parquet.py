@@ -4,7 +4,7 @@
     table.rows[7]["prompt"]
     table.place(7)                        # "b.parquet, row 2", for error messages
 
-Only the columns asked for are read. Used by `prompts.py` and `sft.py`. Files are local here; whoever
+Only the columns asked for are read. Used by `prompts.py`, `sft.py` and `responses.py`. Files are local here; whoever
 knows of remote file systems brings them near first.
 """
 
@@ -76,6 +76,11 @@ def read_columns(paths: Paths) -> frozenset[str]:
     for source in opened:
         source.close()
     return found
+
+
+def open_all(paths: Paths) -> list[parquet.ParquetFile]:
+    """The files, which have rows, to be read and closed."""
+    return [_open(file) for file in _as_list(paths)]
 
 
 def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:

@@ -35,8 +35,10 @@ class PromptOptions:
     filter_overlong: bool = False
     """Leave out rows whose prompt is too long, and count them."""
     prompt_key: str = "prompt"
-    reward_fn_key: str = "data_source"
-    """The column that says which data set a row is from."""
+    reward_fn_key: str | None = "data_source"
+    """The column that says which data set a row is from; None: nothing asks for it, and it is empty."""
+    length_key: str = "data.max_prompt_length"
+    """What the config calls `max_prompt_length`."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ def load_prompts(
 ) -> PromptSet:
     """Read, check, tokenise and cut or filter. `uid` is the row's number; the loader makes it unique per epoch."""
     optional = ["reward_model", "ground_truth", "extra_info"]
-    table = read_parquet(paths, [options.prompt_key, options.reward_fn_key], optional, max_samples)
+    source = options.reward_fn_key
+    table = read_parquet(paths, [options.prompt_key, *([source] if source else [])], optional, max_samples)
     places = [table.place(i) for i in range(len(table))]
     prompts = [
         check_prompt(row[options.prompt_key], place, options.prompt_key)
@@ -73,7 +76,7 @@ def load_prompts(
     columns: dict[str, Any] = {
         "prompts": Ragged.from_rows([cut(ids[i], limit, options.truncation) for i in kept]),
         "uid": [str(i) for i in kept],
-        "data_source": [table.rows[i][options.reward_fn_key] for i in kept],
+        "data_source": [table.rows[i][source] if source else "" for i in kept],
         "ground_truth": [_ground_truth(table.rows[i]) for i in kept],
         "extra_info": [table.rows[i].get("extra_info") or {} for i in kept],
     }
@@ -93,15 +96,15 @@ def _fitting(ids: list[list[int]], table: Table, options: PromptOptions) -> list
         if not kept:
             raise BatchError(
                 f"data.filter_overlong_prompts leaves nothing: all {len(ids)} prompts are longer than "
-                f"data.max_prompt_length={limit}; the shortest has {min(map(len, ids))} tokens"
+                f"{options.length_key}={limit}; the shortest has {min(map(len, ids))} tokens"
             )
         return kept
     if long and options.truncation == "error":
         first = long[0]
         raise BatchError(
-            f"{table.place(first)}: the prompt has {len(ids[first])} tokens, data.max_prompt_length={limit} "
+            f"{table.place(first)}: the prompt has {len(ids[first])} tokens, {options.length_key}={limit} "
             f"({len(long)} of {len(ids)} prompts are too long, the longest has {max(map(len, ids))} tokens). "
-            "Raise data.max_prompt_length, leave such rows out with data.filter_overlong_prompts=true, "
+            f"Raise {options.length_key}, leave such rows out with data.filter_overlong_prompts=true, "
             "or cut them with data.truncation=left, right or middle"
         )
     return list(range(len(ids)))

@@ -5,7 +5,8 @@
         result = rewards.score(batch, tokenizer.batch_decode)
 
 A reward function is `compute_score(data_source, solution_str, ground_truth, extra_info)`, plain or async,
-and returns a number, or a dict with `score` and other numbers that are averaged into the metrics.
+and returns a number, or a dict with `score`, other numbers that are averaged into the metrics, and `pred`, the answer
+that it found in the response.
 
 `manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `wire.py` the
 messages between. `auto.py`, `exact_match.py`, `gsm8k.py`, `arithmetic.py` are functions to choose by name.

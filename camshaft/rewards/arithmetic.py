@@ -1,7 +1,7 @@
 """The reward of the built-in arithmetic data: is the response the number, and does it look like one?
 
-compute_score("camshaft/arithmetic", "47", "47")       # {"score": 1.0, "correct": 1.0, "format": 1.0}
-compute_score("camshaft/arithmetic", "46", "47")       # {"score": 0.1, "correct": 0.0, "format": 1.0}
+compute_score("camshaft/arithmetic", "47", "47")       # {"score": 1.0, "correct": 1.0, "format": 1.0, "pred": "47"}
+compute_score("camshaft/arithmetic", "46", "47")       # {"score": 0.1, "correct": 0.0, "format": 1.0, "pred": "46"}
 """
 
 import re
@@ -12,10 +12,11 @@ _INTEGER = re.compile(r"-?\d+", re.ASCII)
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, format_score: float = 0.1
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """1 for the right text, `format_score` for any other integer and nothing else, 0 for the rest."""
     answer = solution_str.strip()
     correct = answer == str(ground_truth)
     is_integer = bool(_INTEGER.fullmatch(answer))
     score = 1.0 if correct else format_score * is_integer
-    return {"score": score, "correct": float(correct), "format": float(is_integer)}
+    pred = answer if is_integer else None
+    return {"score": score, "correct": float(correct), "format": float(is_integer), "pred": pred}

@@ -16,7 +16,7 @@ SOURCES = {
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
-) -> float | dict[str, float]:
+) -> float | dict[str, Any]:
     """The score by `SOURCES`; a data set that is not in it is an error."""
     if data_source not in SOURCES:
         raise ValueError(

@@ -1,8 +1,8 @@
 """Grade-school mathematics: the answer is the number after `####`.
 
-    compute_score("openai/gsm8k", "6 * 7 = 42\\n#### 42", "42")                    # 1.0
-    compute_score("openai/gsm8k", "it is 42", "42")                               # 0.0
-    compute_score("openai/gsm8k", "it is 42", "42", method="flexible")            # 1.0
+    compute_score("openai/gsm8k", "6 * 7 = 42\\n#### 42", "42")             # {"score": 1.0, "pred": "42"}
+    compute_score("openai/gsm8k", "it is 42", "42")                        # {"score": 0.0, "pred": None}
+    compute_score("openai/gsm8k", "it is 42", "42", method="flexible")     # {"score": 1.0, "pred": "42"}
 
 `strict` wants the mark and takes the last one; `flexible` takes the last number anywhere. Numbers are
 compared as numbers: 1,000 and $1000.00 are equal.
@@ -26,18 +26,27 @@ def compute_score(
     extra_info: Any = None,
     method: Literal["strict", "flexible"] = "strict",
     format_score: float = 0.0,
-) -> float:
-    """1 if right, `format_score` if there is an answer in the form asked for but a wrong one, else 0."""
+) -> dict[str, Any]:
+    """1 if right, `format_score` for a wrong answer in the form asked for, 0 where there is none; and the answer."""
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}; choose strict or flexible")
     found = (_MARKED if method == "strict" else _ANY).findall(solution_str[-_WINDOW:])
     if not found:
-        return 0.0
+        return {"score": 0.0, "pred": None}
     truth = _ANY.findall(str(ground_truth))
     if not truth:
         raise ValueError(f"the ground truth {ground_truth!r} has no number")
-    return 1.0 if _value(found[-1]) == _value(truth[-1]) else format_score
+    answer = _value(found[-1])
+    score = 1.0 if answer == _value(truth[-1]) else format_score
+    return {"score": score, "pred": _plain(answer)}
 
 
 def _value(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace("$", ""))
+
+
+def _plain(value: Decimal) -> str:
+    """Equal numbers as equal texts."""
+    text = f"{value:f}"
+    text = text.rstrip("0").rstrip(".") if "." in text else text
+    return "0" if value == 0 else text

@@ -64,6 +64,10 @@ class RewardResult:
     """`reward/errors`, `invalid`, `timeouts`, `crashes`; and the mean of each part of dict results."""
     failures: tuple[RewardFailure, ...]
     """The first few samples that failed."""
+    parts: tuple[dict[str, float], ...]
+    """The other numbers of each row's dict result; none of a row that failed or whose result was a number."""
+    answers: tuple[str | None, ...]
+    """The `pred` of each row's dict result."""
 
     @property
     def num_failed(self) -> int:
@@ -123,7 +127,14 @@ class RewardManager:
         settled = [outcome for outcome in outcomes if outcome is not None]
         _warn(failures, len(settled))
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
-        return RewardResult(_on_last_token(scores, chosen), scores, _metrics(settled), tuple(failures[:_NUM_SHOWN]))
+        return RewardResult(
+            token_level_scores=_on_last_token(scores, chosen),
+            scores=scores,
+            metrics=_metrics(settled),
+            failures=tuple(failures[:_NUM_SHOWN]),
+            parts=tuple(outcome.parts for outcome in settled),
+            answers=tuple(outcome.answer for outcome in settled),
+        )
 
     def close(self) -> None:
         """End the worker processes."""

@@ -39,13 +39,14 @@ _EXIT_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sample. `score` and `parts` are what the function gave, if `kind` is "ok"."""
+    """What became of one sample. `score`, `parts` and `answer` are what the function gave, if `kind` is "ok"."""
 
     kind: Kind
     score: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     message: str = ""
     trace: str = ""
+    answer: str | None = None
 
 
 class WorkerPool:

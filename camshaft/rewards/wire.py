@@ -61,6 +61,8 @@ class Reply(NamedTuple):
     parts: dict[str, float]
     message: str = ""
     trace: str = ""
+    answer: str | None = None
+    """The `pred` of a dict result, as text: what the response answers."""
 
 
 def pack(message: Any) -> bytes:

@@ -30,6 +30,8 @@ from camshaft.rewards import GROUP, REWARDS
 from camshaft.rewards.wire import FrameReader, Loaded, Reply, Sample, Spec, pack
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+ANSWER = "pred"
+"""The entry of a dict result that says what the response answers: those to one prompt are held against each other."""
 
 _MAX_FLOAT32 = 3.4028234663852886e38
 _TRACE_CHARACTERS = 2000
@@ -150,19 +152,21 @@ async def _awaited(result: Any) -> Any:
 
 def _reply(result: Any) -> Reply:
     parts: dict[str, float] = {}
+    answer = None
     if isinstance(result, dict):
         if "score" not in result:
             return Reply("invalid", 0.0, {}, f"the function returned a dict without 'score': {_short(result)}")
+        answer = None if result.get(ANSWER) is None else str(result[ANSWER]).strip() or None
         # Texts in the dict are for the user's own records; only numbers can be averaged.
-        numbers = {str(name): _number(value) for name, value in result.items() if name != "score"}
+        numbers = {str(name): _number(value) for name, value in result.items() if name not in ("score", ANSWER)}
         parts = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
         result = result["score"]
     score = _number(result)
     if score is None:
-        return Reply("invalid", 0.0, parts, f"the score is not a number: {_short(result)}")
+        return Reply("invalid", 0.0, {}, f"the score is not a number: {_short(result)}")
     if not abs(score) <= _MAX_FLOAT32:
-        return Reply("invalid", 0.0, parts, f"the score is not finite: {_short(result)}")
-    return Reply("ok", score, parts)
+        return Reply("invalid", 0.0, {}, f"the score is not finite: {_short(result)}")
+    return Reply("ok", score, parts, answer=answer)
 
 
 def _number(value: Any) -> float | None:

@@ -4,17 +4,20 @@
     save_samples(samples, folder / "step_20.jsonl")
 
 Every validation of a run asks the same questions with the same sampling (greedy unless `val_kwargs` says
-otherwise), so two of them differ by the weights alone.
+otherwise), so two of them differ by the weights alone. `at_n_metrics` says what several responses to one question are
+worth together; the formulas are in `algorithms/at_n.py`.
 """
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import RewardResult
@@ -32,9 +35,24 @@ class Sample:
     score: float
 
 
+@dataclass(frozen=True)
+class Scored:
+    """What one response is worth, and the question that it answers."""
+
+    data_source: str
+    uid: str
+    score: float
+    answer: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+CORE = ("reward", "acc")
+"""The values whose mean@n, best@n and maj@n, over all n responses, stand in `val-core`; all else is in `val-aux`."""
+
+
 def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
     """(metrics named `val-core/<data_source>/reward/mean` and so on, the first `log_val_generations` samples)."""
-    scores: dict[str, list[float]] = defaultdict(list)
+    rows: list[Scored] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
     samples: list[Sample] = []
@@ -44,15 +62,53 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         batch = _generate(parts, batch)
         result = parts.rewards.score(batch, parts.decode)
         lengths += batch["responses"].lengths.tolist()
-        for source, score in zip(batch["data_source"], result.scores.tolist(), strict=True):
-            scores[source].append(score)
+        columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
+        rows += [Scored(*row) for row in zip(*columns, strict=True)]
         for name in ("errors", "invalid", "timeouts", "crashes"):
             counts[f"val-aux/reward/{name}"] += result.metrics[f"reward/{name}"]
         samples += _samples(parts, batch, result, config.trainer.log_val_generations - len(samples))
+    scores: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        scores[row.data_source].append(row.score)
     every = [score for values in scores.values() for score in values]
     metrics = {f"val-core/{source}/reward/mean": sum(values) / len(values) for source, values in scores.items()}
     metrics |= {"val/reward/mean": sum(every) / len(every), "val-aux/response_length/mean": sum(lengths) / len(lengths)}
-    return metrics | counts, samples
+    return metrics | at_n_metrics(rows) | counts, samples
+
+
+def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
+    """`val-core/<data_source>/<value>/mean@n`, `best@n/mean`, `maj@n/mean`; `std@n`, `worst@k/mean`, ... in `val-aux`.
+
+    The values are `reward` and the numbers of dict results that the reward function gave for all responses of a data
+    set; of a response that it failed on they are 0, as its score is. Where no response has an answer there is no `maj`.
+    """
+    by_source: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        by_source[row.data_source][row.uid].append(row)
+    found: dict[str, float] = {}
+    for source, by_prompt in by_source.items():
+        groups = list(by_prompt.values())
+        every = [row for group in groups for row in group]
+        told = any(row.answer is not None for row in every)
+        answers = [[row.answer for row in group] for group in groups] if told else None
+        values = {"reward": [[row.score for row in group] for group in groups]}
+        for name in _given_by_all(every):
+            values[name] = [[row.parts.get(name, 0.0) for row in group] for group in groups]
+        for name, of_groups in values.items():
+            for suffix, value in at_n(of_groups, answers).items():
+                found[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
+    return found
+
+
+def _given_by_all(rows: Sequence[Scored]) -> list[str]:
+    """The numbers that every dict result has."""
+    results = [row.parts.keys() for row in rows if row.parts]
+    return sorted(frozenset.intersection(*map(frozenset, results)) - {"reward"}) if results else []
+
+
+def _section(name: str, suffix: str, n: int) -> str:
+    kind, _, k = suffix.partition("/")[0].partition("@")
+    return "val-core" if name in CORE and kind in ("mean", "best", "maj") and int(k) == n else "val-aux"
 
 
 def _generate(parts: PPOParts, batch: DataProto) -> DataProto:

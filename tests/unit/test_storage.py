@@ -201,3 +201,26 @@ def test_a_share_of_the_checks_finds_what_is_in_it(tmp_path: Path) -> None:
     assert storage.verify(tmp_path / "x", share=(0, 2)) == {"step": 1}
     with pytest.raises(CheckpointError, match=r"b\.txt"):
         storage.verify(tmp_path / "x", share=(1, 2))
+
+
+def test_a_file_appears_only_when_the_block_ends_well_and_replaces_what_was_there(tmp_path: Path) -> None:
+    target = tmp_path / "out.txt"
+    target.write_text("old")
+    with storage.new_file(target) as path:
+        path.write_text("new")
+        assert target.read_text() == "old"
+    assert target.read_text() == "new"
+    with pytest.raises(FileNotFoundError), storage.new_file(target) as path:
+        path.with_name("no such folder").joinpath("file").write_text("half")
+    assert target.read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    lock = storage.hold(tmp_path)
+    assert lock is not None
+    assert storage.hold(tmp_path) is None
+    lock.close()
+    again = storage.hold(tmp_path)
+    assert again is not None
+    again.close()

@@ -15,7 +15,7 @@ def test_every_built_in_can_be_loaded(name):
      ("", "42", 0), ("a\nb", "a\nb", 1), ("7", 7, 1)],
 )  # fmt: skip
 def test_exact_match_takes_the_whole_answer_or_its_last_line(text, truth, score):
-    assert exact_match.compute_score("x", text, truth) == score
+    assert exact_match.compute_score("x", text, truth)["score"] == score
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,27 @@ def test_exact_match_takes_the_whole_answer_or_its_last_line(text, truth, score)
     ],
 )
 def test_gsm8k_compares_numbers(text, truth, strict, flexible):
-    assert gsm8k.compute_score("x", text, truth, format_score=0.25) == strict
-    assert gsm8k.compute_score("x", text, truth, method="flexible", format_score=0.25) == flexible
+    assert gsm8k.compute_score("x", text, truth, format_score=0.25)["score"] == strict
+    assert gsm8k.compute_score("x", text, truth, method="flexible", format_score=0.25)["score"] == flexible
+
+
+@pytest.mark.parametrize(
+    ("function", "text", "pred"),
+    [
+        (gsm8k, "#### $1,000.50", "1000.5"),
+        (gsm8k, "#### 1000.500", "1000.5"),
+        (gsm8k, "#### 1,000", "1000"),
+        (gsm8k, "#### -0.0", "0"),
+        (gsm8k, "#### " + "1" * 40, "1" * 40),
+        (gsm8k, "it is 42", None),
+        (exact_match, "so\n 42 \n", "42"),
+        (exact_match, " \n", None),
+        (arithmetic, " 47\n", "47"),
+        (arithmetic, "47!", None),
+    ],
+)
+def test_the_answer_that_was_found_is_told_in_one_form(function, text, pred):
+    assert function.compute_score("x", text, "1")["pred"] == pred
 
 
 def test_gsm8k_refuses_what_it_cannot_use():
@@ -55,11 +74,11 @@ def test_gsm8k_refuses_what_it_cannot_use():
 )  # fmt: skip
 def test_arithmetic_rewards_the_right_text_and_a_little_the_form(text, score, correct, form):
     found = arithmetic.compute_score("x", text, "47")
-    assert found == {"score": score, "correct": correct, "format": form}
+    assert found == {"score": score, "correct": correct, "format": form, "pred": text.strip() if form else None}
 
 
 def test_auto_goes_by_the_data_source():
-    assert auto.compute_score("openai/gsm8k", "#### 1", "1") == 1.0
+    assert auto.compute_score("openai/gsm8k", "#### 1", "1") == {"score": 1.0, "pred": "1"}
     assert auto.compute_score("camshaft/arithmetic", "1", "1") == arithmetic.compute_score("x", "1", "1")
     with pytest.raises(ValueError, match="data_source='mine'"):
         auto.compute_score("mine", "1", "1")

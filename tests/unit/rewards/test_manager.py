@@ -93,6 +93,28 @@ def test_parts_of_dict_results_are_averaged_over_the_rows_that_have_them(manager
     assert not any("text" in name or "bad" in name for name in metrics)
 
 
+def test_what_a_response_answers_is_told_as_text_and_never_averaged(manager, score):
+    body = """
+    if solution_str == 'a': return {'score': 1, 'pred': ' 42 ', 'format': 0.5}
+    if solution_str == 'b': return {'score': 1, 'pred': 42.5}
+    if solution_str == 'c': return {'score': 0, 'pred': None}
+    if solution_str == 'd': raise ValueError
+    return 1.0
+    """
+    result = score(manager(body), ["a", "b", "c", "d", "e"])
+    assert result.answers == ("42", "42.5", None, None, None)
+    assert result.parts == ({"format": 0.5}, {}, {}, {}, {})
+    assert not any("pred" in name for name in result.metrics)
+
+
+@pytest.mark.parametrize("value", ["float('nan')", "1e39", "'high'"])
+def test_a_row_whose_score_is_none_has_no_other_numbers_either(manager, score, value):
+    body = f"return {{'score': {value} if solution_str == 'a' else 1.0, 'acc': 1.0, 'pred': 'x'}}"
+    result = score(manager(body), ["a", "b"])
+    assert (result.parts, result.answers) == (({}, {"acc": 1.0}), (None, "x"))
+    assert (result.metrics["reward/invalid"], result.metrics["reward/acc/mean"]) == (1.0, 1.0)
+
+
 @pytest.mark.parametrize("value", ["True", "3", "2.5", "__import__('fractions').Fraction(1, 2)"])
 def test_any_real_number_is_a_score(manager, score, value):
     result = score(manager(f"return {value}"), ["a"])

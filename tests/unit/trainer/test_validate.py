@@ -9,7 +9,7 @@ from support.ppo_runs import ppo_config
 from camshaft.config import PPOConfig
 from camshaft.data.parquet import write_parquet
 from camshaft.trainer.parts import PPOParts
-from camshaft.trainer.validate import Sample, save_samples, validate
+from camshaft.trainer.validate import Sample, Scored, at_n_metrics, save_samples, validate
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -62,6 +62,62 @@ def test_every_response_counts_once_for_its_data_set_and_for_all(setting: tuple[
     assert [(sample.ground_truth, sample.score) for sample in samples] == [("1", 1), ("1", 1), ("4", 4), ("4", 4)]
     assert all("1+1=" in sample.prompt for sample in samples)
     assert len({sample.response for sample in samples}) == 4
+
+
+def test_responses_to_one_question_are_held_together(setting: tuple[PPOParts, PPOConfig]) -> None:
+    # Batches of three rows cut through the pairs; whatever is said, each question has one score.
+    metrics, _ = validate(*setting)
+    for name in ("mean@2", "best@2/mean"):
+        assert metrics[f"val-core/a/reward/{name}"] == pytest.approx((1 + 3 + 0) / 3)
+        assert metrics[f"val-core/b/reward/{name}"] == pytest.approx(5)
+    assert metrics["val-aux/a/reward/worst@2/mean"] == pytest.approx((1 + 3 + 0) / 3)
+    assert metrics["val-aux/a/reward/std@2"] == 0
+    assert not any("maj" in name for name in metrics)  # this reward tells no answers
+
+
+def scored(uid: str, score: float, answer: str | None, **parts: float) -> Scored:
+    return Scored("math", uid, score, answer, parts)
+
+
+def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
+    rows = [
+        *(
+            scored("0", score, answer, acc=score, length=2.0)
+            for score, answer in zip([1, 1, 0, 0], "aabc", strict=True)
+        ),
+        *(
+            scored("1", score, answer, acc=score, length=2.0)
+            for score, answer in zip([0, 0, 0, 1], "xxxy", strict=True)
+        ),
+    ]
+    found = at_n_metrics(rows)
+    assert {name: value for name, value in found.items() if name.startswith("val-core")} == {
+        "val-core/math/reward/mean@4": 0.375,  # (2/4 + 1/4) / 2
+        "val-core/math/reward/best@4/mean": 1.0,
+        "val-core/math/reward/maj@4/mean": 0.5,  # a is right, x is wrong
+        "val-core/math/acc/mean@4": 0.375,
+        "val-core/math/acc/best@4/mean": 1.0,
+        "val-core/math/acc/maj@4/mean": 0.5,
+    }
+    # Pairs of the first: 5 of 6 hold a right one; of the second: 3 of 6.
+    assert found["val-aux/math/reward/best@2/mean"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    assert found["val-aux/math/reward/worst@2/mean"] == pytest.approx((1 / 6 + 0) / 2)
+    # Of the first 1 pair is aa and 4 are ties of a and another; of the second 3 are ties of x and y.
+    assert found["val-aux/math/reward/maj@2/mean"] == pytest.approx(((1 + 4 / 2) / 6 + (3 / 2) / 6) / 2)
+    assert found["val-aux/math/length/mean@4"] == 2.0
+    assert len(found) == 3 * (2 + 2 * 3)
+
+
+def test_a_response_that_could_not_be_scored_counts_as_nothing_and_has_no_answer() -> None:
+    rows = [scored("0", 1.0, "a", acc=1.0), scored("0", 0.0, None), scored("0", 0.0, None)]
+    found = at_n_metrics(rows)
+    assert found["val-core/math/acc/mean@3"] == pytest.approx(1 / 3)
+    assert found["val-core/math/reward/maj@3/mean"] == 0
+
+
+def test_a_number_that_only_some_results_have_is_not_compared() -> None:
+    rows = [scored("0", 1.0, "a", acc=1.0), scored("0", 0.0, "b", other=1.0)]
+    assert {name.split("/")[2] for name in at_n_metrics(rows)} == {"reward"}
 
 
 def test_two_validations_of_one_policy_say_the_same(setting: tuple[PPOParts, PPOConfig]) -> None:

@@ -1,0 +1,49 @@
+"""The role of `camshaft generate`: a generator with the weights of a model folder, and no engine.
+
+    generator = spawn(GenerateWorker, config, world_size=2)
+    generator.init_model()
+    generator.generate_sequences(batch)       # reads `prompts` and `sampling_seed`, writes what roles/rollout.py does
+
+Each rank has a generator of its own, and the weights go over once, checked as in training.
+"""
+
+from __future__ import annotations
+
+import time
+
+from camshaft.config import GenerateConfig, generate_engine, generate_model, generate_sampling
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.models.loader import stored_weights
+from camshaft.reshard import Sync
+from camshaft.roles.rollout import columns_of
+from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
+
+
+class GenerateWorker(Worker):
+    """A generator whose weights stay as they are."""
+
+    rollout: BaseRollout
+    """Since `init_model`."""
+
+    def __init__(self, config: GenerateConfig):
+        super().__init__()
+        self.config = config
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the generator, and hand the weights of the folder over to it."""
+        self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
+        self.rollout.wake_up()
+        self.rollout.weights_version += 1
+        sync = Sync(self.rollout.weights_version)
+        self.rollout.load_weights(sync.sent(stored_weights(generate_model(self.config)), self.rollout))
+        sync.check(self.rollout.weight_digests(), before={})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """One response per row."""
+        params, start = SamplingParams(**generate_sampling(self.config)), time.perf_counter()
+        out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, prompts["sampling_seed"])
+        speed = len(out.responses.values) / max(time.perf_counter() - start, 1e-9)
+        return DataProto.from_dict(columns_of(out), {"metrics": {"perf/rollout_tokens_per_second": speed}})

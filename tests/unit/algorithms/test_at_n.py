@@ -1,0 +1,110 @@
+"""mean@n and its kin: numbers worked out by hand, and every draw enumerated."""
+
+import random
+from collections import Counter
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from camshaft.algorithms.at_n import Answer, at_n, best_of, draws, majority_of
+
+
+def test_draws_are_the_powers_of_two_and_all() -> None:
+    assert [draws(n) for n in (1, 2, 3, 4, 5, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
+
+
+def test_best_of_two_of_three_by_hand() -> None:
+    # The pairs of 1, 2, 6 are (1, 2), (1, 6), (2, 6): their highest are 2, 6, 6.
+    assert best_of([2.0, 6.0, 1.0], 2) == pytest.approx(14 / 3)
+    assert best_of([2.0, 6.0, 1.0], 1) == pytest.approx(3)
+    assert best_of([2.0, 6.0, 1.0], 3) == 6
+
+
+def test_best_of_right_and_wrong_is_pass_at_k() -> None:
+    # 3 of 10 are right: 1 - C(7, 4) / C(10, 4) = 1 - 35 / 210.
+    assert best_of([1.0] * 3 + [0.0] * 7, 4) == pytest.approx(5 / 6)
+
+
+def test_majority_by_hand() -> None:
+    # Two say a (and are right), one b, one c. Pairs: aa -> 1; ab, ab, ac, ac -> a tie, 1/2 each; bc -> 0. (1 + 2) / 6.
+    scores, answers = [1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "c"]
+    assert majority_of(scores, answers, 2) == pytest.approx(0.5)
+    # Triples: aab, aac -> 1; abc, abc -> a tie of three, 1/3 each. (2 + 2/3) / 4.
+    assert majority_of(scores, answers, 3) == pytest.approx(2 / 3)
+    assert majority_of(scores, answers, 4) == 1
+
+
+def test_an_answer_scores_what_its_responses_do_on_average_and_no_answer_is_one_too() -> None:
+    # One answer, of which the reward says different things (its form, say).
+    assert majority_of([1.0, 0.5], ["7", "7"], 2) == pytest.approx(0.75)
+    assert majority_of([0.0, 0.0, 1.0], [None, None, "7"], 3) == 0
+
+
+def test_a_response_of_two_prompts_by_hand() -> None:
+    found = at_n([[1.0, 0.0], [3.0, 3.0]], [["a", "b"], ["c", "c"]])
+    assert found == {
+        "mean@2": 1.75,  # (0.5 + 3) / 2
+        "std@2": 0.25,  # (0.5 + 0) / 2
+        "best@2/mean": 2.0,  # (1 + 3) / 2
+        "worst@2/mean": 1.5,  # (0 + 3) / 2
+        "maj@2/mean": 1.75,  # a tie of a and b: 0.5; and 3
+    }
+
+
+def test_one_response_has_a_mean_and_nothing_else_and_without_answers_there_is_no_majority() -> None:
+    assert at_n([[1.0], [0.0]], [["a"], ["b"]]) == {"mean@1": 0.5}
+    assert not any("maj" in name for name in at_n([[1.0, 0.0]]))
+
+
+def plain_majority(scores: list[float], answers: list[Answer], k: int) -> float:
+    """The same by looking at every draw."""
+    found = []
+    for drawn in combinations(range(len(scores)), k):
+        votes = Counter(answers[i] for i in drawn)
+        winners = [answer for answer, count in votes.items() if count == max(votes.values())]
+        of = [fmean(s for s, a in zip(scores, answers, strict=True) if a == winner) for winner in winners]
+        found.append(fmean(of))
+    return fmean(found)
+
+
+def test_majorities_of_many_responses() -> None:
+    # 32 right, 32 wrong in as many ways: a draw of 2 is two right ones, or a tie of right and wrong.
+    answers = ["right"] * 32 + [f"wrong {i}" for i in range(32)]
+    scores = [1.0] * 32 + [0.0] * 32
+    assert majority_of(scores, answers, 2) == pytest.approx((32 * 31 / 2 + 32 * 32 / 2) / (64 * 63 / 2), rel=1e-12)
+    # Of 63 ones and the right one: with 32 drawn it is there in half of the draws, and shares with 31 others.
+    answers = ["right", *(f"wrong {i}" for i in range(63))]
+    assert majority_of([1.0] + [0.0] * 63, answers, 32) == pytest.approx(1 / 2 / 32, rel=1e-12)
+    # Two answers of 500: by symmetry one half, whatever is drawn.
+    assert majority_of([1.0] * 500 + [0.0] * 500, ["a"] * 500 + ["b"] * 500, 512) == pytest.approx(0.5, rel=1e-9)
+    many = at_n([[1.0] * 600 + [0.0] * 599], [["a"] * 600 + ["b"] * 599])
+    assert [name for name in many if "maj" in name] == ["maj@1199/mean"]
+    assert many["maj@1199/mean"] == 1.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_draw_counts_once(seed: int) -> None:
+    chance = random.Random(seed)
+    n = chance.randint(2, 9)
+    scores: list[float] = [chance.choice([0.0, 0.5, 1.0, -2.0]) for _ in range(n)]
+    answers: list[Answer] = [chance.choice(["a", "b", "c", None]) for _ in range(n)]
+    for k in range(1, n + 1):
+        assert best_of(scores, k) == pytest.approx(fmean(max(drawn) for drawn in combinations(scores, k)))
+        assert majority_of(scores, answers, k) == pytest.approx(plain_majority(scores, answers, k))
+    found = at_n([scores])
+    assert found["worst@2/mean"] == pytest.approx(fmean(min(drawn) for drawn in combinations(scores, 2)))
+
+
+def test_many_responses_with_many_answers_agree_with_simulated_draws() -> None:
+    # 64 responses, answers of every size from 1 to 10 and nine more single ones: C(64, 32) is about 10^18 draws.
+    answers = [*(str(i) for i in range(1, 11) for _ in range(i)), *(f"x{i}" for i in range(9))]
+    scores = [float(answer == "10") for answer in answers]
+    chance, shares = random.Random(0), []
+    for _ in range(4000):
+        votes = Counter(chance.sample(answers, 32))
+        most = max(votes.values())
+        winners = [answer for answer, count in votes.items() if count == most]
+        shares.append(winners.count("10") / len(winners))
+    assert majority_of(scores, answers, 32) == pytest.approx(fmean(shares), abs=0.03)
+    assert majority_of(scores, answers, 64) == 1

@@ -1,0 +1,93 @@
+"""The config of `camshaft generate`, and what follows from it."""
+
+from pathlib import Path
+
+import pytest
+
+from camshaft.config import (
+    GenerateConfig,
+    explain,
+    generate_engine,
+    generate_model,
+    generate_sampling,
+    load_generate,
+    run_with_hydra,
+)
+from camshaft.errors import ConfigError
+
+
+@pytest.fixture
+def words(words: list[str], tmp_path: Path) -> list[str]:
+    """Overrides that pass every check, on the files of an RL run."""
+    return [
+        f"data.path={tmp_path}/val.parquet",
+        f"data.output_path={tmp_path}/out.parquet",
+        f"model.path={tmp_path}/model",
+        "trainer.device=cpu",
+    ]
+
+
+def test_generator_and_sampling_are_told_what_was_typed(words: list[str], tmp_path: Path) -> None:
+    more = ["rollout.prompt_length=100", "rollout.response_length=20", "rollout.dtype=fp32", "rollout.top_k=5"]
+    config = load_generate([*words, *more, "rollout.temperature=0.5", "trainer.seed=9", "rollout.ignore_eos=true"])
+    engine = generate_engine(config)
+    assert (engine.model_path, engine.max_model_len, engine.dtype) == (f"{tmp_path}/model", 120, "float32")
+    assert (engine.device, engine.seed) == ("cpu", 9)
+    assert generate_sampling(config) == {
+        "max_tokens": 20,
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 1.0,
+        "do_sample": True,
+        "ignore_eos": True,
+    }
+    assert generate_model(config).path == f"{tmp_path}/model"
+    assert config.tokenizer_path() == f"{tmp_path}/model"
+
+
+def test_nothing_is_scored_unless_a_function_is_named(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "r.py").touch()
+    named = {
+        (): (False, "auto"),
+        ("name=auto",): (True, "auto"),
+        ("name=compute_score",): (True, "auto"),
+        ("name=gsm8k",): (True, "gsm8k"),
+        (f"path={tmp_path}/r.py",): (True, "compute_score"),
+        (f"path={tmp_path}/r.py", "name=mine"): (True, "mine"),
+    }
+    for more, wanted in named.items():
+        custom = load_generate([*words, *(f"custom_reward_function.{word}" for word in more)]).custom_reward_function
+        assert (custom.is_named(), custom.function_name()) == wanted, more
+
+
+def test_the_older_name_of_the_number_of_responses_is_known(words: list[str]) -> None:
+    assert load_generate([*words, "data.n_samples=5"]).rollout.n == 5
+    assert explain("data.n_samples", "generate").startswith("data.n_samples is the older name of:")
+
+
+def test_generators_are_checked_as_in_training(words: list[str]) -> None:
+    wrong = ["rollout.n=2", "rollout.do_sample=false", "rollout.name=torhc"]
+    with pytest.raises(ConfigError) as raised:
+        load_generate([*words, *wrong])
+    assert "2 equal responses with rollout.do_sample=false" in str(raised.value)
+    assert "Did you mean torch?" in str(raised.value)
+    assert "actor_rollout_ref" not in str(raised.value)
+    with pytest.raises(ConfigError, match=r"(?s)custom_reward_function.name = gsm9k.*Did you mean gsm8k"):
+        load_generate([*words, "custom_reward_function.name=gsm9k"])
+    with pytest.raises(ConfigError, match=r"rollout.engine_kwargs"):
+        load_generate([*words, "+rollout.engine_kwargs.a=1"])
+
+
+def test_jobs_of_a_sweep_may_not_write_one_file(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[GenerateConfig] = []
+
+    def job(config: GenerateConfig) -> int:
+        seen.append(config)
+        return 0
+
+    sweep = ["-m", *words, "trainer.seed=1,2"]
+    assert run_with_hydra(sweep, "generation", GenerateConfig, job) == 2
+    assert "2 jobs of this sweep would write to data.output_path=" in capfd.readouterr().err
+    own = "data.output_path=out_${trainer.seed}.parquet"
+    assert run_with_hydra([*sweep, own], "generation", GenerateConfig, job) == 0
+    assert [config.data.output_path for config in seen] == ["out_1.parquet", "out_2.parquet"]

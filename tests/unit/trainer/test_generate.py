@@ -1,0 +1,105 @@
+"""What a run of `camshaft generate` must have in common with the one whose parts it goes on from."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import generate_words
+from support.ppo_runs import ppo_words
+
+from camshaft.config import load_generate
+from camshaft.data.parquet import write_parquet
+from camshaft.trainer.generate import GenerateRun, settings
+
+ROW = {"prompt": "1+1=", "data_source": "arithmetic", "ground_truth": "2", "extra_info": {"index": 1}}
+SCORED = {"custom_reward_function.name": "exact_match"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    ppo_words(home)
+    return home
+
+
+def found(home: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    run = GenerateRun(load_generate(generate_words(home, overrides)))
+    return settings(run.config, run.prompts)
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    return [key for key in {**one, **other} if one.get(key) != other.get(key)]
+
+
+def flipped(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_every_byte_of_the_model_and_of_the_tokenizer_counts(home: Path, tmp_path: Path) -> None:
+    shutil.copytree(home / "actor", tmp_path / "model")
+    shutil.copytree(home / "actor", tmp_path / "tokenizer")
+    more = tmp_path / "model" / "more.bin"
+    more.write_bytes(bytes(300_000))
+    both = {"model.path": tmp_path / "model", "data.tokenizer": tmp_path / "tokenizer"}
+    before = found(home, both)
+    flipped(more, 150_000)
+    assert differing(before, found(home, both)) == ["the model"]
+    flipped(more, 150_000)
+    (tmp_path / "tokenizer" / "special.txt").write_text("x")
+    assert differing(before, found(home, both)) == ["the tokenizer"]
+
+
+def test_what_scores_depend_on_counts_where_there_are_scores(home: Path, tmp_path: Path) -> None:
+    path, own = tmp_path / "in.parquet", tmp_path / "reward.py"
+    body = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
+    own.write_text(body + "1.0")
+    for scored in (SCORED, {"custom_reward_function.path": own}):
+        write_parquet(path, [ROW])
+        before = found(home, {"data.path": path, **scored})
+        for changed in ({"ground_truth": "3"}, {"data_source": "other"}, {"extra_info": {"index": 2}}):
+            write_parquet(path, [ROW | changed])
+            assert differing(before, found(home, {"data.path": path, **scored})) == ["what the scores depend on"]
+        write_parquet(path, [ROW | {"note": "x"}])  # neither generated from nor scored by
+        assert before == found(home, {"data.path": path, **scored})
+    own.write_text(body + "2.0")
+    assert differing(before, found(home, {"data.path": path, **scored})) == ["the reward function"]
+    write_parquet(path, [ROW])
+    before = found(home, {"data.path": path})
+    write_parquet(path, [ROW | {"ground_truth": "3"}])
+    assert before == found(home, {"data.path": path})
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        {"data.batch_size": 3},
+        {"custom_reward_function.timeout": 3.0},
+        {"custom_reward_function.num_workers": 3},
+        {"rollout.max_num_seqs": 3},
+        {"rollout.enforce_eager": False},
+        {"rollout.load_format": "auto"},
+        {"trainer.n_gpus_per_node": 2},
+    ],
+    ids=lambda word: next(iter(word)),
+)
+def test_keys_that_change_no_response_may_change(word: dict[str, Any], home: Path) -> None:
+    assert found(home, SCORED) == found(home, SCORED | word)
+
+
+def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:
+    before = found(home, SCORED)
+    for key, value in {
+        "rollout.temperature": 0.5,
+        "rollout.name": "hf",
+        "rollout.dtype": "bfloat16",
+        "trainer.seed": 9,
+        "custom_reward_function.name": "auto",
+    }.items():
+        assert key in differing(before, found(home, {**SCORED, key: value}))
+    # With a generator that reads it, it counts.
+    vllm = {"rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1}
+    eager = [found(home, vllm | {"rollout.enforce_eager": value}) for value in (True, False)]
+    assert differing(*eager) == ["rollout.enforce_eager"]
