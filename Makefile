@@ -1,16 +1,24 @@
 # make demo    warm up a tiny model, then train it with PPO (about five minutes on two CPU cores)
-# make test    every check that needs no accelerator
+# make test    every check that needs no accelerator: check, test-main, test-vllm
+# make test-main     everything that needs no library beyond the package's own
+# make test-vllm     the vLLM rollout, in an environment that has vLLM for CPUs
+# make test-server   the contract of the vLLM server rollout, in the same environment (a server for each model: slow)
+# make test-sglang   the SGLang rollout, in an environment that has SGLang, on a CPU (slow, and in no other target)
 # make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (an hour)
 # make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
 # make check   format, lint, types
-# `.venv` is made when it is missing or when the pinned versions change.
+# `.venv`, and `.venv-vllm` and `.venv-sglang` beside it, are made when they are missing or when the pinned versions change.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
+SGLANG := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG)/.installed
 
-.PHONY: demo test test-matrix test-gpu check format docs clean install
+.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-gpu check format docs clean install
 
 install: $(INSTALLED)
 
@@ -22,11 +30,42 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,plot]'
 	touch $(INSTALLED)
 
+# The list is complete, so nothing is resolved and nothing that breaks vLLM comes along; it says what, and why.
+$(VLLM_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(VLLM)/bin/python -m pip uninstall -q -y triton
+	$(VLLM)/bin/python -m pip install -q --no-deps -r requirements-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $(VLLM_INSTALLED)
+
+$(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
+	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(SGLANG)/bin/python -m pip install -q --no-deps -r requirements-sglang.txt
+	$(SGLANG)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $(SGLANG_INSTALLED)
+
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
-test: check
+test: check test-main test-vllm
+
+test-main: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+test-vllm: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		$(VLLM)/bin/python -m pytest -m vllm tests/contracts/test_vllm_contract.py tests/vllm_rollout
+
+test-server: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		$(VLLM)/bin/python -m pytest -m vllm tests/contracts/test_server_contract.py
+
+test-sglang: $(SGLANG_INSTALLED)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		PYTHONPATH=$(CURDIR)/tests/support/torchvision_without_kernels \
+		$(SGLANG)/bin/python -m pytest -m sglang tests/contracts/test_sglang_contract.py tests/sglang_rollout
 
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
@@ -47,4 +86,4 @@ docs: $(INSTALLED)
 	$(BIN)/camshaft config docs --out docs/config.md
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) build *.egg-info .pytest_cache .ruff_cache

@@ -2,8 +2,10 @@
 
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
+    camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
+    camshaft parity --engine A --rollout B --model FOLDER     do the two agree, and if not, why?
 
 Errors of ours are one message on stderr and exit status 2 (a wrong config or argument) or 1 (all else);
 a trace is shown only for errors that nobody foresaw.
@@ -15,7 +17,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from camshaft import __version__
 from camshaft.errors import CamshaftError, ConfigError, tell
@@ -44,6 +46,10 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_sft
 
         return main_sft.main(arguments[1:])
+    if arguments[:1] == ["generate"]:
+        from camshaft.trainer import main_generation
+
+        return main_generation.main(arguments[1:])
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -57,6 +63,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("ppo", help="train with PPO and its kin: camshaft ppo key=value ...", add_help=False)
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
+    generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
+    commands.add_parser("generate", help=generate, add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
@@ -73,7 +81,57 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="KEY=VALUE",
                 help="an entry of EngineConfig.options, as often as needed: --option fsdp_size=2",
             )
+    _parity_command(commands)
     return parser
+
+
+def _parity_command(commands: Any) -> None:
+    says = "do a training engine and a generator agree on log-probs, and if not, why?"
+    parity = commands.add_parser(
+        "parity",
+        help=says,
+        description=f"{says} Both are built on a model folder, in this process; the generator gets the engine's "
+        "weights and answers prompts, the engine computes the log-probs of the answers again; where these agree and "
+        "the engine's weights are not bfloat16, once more after an update. Exit status 0: no difference above the "
+        "limit; 1: there is one, with its likely cause; 2: a wrong argument.",
+        epilog="For instance: camshaft parity --engine fsdp --rollout torch --model models/tiny --temperature 0.7",
+    )
+    sizes = {
+        "--prompts": (8, "how many prompts"),
+        "--prompt-length": (32, "the longest one; of a longer one the end is taken"),
+        "--response-length": (32, "most tokens of a response"),
+        "--seed": (0, "of random prompts and of sampling"),
+        "--top-k": (0, "sample from the so many likeliest tokens; 0 is all"),
+    }
+    dtypes = ("float32", "bfloat16", "float64")
+    pair = parity.add_argument_group("the pair")
+    pair.add_argument("--engine", required=True, metavar="NAME", help="fsdp, reference, ..., or pkg.mod:Class")
+    pair.add_argument("--rollout", required=True, metavar="NAME", help="torch, hf, vllm, ..., or pkg.mod:Class")
+    pair.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder with weights")
+    pair.add_argument("--device", default="cpu", help="where both run (default: cpu)")
+    pair.add_argument("--dtype", choices=dtypes, default="float32", help="of the engine (default: float32)")
+    pair.add_argument("--rollout-dtype", choices=dtypes, default="float32", help="of the rollout (default: float32)")
+    options = {"--option": "an entry of the engine's options: --option mixed_precision.param_dtype=bfloat16"}
+    options["--engine-kwarg"] = "an entry of the rollout's engine_kwargs; both as often as needed"
+    for name, help_text in options.items():
+        pair.add_argument(name, action="append", default=[], metavar="KEY=VALUE", help=help_text)
+    pair.add_argument("--trust-remote-code", action="store_true", help="run code of the model folder")
+    tried = parity.add_argument_group("what it is tried with")
+    tried.add_argument("--data", metavar="FILE", help="a parquet file of prompts (default: random tokens)")
+    tried.add_argument("--tokenizer", metavar="FOLDER", help="of the prompts, compared with that of --model")
+    for name, (default, meaning) in sizes.items():
+        tried.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
+    for name, meaning in {"--temperature": "of sampling; 0 is greedy", "--top-p": "probability to sample from"}.items():
+        tried.add_argument(name, type=float, default=1.0, metavar="X", help=f"{meaning} (default: 1.0)")
+    limit = "largest difference of log-probs that counts as agreement (default: 0.001, which float32 keeps to)"
+    parity.add_argument("--limit", type=float, default=1e-3, metavar="X", help=limit)
+    parity.set_defaults(run=_parity)
+
+
+def _parity(options: argparse.Namespace) -> int:
+    from camshaft.parity.command import run
+
+    return run(options)
 
 
 def _config_commands(config: argparse.ArgumentParser) -> None:
@@ -84,7 +142,8 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="the Markdown file to write")
     for action in (explain, show, docs):
-        action.add_argument("--trainer", choices=("ppo", "sft"), default="ppo", help="whose config (default: ppo)")
+        known = ("ppo", "sft", "generate")
+        action.add_argument("--trainer", choices=known, default="ppo", help="whose config (default: ppo)")
     explain.set_defaults(run=_explain)
     show.set_defaults(run=_show)
     docs.set_defaults(run=_docs)

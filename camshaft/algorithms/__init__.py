@@ -4,6 +4,8 @@
     kl.py          distance to the reference policy, and the controllers of its weight
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
     losses.py      log-probs or values -> a loss; on the workers, flat (N,) tokens of a micro-batch
+    mismatch.py    the rollout's log-probs against the trainer's: a report, weights, rejection; on the driver
+    at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; on plain numbers
     partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
 
 Add a variant by writing a function with the same parameters, one line in its dict (ESTIMATORS, POLICY_LOSSES,
@@ -40,11 +42,13 @@ from camshaft.algorithms.losses import (
     value_loss,
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
+from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator",
     "FixedKL", "AdaptiveKL", "kl_penalty", "full_kl",
     "Counts", "Clip", "aggregate", "policy_loss", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
+    "mismatch", "importance_weights", "accepted", "effective_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

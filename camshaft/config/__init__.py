@@ -4,13 +4,13 @@
     config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
     config.actor_rollout_ref.actor.optim.lr
 
-    ppo_trainer.yaml, sft_trainer.yaml    every default, with comments; nowhere else are defaults
-    data model roles reward algorithm trainer root sft    the schema: types, bounds, one line on each key
+    ppo_trainer.yaml, sft_trainer.yaml, generation.yaml    every default, with comments; nowhere else are defaults
+    data model roles reward algorithm trainer root sft generate    the schema: types, bounds, one line on each key
     fields.py      the base class of sections and the kinds of value
     loader.py      Hydra composes, then everything is checked; programs enter here
     command.py     the same for a command line; usage.py its --help
     aliases.py     THE table of older names
-    not_yet.py     THE table of what is accepted by name but not there yet
+    not_yet.py     THE table of what is accepted by name but not there yet; readers.py keys that not all generators read
     checks.py      what several keys must fulfil together; sharding.py of that, how engines share a model out;
                    files.py what is named on disk
     topology.py    ranks; derive.py the config of each engine; table.py the batch sizes of a run
@@ -21,14 +21,26 @@
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
 """
 
-from camshaft.config.algorithm import AlgorithmConfig
+from camshaft.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.command import run_with_hydra
 from camshaft.config.data import DataConfig
-from camshaft.config.derive import actor_engine, critic_engine, ref_engine, rollout_engine, sampling, sft_engine
+from camshaft.config.derive import (
+    actor_engine,
+    critic_engine,
+    generate_engine,
+    generate_model,
+    generate_sampling,
+    ref_engine,
+    rollout_engine,
+    sampling,
+    sft_engine,
+)
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
-from camshaft.config.loader import from_container, load_ppo, load_sft
+from camshaft.config.generate import GenerateConfig
+from camshaft.config.loader import from_container, load_generate, load_ppo, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
+from camshaft.config.readers import unread_by
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
 from camshaft.config.rollout import RolloutEngineConfig
@@ -48,6 +60,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EngineModel",
+    "GenerateConfig",
     "ModelConfig",
     "OptimConfig",
     "OptimSection",
@@ -55,6 +68,7 @@ __all__ = [
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RolloutEngineConfig",
     "SFTConfig",
     "SFTDataConfig",
@@ -66,6 +80,10 @@ __all__ = [
     "critic_engine",
     "explain",
     "from_container",
+    "generate_engine",
+    "generate_model",
+    "generate_sampling",
+    "load_generate",
     "load_ppo",
     "load_sft",
     "micro_batch_per_rank",
@@ -77,4 +95,5 @@ __all__ = [
     "sampling",
     "sft_engine",
     "show",
+    "unread_by",
 ]

@@ -31,6 +31,7 @@ KEYS = {
     "optim.warmup_style": "optim.lr_scheduler_type",
     "optim.clip_grad": "grad_clip",
     "optim.grad_clip": "grad_clip",
+    "data.n_samples": "rollout.n",
 }
 """Older key -> key; a section stands for all that is in it."""
 
@@ -40,6 +41,7 @@ VALUES: dict[str, dict[str, str]] = {
     "actor_rollout_ref.actor.fsdp_config.model_dtype": _DTYPES,
     "actor_rollout_ref.ref.fsdp_config.model_dtype": _DTYPES,
     "actor_rollout_ref.rollout.dtype": _DTYPES,
+    "rollout.dtype": _DTYPES,
     "critic.model.fsdp_config.model_dtype": _DTYPES,
     "fsdp_config.model_dtype": _DTYPES,
 }

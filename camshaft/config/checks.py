@@ -9,18 +9,25 @@ by itself. Batch arithmetic is spelled out in the message.
 import difflib
 from collections.abc import Iterable, Iterator
 
-from camshaft.config.algorithm import GROUP_ESTIMATORS
-from camshaft.config.files import ppo_files, sft_files
+from camshaft.config.algorithm import GROUP_ESTIMATORS, threshold
+from camshaft.config.files import generate_files, ppo_files, sft_files
+from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import CheckpointConfig, OptimSection
 from camshaft.config.problems import Problem
+from camshaft.config.readers import BUILT_IN
+from camshaft.config.reward import CustomRewardConfig
+from camshaft.config.roles import GeneratorConfig
 from camshaft.config.root import PPOConfig
+from camshaft.config.server import ServerOptions
 from camshaft.config.sft import SFTConfig
 from camshaft.config.sharding import ppo_sharding, sft_sharding
 from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
 from camshaft.plugins import find, names
 
-ENGINES, ROLLOUTS, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("hf", "torch"), ("console", "jsonl")
+ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
+ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
+REWARDS = ("arithmetic", "auto", "exact_match", "gsm8k")
 """Names of what is built in. The registries are above this package; a test holds these to them."""
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -28,8 +35,13 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 RESUMED_FROM = ("model", "optimizer", "extra")
 
 
-def check(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
+def check(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
     """Everything that is wrong between the keys of a config whose single values are right."""
+    if isinstance(config, GenerateConfig):
+        yield from _generator("rollout", config.rollout, config.trainer.world_size)
+        yield from _reward(config.custom_reward_function)
+        yield from generate_files(config)
+        return
     if isinstance(config, SFTConfig):
         yield from _sft(config)
         yield from sft_sharding(config)
@@ -42,6 +54,7 @@ def check(config: PPOConfig | SFTConfig) -> Iterator[Problem]:
     yield from _token_budgets(config)
     yield from _lengths(config)
     yield from _estimator(config)
+    yield from _correction(config)
     yield from _sampling(config)
     yield from _run(config)
     yield from ppo_files(config)
@@ -54,23 +67,69 @@ def _names(config: PPOConfig) -> Iterator[Problem]:
     yield from _name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
     if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
         yield from _name("critic.strategy", config.critic.strategy, ENGINES, "engines")
-    rollout = config.actor_rollout_ref.rollout
-    yield from _name(f"{ROLLOUT}.name", rollout.name, ROLLOUTS, "rollouts")
-    if rollout.engine_kwargs and rollout.name in ROLLOUTS:
-        sentence = f"{ROLLOUT}.name={rollout.name} takes no options. Leave the key out, or set it to {{}} in your file."
-        yield Problem(f"{ROLLOUT}.engine_kwargs", rollout.engine_kwargs, sentence, (f"{ROLLOUT}.name",))
+    yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.trainer.world_size)
+    yield from _reward(config.custom_reward_function)
     for tracker in config.trainer.logger:
         yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
 
 
-def _name(key: str, name: str, built_in: Iterable[str], kind: str) -> Iterator[Problem]:
+def _reward(custom: CustomRewardConfig) -> Iterator[Problem]:
+    """With a path the name is a function there, and that is found out where it is loaded."""
+    if custom.path is None:
+        key, rests_on = "custom_reward_function.name", ("custom_reward_function.path",)
+        yield from _name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
+
+
+def _generator(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Problem]:
+    """What a generator is called, and what it takes; `section` holds its keys."""
+    yield from _name(f"{section}.name", rollout.name, ROLLOUTS, "rollouts")
+    if rollout.engine_kwargs and rollout.name in PLAIN_ROLLOUTS:
+        sentence = f"{section}.name={rollout.name} takes no options. Leave the key out, or set it to {{}} in your file."
+        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, sentence, (f"{section}.name",))
+    if rollout.n > 1 and not rollout.do_sample:
+        sentence = f"makes {rollout.n} equal responses with {section}.do_sample=false. Type {section}.do_sample=true."
+        yield Problem(f"{section}.n", rollout.n, sentence, (f"{section}.do_sample",))
+    key, parallel = f"{section}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    if rollout.name in PLAIN_ROLLOUTS and parallel > 2:  # 2 is the default, for vllm
+        sentence = f"{section}.name={rollout.name} runs on one device. Type {key}=1, or {section}.name=vllm."
+        yield Problem(key, parallel, sentence, (f"{section}.name",))
+    if rollout.name == "vllm" and world % parallel:
+        fitting = max(size for size in range(1, world + 1) if world % size == 0 and size <= parallel)
+        sentence = f"so many ranks are one generator, which does not divide the run's {world}. Type {key}={fitting}."
+        yield Problem(key, parallel, sentence, WORLD)
+    if rollout.name == "sglang" and parallel > 1 and world > 1:
+        sentence = f"with sglang each of the run's {world} ranks has a generator of its own. Type {key}=1."
+        yield Problem(key, parallel, sentence, WORLD)
+    if rollout.name == "server":
+        yield from _server(section, rollout, world)
+
+
+def _server(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Problem]:
+    """A server of vLLM's own for each rank, which runs already or is started."""
+    try:
+        options = ServerOptions.of(rollout.engine_kwargs, world)
+    except ValueError as error:
+        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}.", (*WORLD, f"{section}.name"))
+        return
+    key, parallel = f"{section}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
+    if parallel > 1 and not options.vllm_server_base_url:
+        sentence = (
+            f"a server that is started runs on its rank's device alone. Type {key}=1, or start one yourself and type"
+            f" +{section}.engine_kwargs.vllm_server_base_url=http://HOST:PORT."
+        )
+        yield Problem(key, parallel, sentence, (f"{section}.name", f"{section}.engine_kwargs"))
+
+
+def _name(
+    key: str, name: str, built_in: Iterable[str], kind: str, own: str = "module:Class", rests_on: tuple[str, ...] = ()
+) -> Iterator[Problem]:
     known, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
     if find(name, known, group) is not None:
         return
     choices = names(known, group)
     close = difflib.get_close_matches(name, choices, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
-    yield Problem(key, name, f"must be one of {', '.join(choices)}, or package.module:Class.{hint}")
+    yield Problem(key, name, f"must be one of {', '.join(choices)}, or package.{own}.{hint}", rests_on)
 
 
 # -- batch arithmetic -----------------------------------------------------------------------------
@@ -220,12 +279,38 @@ def _estimator(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.critic_warmup", warmup, sentence, ("algorithm.adv_estimator",))
 
 
+def _correction(config: PPOConfig) -> Iterator[Problem]:
+    """Weights and rejections need samples to judge, and each rule a threshold that fits it."""
+    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
+    used = {f"{key}.rollout_is": correction.rollout_is, f"{key}.rollout_rs": correction.rollout_rs}
+    for name, value in used.items():
+        if value and not config.actor_rollout_ref.rollout.do_sample:
+            sentence = f"judges samples, and {ROLLOUT}.do_sample=false draws none. Type {name}=null."
+            yield Problem(name, value, sentence, (f"{ROLLOUT}.do_sample",))
+    rules, texts = correction.rollout_rs, correction.rollout_rs_threshold
+    where, rests_on = f"{key}.rollout_rs_threshold", (f"{key}.rollout_rs",)
+    if rules and not texts:
+        example = "2.0" if rules[0].endswith("k1") else "0.01"
+        yield Problem(where, None, f"must say what {', '.join(rules)} allows. Type {where}={example}.", rests_on)
+    elif texts and not rules:
+        yield Problem(where, texts, f"is not read without {key}.rollout_rs. Type {where}=null.", rests_on)
+    elif len(texts) not in (1, len(rules)):
+        sentence = f"has {len(texts)} values for {len(rules)} rules. Give one for all, or one for each."
+        yield Problem(where, texts, sentence, rests_on)
+    elif len(texts) < len(rules) and len({rule.endswith("k1") for rule in rules}) == 2:
+        each = ",".join("2.0" if rule.endswith("k1") else "0.01" for rule in rules)
+        sentence = f"is one value for ratios (k1) and divergences (k2, k3). Give one for each: Type '{where}=[{each}]'."
+        yield Problem(where, texts, sentence, rests_on)
+        return
+    for rule, text in zip(rules, texts * len(rules) if len(texts) == 1 else texts, strict=False):
+        try:
+            threshold(rule, text)
+        except ValueError as error:
+            yield Problem(where, text, f"{error}: that is what {rule} takes.", rests_on)
+
+
 def _sampling(config: PPOConfig) -> Iterator[Problem]:
-    rollout = config.actor_rollout_ref.rollout
-    val, val_key = rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
-    if rollout.n > 1 and not rollout.do_sample:
-        sentence = f"makes {rollout.n} equal responses with {ROLLOUT}.do_sample=false. Type {ROLLOUT}.do_sample=true."
-        yield Problem(f"{ROLLOUT}.n", rollout.n, sentence, (f"{ROLLOUT}.do_sample",))
+    val, val_key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
     if val.do_sample and val.temperature == 0:
         sentence = f"does not sample with {val_key}.temperature=0. Type {val_key}.temperature=1.0."
         yield Problem(f"{val_key}.do_sample", val.do_sample, sentence, (f"{val_key}.temperature",))

@@ -3,7 +3,7 @@
     run_with_hydra(sys.argv[1:], "ppo_trainer", PPOConfig, job)
 
 Hydra reads the words (overrides, `-m`, `--config-dir`, ...) and composes; `loader.py` checks what it made.
-What both commands do is here, what they say of themselves in `usage.py`.
+What all commands do is here, what they say of themselves in `usage.py`.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import HOME, Config, forced, from_container, keys_of, plain, told
 from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
@@ -86,7 +87,7 @@ def _without_printing(words: Sequence[str]) -> list[str]:
 
 def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
     """Each job of a sweep needs folders of its own, or it would go on from, or write over, what another left."""
-    for key in ("trainer.default_local_dir", "trainer.export_path"):
+    for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path"):
         folders = [folder for folder in (_folder_of(config, key) for config in configs) if folder]
         shared = next((folder for folder in folders if folders.count(folder) > 1), None)
         if shared is not None:
@@ -97,9 +98,11 @@ def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
 
 
 def _folder_of(config: Config, key: str) -> str | None:
+    if isinstance(config, GenerateConfig):
+        return config.data.output_path if key == "data.output_path" else None
     if key == "trainer.default_local_dir":
         return config.trainer.default_local_dir
-    return config.export_path() if isinstance(config, SFTConfig) else None
+    return config.export_path() if isinstance(config, SFTConfig) and key == "trainer.export_path" else None
 
 
 def _own_folder(key: str, shared: str, configs: Sequence[Config], composed: Composed) -> str:

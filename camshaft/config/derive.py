@@ -12,12 +12,14 @@ from typing import Any, Literal
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.fields import DType
+from camshaft.config.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
 from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection
-from camshaft.config.roles import ActorConfig, CriticConfig, RefConfig
+from camshaft.config.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
+from camshaft.config.trainer import TrainerConfig
 
 PLAIN = "reference"
 """The engine that has no layout, no offloading and no compilation: plain torch in one process."""
@@ -122,17 +124,37 @@ def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> En
 
 
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
-    """The generator. Its limits are those of one rank already."""
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    """The generator of a training run."""
+    section = config.actor_rollout_ref
+    return _generator(section.model, section.rollout, config.trainer)
+
+
+def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
+    """The generator of `camshaft generate`."""
+    return _generator(config.model, config.rollout, config.trainer)
+
+
+def _generator(
+    model: AnyModelConfig | GenerateModelConfig,
+    rollout: GeneratorConfig,
+    trainer: TrainerConfig | GenerateTrainerConfig,
+) -> RolloutEngineConfig:
+    """What a generator is told. Its limits are those of one rank already."""
     return RolloutEngineConfig(
         model_path=model.path,
         dtype=rollout.dtype,
-        device=config.trainer.device,
+        device=trainer.device,
         max_model_len=rollout.prompt_length + rollout.response_length,
         max_num_seqs=rollout.max_num_seqs,
         max_num_batched_tokens=rollout.max_num_batched_tokens,
         free_cache_engine=rollout.free_cache_engine,
-        seed=config.trainer.seed,
+        tensor_model_parallel_size=rollout.tensor_model_parallel_size,
+        gpu_memory_utilization=rollout.gpu_memory_utilization,
+        enforce_eager=rollout.enforce_eager,
+        load_format=rollout.load_format,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        update_weights_bucket_megabytes=rollout.update_weights_bucket_megabytes,
+        seed=trainer.seed,
         trust_remote_code=model.trust_remote_code,
         external_lib=model.external_lib,
         override_config=model.override_config,
@@ -143,7 +165,15 @@ def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
 def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
     """The arguments of `SamplingParams` for training, or for validation."""
     rollout = config.actor_rollout_ref.rollout
-    how = rollout.val_kwargs if validate else rollout
+    return _sampling(rollout, rollout.val_kwargs if validate else rollout)
+
+
+def generate_sampling(config: GenerateConfig) -> dict[str, Any]:
+    """The same of `camshaft generate`."""
+    return _sampling(config.rollout, config.rollout)
+
+
+def _sampling(rollout: GeneratorConfig, how: GeneratorConfig | ValKwargs) -> dict[str, Any]:
     return {
         "max_tokens": rollout.response_length,
         "temperature": how.temperature,
@@ -152,6 +182,17 @@ def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
         "do_sample": how.do_sample,
         "ignore_eos": rollout.ignore_eos,
     }
+
+
+def generate_model(config: GenerateConfig) -> EngineModel:
+    """The model whose weights `camshaft generate` hands to its generator."""
+    model = config.model
+    return EngineModel(
+        path=model.path,
+        override_config=model.override_config,
+        external_lib=model.external_lib,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import AnyModelConfig
 from camshaft.config.problems import Problem
+from camshaft.config.reward import CustomRewardConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 
@@ -31,9 +33,7 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
         yield from adapter_folder(key, of)
     if trainer.resume_from_path is not None:
         yield from folder("trainer.resume_from_path", trainer.resume_from_path)
-    path = config.custom_reward_function.path
-    if path is not None and (path.endswith(".py") or "/" in path) and not Path(path).is_file():
-        yield _missing("custom_reward_function.path", path, "file")
+    yield from _reward_file(config.custom_reward_function)
 
 
 def sft_files(config: SFTConfig) -> Iterator[Problem]:
@@ -42,6 +42,24 @@ def sft_files(config: SFTConfig) -> Iterator[Problem]:
     yield from data_files("data.val_files", config.data.val_files)
     yield from model_folder("model.path", config.model.path)
     yield from adapter_folder("model", config.model)
+
+
+def generate_files(config: GenerateConfig) -> Iterator[Problem]:
+    """Prompts, model and scoring function of `camshaft generate`; what is at its output, the run looks at."""
+    yield from data_files("data.path", config.data.path)
+    yield from model_folder("model.path", config.model.path)
+    if config.data.tokenizer is not None:
+        yield from folder("data.tokenizer", config.data.tokenizer)
+    output = config.data.output_path
+    if Path(output).is_dir():
+        yield Problem("data.output_path", output, f"is a folder. Name a file, for instance {output}/responses.parquet.")
+    yield from _reward_file(config.custom_reward_function)
+
+
+def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
+    path = custom.path
+    if path is not None and (path.endswith(".py") or "/" in path) and not Path(path).is_file():
+        yield _missing("custom_reward_function.path", path, "file")
 
 
 def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:

@@ -23,17 +23,23 @@ from pydantic import ValidationError
 from camshaft.config.aliases import rename
 from camshaft.config.checks import check
 from camshaft.config.fields import Section
-from camshaft.config.not_yet import READ_LATER, ROLLOUT_DEVICES, refusals
+from camshaft.config.generate import GenerateConfig
+from camshaft.config.not_yet import READ_LATER, refusals
 from camshaft.config.problems import Problem, from_validation, report
+from camshaft.config.readers import READERS, unread_by
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove, shown
 from camshaft.errors import ConfigError
 
-Config = TypeVar("Config", PPOConfig, SFTConfig)
+Config = TypeVar("Config", PPOConfig, SFTConfig, GenerateConfig)
 
 HOME = Path(__file__).parent
-DEFAULTS: dict[type[Section], str] = {PPOConfig: "ppo_trainer", SFTConfig: "sft_trainer"}
+DEFAULTS: dict[type[Section], str] = {
+    PPOConfig: "ppo_trainer",
+    SFTConfig: "sft_trainer",
+    GenerateConfig: "generation",
+}
 """The file of defaults of each schema."""
 
 logger = logging.getLogger("camshaft.config")
@@ -52,6 +58,13 @@ def load_sft(overrides: Sequence[str] = (), config_dir: str | None = None, confi
     return _load(SFTConfig, overrides, config_dir, config_name)
 
 
+def load_generate(
+    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+) -> GenerateConfig:
+    """The same of `camshaft generate`."""
+    return _load(GenerateConfig, overrides, config_dir, config_name)
+
+
 def from_container(
     container: Mapping[str, Any], schema: type[Config], set_keys: Collection[str] | None = None
 ) -> Config:
@@ -67,7 +80,7 @@ def from_container(
     problems += unresolved
     config, wrong = _validated(values, schema, {problem.key for problem in problems})
     problems += wrong
-    for found in (refusals(config.model_dump(), schema), check(config)):
+    for found in (refusals(config.model_dump(), schema), check(config), _correction_is_off(config, schema)):
         keys = [key for problem in problems for key in (problem.key, *problem.others)]
         problems += [problem for problem in found if not problem.rests_on(keys)]
     if problems:
@@ -195,6 +208,19 @@ def _validated(tree: dict[str, Any], schema: type[Config], known_wrong: set[str]
     return schema.model_validate(tree), [problem for problem in problems if problem.key not in known_wrong]
 
 
+def _correction_is_off(config: Config, schema: type[Config]) -> Iterator[Problem]:
+    """Settings of a correction that is not made: whoever changes them believes that it is."""
+    section = "algorithm.rollout_correction"
+    if not isinstance(config, PPOConfig) or config.algorithm.rollout_correction.rollout_is is not None:
+        return
+    for leaf in ("rollout_is_threshold", "rollout_is_batch_normalize"):
+        key, rests_on = f"{section}.{leaf}", (f"{section}.rollout_is",)
+        value = get(config.model_dump(), key)
+        if value != get(resolved_defaults(schema), key):
+            sentence = f"is not read without {section}.rollout_is. Type {section}.rollout_is=token, or leave it out."
+            yield Problem(key, value, sentence, rests_on)
+
+
 def _reset(tree: DictConfig, key: str, schema: type[Section]) -> None:
     """Put the default in the place of a value that cannot be had."""
     if has(resolved_defaults(schema), key):
@@ -220,8 +246,10 @@ def told(error: Exception) -> str:
     return f"the config cannot be put together: {error}{reason}"
 
 
-def _tell(config: PPOConfig | SFTConfig, by_hand: Collection[str]) -> None:
+def _tell(config: PPOConfig | SFTConfig | GenerateConfig, by_hand: Collection[str]) -> None:
     """One notice for each accepted setting that changes nothing."""
+    if isinstance(config, GenerateConfig):
+        return
     models = {"model": config.model} if isinstance(config, SFTConfig) else {
         "actor_rollout_ref.model": config.actor_rollout_ref.model,
         "critic.model": config.critic.model,
@@ -244,6 +272,16 @@ def _tell_unread(tree: Mapping[str, Any], schema: type[Section], typed: Collecti
         changed = value != default and not str(default).startswith("${")
         if key in typed or changed:
             logger.warning("config: %s=%s changes nothing yet: read by %s", key, shown(value), reader)
-    if ROLLOUT_DEVICES in typed and get(tree, ROLLOUT_DEVICES) != 1:
-        value = shown(get(tree, ROLLOUT_DEVICES))
-        logger.warning("config: %s=%s changes nothing yet: read by the vllm rollout", ROLLOUT_DEVICES, value)
+    _tell_of_generators(tree, frozenset(typed))
+
+
+def _tell_of_generators(tree: Mapping[str, Any], typed: frozenset[str]) -> None:
+    """One notice for each key that was typed, and that other generators would read."""
+    section = next((path for path in ("actor_rollout_ref.rollout", "rollout") if has(tree, path)), None)
+    if section is None or not has(tree, f"{section}.name"):
+        return
+    for leaf in sorted(unread_by(str(get(tree, f"{section}.name")))):
+        key = f"{section}.{leaf}"
+        if key in typed and (leaf, get(tree, key)) != ("tensor_model_parallel_size", 1):
+            value, readers = shown(get(tree, key)), ", ".join(READERS[leaf])
+            logger.warning("config: %s=%s changes nothing: read by %s.name=%s", key, value, section, readers)

@@ -44,7 +44,6 @@ def _above(limit: int) -> Asks:
     return lambda value: value > limit
 
 
-ROLLOUT_DEVICES = "actor_rollout_ref.rollout.tensor_model_parallel_size"
 _NO_PURE_BFLOAT16 = (
     "training in pure bfloat16 loses updates smaller than its rounding: keep float32 weights and compute in bfloat16."
     " Type {key}=float32 {section}.mixed_precision.param_dtype=bfloat16."
@@ -57,19 +56,9 @@ NOT_YET = (
         "is not there yet. Type {key}=fsdp, or {key}=reference: plain torch, one process.",
     ),
     NotYet(
-        ("actor_rollout_ref.rollout.name",),
-        _is("vllm", "sglang"),
-        "is not there yet. Type {key}=torch (built in), or hf (transformers.generate).",
-    ),
-    NotYet(
         ("trainer.nnodes",),
         _above(1),
         "many machines need the Ray controller, which is not there yet. Type {key}=1.",
-    ),
-    NotYet(
-        (ROLLOUT_DEVICES,),
-        lambda value: value not in (1, 2),
-        "a generator on several devices is not there yet. Type {key}=1. (The default, 2, is read by vllm alone.)",
     ),
     NotYet(
         (
@@ -122,12 +111,8 @@ NOT_YET = (
     ),
 )
 
-_VLLM = "the vllm rollout"
 _REWARD_MODEL = "the reward model"
 READ_LATER = {
-    "actor_rollout_ref.rollout.gpu_memory_utilization": _VLLM,
-    "actor_rollout_ref.rollout.enforce_eager": _VLLM,
-    "actor_rollout_ref.rollout.load_format": _VLLM,
     "reward_model.model.input_tokenizer": _REWARD_MODEL,
     "reward_model.model.path": _REWARD_MODEL,
     "reward_model.model.external_lib": _REWARD_MODEL,

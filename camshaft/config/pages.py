@@ -13,6 +13,7 @@ from typing import Any
 
 from camshaft.config.aliases import KEYS, older_names
 from camshaft.config.fields import Section, describe
+from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import DEFAULTS, HOME, raw_defaults, resolved_defaults
 from camshaft.config.not_yet import later
 from camshaft.config.root import PPOConfig
@@ -20,7 +21,7 @@ from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
 from camshaft.errors import ConfigError
 
-SCHEMAS: dict[str, type[Section]] = {"ppo": PPOConfig, "sft": SFTConfig}
+SCHEMAS: dict[str, type[Section]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?P<value>.*)")
 
@@ -42,7 +43,7 @@ def show(trainer: str = "ppo") -> str:
 
 
 def reference_page() -> str:
-    """Every key of both trainers as Markdown."""
+    """Every key of all commands as Markdown."""
     parts = ["# Config reference\n", "Written by `camshaft config docs`.\n"]
     for trainer, schema in SCHEMAS.items():
         parts.append(f"## `camshaft {trainer}`\n")
@@ -79,8 +80,8 @@ def _section(key: str, section: type[Section], schema: type[Section]) -> str:
 def _unknown(key: str, trainer: str) -> str:
     close = nearest(key, fields(SCHEMAS[trainer]), limit=4)
     hint = f" Nearest: {', '.join(close)}." if close else ""
-    other = next(name for name in SCHEMAS if name != trainer)
-    elsewhere = f" `camshaft {other}` has it: add --trainer {other}." if key in fields(SCHEMAS[other]) else ""
+    other = next((name for name, schema in SCHEMAS.items() if key in fields(schema)), None)
+    elsewhere = "" if other is None else f" `camshaft {other}` has it: add --trainer {other}."
     sections = ", ".join(SCHEMAS[trainer].model_fields)
     return f"there is no key '{key}' in the config of `camshaft {trainer}`.{elsewhere}{hint} It begins with: {sections}"
 

@@ -38,12 +38,20 @@ class CustomRewardConfig(Section):
     """A scoring function of your own, and how all scoring functions are run."""
 
     path: Path | None = Field(description="Python file or module with the function; null: one of the functions here.")
-    name: Text = Field(description="Name of the function; without a path, compute_score goes by data_source.")
+    name: Text | None = Field(
+        description="Name of the function; without a path, compute_score goes by data_source. null is compute_score, "
+        "but for camshaft generate without a path: there nothing is scored."
+    )
     reward_kwargs: dict[str, Any] = Field(description="Further keyword arguments for every call.")
     timeout: float = Field(gt=0, description="Seconds that one call may take.")
     num_workers: int = Field(ge=1, description="Processes that score.")
     on_error: Literal["zero", "raise"] = Field(description="A call that fails or runs out of time: score 0, or stop.")
 
+    def is_named(self) -> bool:
+        """Whether a function is asked for at all."""
+        return self.path is not None or self.name is not None
+
     def function_name(self) -> str:
         """The name to load: without a path, the default name means the function that goes by `data_source`."""
-        return "auto" if self.path is None and self.name == "compute_score" else self.name
+        name = self.name or "compute_score"
+        return "auto" if self.path is None and name == "compute_score" else name

@@ -100,25 +100,45 @@ class ValKwargs(Section):
     n: int = Field(ge=1, description="Responses per validation prompt.")
 
 
-class RolloutConfig(Section):
-    """Generation of responses."""
+class GeneratorConfig(Section):
+    """What a generator is told, in a training run and by `camshaft generate`."""
 
     name: Text = Field(description="Generator: a name, or package.module:Class for one of your own.")
-    n: int = Field(ge=1, description="Responses per training prompt.")
+    n: int = Field(ge=1, description="Responses per prompt.")
     temperature: float = Field(gt=0, description="Divides the logits before sampling, and in log-probs of training.")
     top_k: int = Field(ge=-1, description="Keep the k likeliest tokens; 0 or -1 keeps all.")
     top_p: float = Field(gt=0, le=1, description="Keep the likeliest tokens of so much probability; 1 keeps all.")
     prompt_length: int = Field(ge=1, description="Longest prompt that the generator is set up for.")
     response_length: int = Field(ge=1, description="Longest response that is generated.")
     dtype: DType = Field(description="Number format of the generator's weights; should be the actor's.")
-    gpu_memory_utilization: float = Field(gt=0, le=1, description="Share of the device's memory for the generator.")
+    gpu_memory_utilization: float = Field(
+        gt=0, le=1, description="Share of the device's memory for the generator; vllm and sglang only."
+    )
     ignore_eos: bool = Field(description="Generate on after the end-of-sequence token.")
-    enforce_eager: bool = Field(description="Generate without CUDA graphs.")
+    enforce_eager: bool = Field(description="Generate without CUDA graphs and compilation; vllm and sglang only.")
     free_cache_engine: bool = Field(description="Free the key-value cache after generation.")
-    load_format: LoadFormat = Field(description="How the generator is given its first weights.")
-    tensor_model_parallel_size: int = Field(ge=1, description="Devices that share one copy of the generator.")
+    load_format: LoadFormat = Field(
+        description="Start without weights (dummy_...), or with those of the folder; vllm and sglang only."
+    )
+    tensor_model_parallel_size: int = Field(
+        ge=1,
+        description="Ranks, one after the other, that are one generator (vllm); processes of one generator (sglang).",
+    )
+    enable_prefix_caching: bool = Field(description="Compute equal beginnings of prompts once; vllm and sglang only.")
+    update_weights_bucket_megabytes: int = Field(
+        ge=1, description="Size of the buckets in which weights go to a generator in another process."
+    )
     max_num_batched_tokens: int = Field(ge=1, description="Most prompt tokens computed together on one rank.")
     max_num_seqs: int = Field(ge=1, description="Most sequences decoded together on one rank.")
+    do_sample: bool = Field(description="Sample; false takes the likeliest token.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options for vllm, sglang, server, or a generator of your own, as they are; torch and hf take none."
+    )
+
+
+class RolloutConfig(GeneratorConfig):
+    """Generation of responses in training."""
+
     log_prob_micro_batch_size: int = Field(
         ge=1, description="Older: sequences per forward pass of the actor's old log-probs, over all ranks."
     )
@@ -127,10 +147,6 @@ class RolloutConfig(Section):
     )
     log_prob_use_dynamic_bsz: bool = Field(description="Size these micro-batches by tokens, not sequences.")
     log_prob_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per such forward pass on one rank.")
-    do_sample: bool = Field(description="Sample; false takes the likeliest token.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options for a generator of your own (package.module:Class), as they are; torch and hf take none."
-    )
     val_kwargs: ValKwargs = Field(description="Sampling in validation.")
 
 

@@ -22,9 +22,21 @@ class RolloutEngineConfig(Frozen):
     """Prompt tokens computed together, at most (one longer prompt goes alone)."""
     free_cache_engine: bool = True
     """Free the memory of keys and values in `sleep()`."""
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that are one generator; this and the next four are for vllm and sglang."""
+    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
+    """Share of the device's memory for weights, keys and values."""
+    enforce_eager: bool = True
+    """Without CUDA graphs and compilation."""
+    load_format: str = "dummy"
+    """`dummy...`: start without reading weights; anything else reads those of the folder first."""
+    enable_prefix_caching: bool = True
+    """Compute equal beginnings of prompts once."""
+    update_weights_bucket_megabytes: int = Field(default=512, ge=1)
+    """Weights for another process go in buckets of this size."""
     seed: int = 0
     trust_remote_code: bool = False
     external_lib: str | None = None
     override_config: dict[str, Any] = Field(default_factory=dict)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For generators that are libraries of their own; 'torch' and 'hf' take none."""
+    """For generators that are libraries of their own (vllm, sglang); 'torch' and 'hf' take none."""

@@ -1,6 +1,7 @@
-"""What `camshaft ppo --help` and `camshaft sft --help` print."""
+"""What `camshaft ppo --help`, `camshaft sft --help` and `camshaft generate --help` print."""
 
 from camshaft.config.fields import Section
+from camshaft.config.generate import GenerateConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 
@@ -40,6 +41,21 @@ All keys: camshaft config show --trainer sft. One of them: camshaft config expla
 {_OPTIONS}
 example:
   camshaft sft data.train_files=train.parquet data.val_files=null model.path=models/mine
+""",
+    GenerateConfig: f"""\
+usage: camshaft generate key=value ...   responses to the prompts of a parquet file
+
+Every run needs:
+  data.path=FILE data.output_path=FILE                        parquet; the output must not be there yet
+  model.path=FOLDER
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+A run that was stopped goes on when the same command is typed again.
+All keys: camshaft config show --trainer generate. One of them: camshaft config explain --trainer generate KEY
+
+{_OPTIONS}
+example (the second line scores them too, by data_source):
+  camshaft generate data.path=test.parquet data.output_path=out.parquet model.path=models/mine rollout.n=8 \\
+    custom_reward_function.name=auto
 """,
 }
 """By the schema of the command's config."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 import atexit
 import hashlib
 import os
+import resource
+import sys
 from typing import Any
 
 import torch
@@ -100,6 +102,15 @@ def release_cache(device: torch.device) -> None:
     """Give memory that the allocator keeps back to the device, for whoever runs next."""
     if device.type != "cpu":
         _module(device).empty_cache()
+
+
+def peak_memory(device: torch.device | str) -> int:
+    """The most bytes so far: of tensors on the device, or of this process where that is the CPU."""
+    found = torch.device(device)
+    if found.type != "cpu":
+        return torch.accelerator.max_memory_allocated(found)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _module(device: torch.device) -> Any:

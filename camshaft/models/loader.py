@@ -19,6 +19,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -60,6 +61,17 @@ def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> Packed
     return _packed(hf, model, seed).to(device).eval()
 
 
+def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a folder under their transformers names, tied ones once, in the number format of the files.
+
+    For whoever computes with them by itself: the model may be of a kind that cannot be packed.
+    """
+    import_external(model.external_lib)
+    folder = model_folder(model.path)
+    config = load_config(folder, model.trust_remote_code, model.override_config)
+    yield from merged_weights(_pretrained_model(folder, config, model, "auto", attention="eager"))
+
+
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
     """The same model without storage, on the meta device: for an engine that shards it before weights come."""
     _, config = _described(model)
@@ -88,6 +100,11 @@ def _packed(hf: PreTrainedModel, model: EngineModel, seed: int) -> PackedModel:
     if model.enable_gradient_checkpointing:
         packed.enable_gradient_checkpointing(model.gradient_checkpointing_mode)
     return packed
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether there is anything in the model folder to make one of."""
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -192,7 +209,7 @@ def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dty
 
 
 def _pretrained_model(
-    folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype
+    folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
 ) -> PreTrainedModel:
     # Sizes that do not match are let through, so that all that is wrong with the weights is said at once.
     with quiet_transformers(), _building(config, model.head):
@@ -200,7 +217,7 @@ def _pretrained_model(
             folder,
             config=config,
             dtype=dtype,
-            attn_implementation=PACKED,
+            attn_implementation=attention,
             trust_remote_code=model.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,

@@ -4,6 +4,7 @@
     critic.py   the value function: compute_values, update_critic
     ref.py      the policy that the KL is measured from: compute_ref_log_prob
     rollout.py  generation with the actor's weights: generate_sequences
+    generate.py generation with the weights of a folder, for `camshaft generate`
     hybrid.py   ActorRolloutRefWorker, which composes actor, rollout and reference
     sft.py      the model of supervised fine-tuning: train_batch
     base.py     what roles share: sequences, mini-batches, metrics
@@ -14,9 +15,18 @@ controller calls its registered methods; called directly in one process they do 
 
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
+from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
 from camshaft.roles.ref import RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.roles.sft import SFTWorker
 
-__all__ = ["ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RolloutWorker", "SFTWorker"]
+__all__ = [
+    "ActorRolloutRefWorker",
+    "ActorWorker",
+    "CriticWorker",
+    "GenerateWorker",
+    "RefWorker",
+    "RolloutWorker",
+    "SFTWorker",
+]

@@ -1,7 +1,8 @@
 """The actor: the policy that is trained.
 
 Reads `prompts`, `responses`, `response_mask`; for an update also `old_log_probs`, `advantages` and, with a
-KL loss, `ref_log_prob`. Writes `old_log_probs` and `entropy`.
+KL loss, `ref_log_prob`, and where samples are corrected for the rollout's distribution, `rollout_is_weights` and
+`rollout_rs_mask`. Writes `old_log_probs` and `entropy`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class ActorWorker(TrainedRole):
         super().__init__()
         self.config, self.topology = config, topology
         self.actor = config.actor_rollout_ref.actor
+        self.correction = config.algorithm.rollout_correction
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.computes_in = self.actor.fsdp_config.computes_in()
 
@@ -53,6 +55,12 @@ class ActorWorker(TrainedRole):
         wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
         if self.actor.use_kl_loss:
             wanted.append("ref_log_prob")
+        if self.correction.rollout_is:
+            wanted.append("rollout_is_weights")
+        learn = data.select(*wanted)
+        if self.correction.rollout_rs:  # what is rejected counts nowhere: not in the loss, not in what it is divided by
+            kept, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
+            learn = learn.with_columns(response_mask=mask.like(mask.values & kept.values))
         plan = UpdatePlan(
             mini_batch_size=self.config.actor_mini_batch_per_rank(self.topology),
             epochs=self.actor.ppo_epochs,
@@ -60,7 +68,7 @@ class ActorWorker(TrainedRole):
         )
         outputs = ("log_probs", "entropy") if self.actor.entropy_coeff else ("log_probs",)
         ctx = StepContext(outputs=outputs, temperature=self.temperature)
-        metrics = self.update(data.select(*wanted), self._loss, ctx, plan.of(dealt))
+        metrics = self.update(learn, self._loss, ctx, plan.of(dealt))
         return DataProto({}, {"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -76,6 +84,7 @@ class ActorWorker(TrainedRole):
             counts,
             clip=Clip(low, high, actor.clip_ratio_c),
             mode=mode,
+            weights=data["rollout_is_weights"].values if self.correction.rollout_is else None,
         )
         metrics["pg_loss"] = loss
         if actor.entropy_coeff:

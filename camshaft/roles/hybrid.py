@@ -43,6 +43,7 @@ class ActorRolloutRefWorker(Worker):
         self.actor.init_model()
         if self.ref is not None:
             self.ref.init_model()
+        self.rollout.init_model()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(

@@ -7,6 +7,7 @@ Reads `prompts` (and `sampling_seed` where the trainer wrote it); writes `respon
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -15,21 +16,29 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine
 from camshaft.reshard import rollout_mode
-from camshaft.rollout import SamplingParams, build_rollout
+from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 from camshaft.seat import Seat
 
 
 class RolloutWorker(Worker):
     """A generator that takes its weights from `engine` at each call."""
 
+    rollout: BaseRollout
+    """Since `init_model`; it sleeps between calls."""
+
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         super().__init__()
         self.config, self.engine = config, engine
-        self.rollout = build_rollout(config.actor_rollout_ref.rollout.name, rollout_engine(config))
 
     @property
     def seat(self) -> Seat:
         return self.engine.seat
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Build the generator, which may measure how much memory is left and use this rank's process group."""
+        self.rollout = build_rollout(self.config.actor_rollout_ref.rollout.name, rollout_engine(self.config))
+        self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False) -> DataProto:
@@ -43,12 +52,15 @@ class RolloutWorker(Worker):
         metrics = {f"rollout/{name}": value for name, value in out.metrics.items() if name != "seconds"}
         metrics |= sync.metrics()
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
-        responses = out.responses.to("cpu")
-        chosen = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
-        columns = {
-            "responses": responses,
-            "response_mask": chosen,
-            "rollout_log_probs": out.log_probs.to("cpu"),
-            "finished": out.finished.cpu(),
-        }
-        return DataProto.from_dict(columns, {"metrics": metrics})
+        return DataProto.from_dict(columns_of(out), {"metrics": metrics})
+
+
+def columns_of(out: Generation) -> dict[str, Any]:
+    """What a generator made, as the columns that this role writes."""
+    responses = out.responses.to("cpu")
+    return {
+        "responses": responses,
+        "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+        "rollout_log_probs": out.log_probs.to("cpu"),
+        "finished": out.finished.cpu(),
+    }

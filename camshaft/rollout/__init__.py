@@ -22,7 +22,14 @@ __all__ = [
     "rollout_class",
 ]
 
-ROLLOUTS = {"hf": "camshaft.rollout.hf:HFRollout", "torch": "camshaft.rollout.torch_rollout:TorchRollout"}
+ROLLOUTS = {
+    "hf": "camshaft.rollout.hf:HFRollout",
+    "process": "camshaft.rollout.process_rollout:ProcessRollout",
+    "server": "camshaft.rollout.server_rollout:ServerRollout",
+    "sglang": "camshaft.rollout.sglang_rollout:SGLangRollout",
+    "torch": "camshaft.rollout.torch_rollout:TorchRollout",
+    "vllm": "camshaft.rollout.vllm_rollout:VLLMRollout",
+}
 
 
 def rollout_class(name: str) -> type[BaseRollout]:

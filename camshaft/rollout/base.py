@@ -12,7 +12,7 @@ is the log-probability in the very distribution that it sampled from.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,11 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """End a row, beside the model's end-of-sequence tokens."""
+    stop: tuple[str, ...] = ()
+    """End a row with the token that completes one of these strings in the text of the response, and keep that token.
+
+    The text is what the tokenizer makes of the response alone, without special tokens.
+    """
 
     def __post_init__(self) -> None:
         wrong = {
@@ -49,6 +54,8 @@ class SamplingParams:
         for rule, value in wrong.items():
             if value is not False:
                 raise RolloutError(f"SamplingParams: {rule}, got {value}")
+        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+            raise RolloutError(f"SamplingParams: stop must be a tuple of strings that are not empty, got {self.stop!r}")
 
     @property
     def greedy(self) -> bool:
@@ -84,8 +91,18 @@ class Generation:
 class BaseRollout(ABC):
     """A generator that receives its weights from an engine."""
 
+    keeps_tensors = True
+    """Whether it may keep the tensors of `load_weights` and use this process' allocator. False if it copies."""
+
     def __init__(self, config: RolloutEngineConfig):
         self.config = config
+        self.weights_version = 0
+        """The number of the hand-over that the weights belong to; who hands over counts, before `load_weights`.
+
+        An optimizer need not leave a trace on a tensor that it writes to, so nothing else tells old from new.
+        """
+        self.weights_sent: Mapping[str, int] = {}
+        """Digests of what that hand-over sent, by name; likewise."""
         self._calls = 0
 
     # -- what a generator implements --------------------------------------------------------------
@@ -100,12 +117,20 @@ class BaseRollout(ABC):
         """
 
     @abstractmethod
+    def weight_digests(self) -> Mapping[str, int]:
+        """`digest()` of each weight by the name it came under, recomputed at the receiving side.
+
+        From what the generator holds, where it holds it as it came, else from what arrived in the process that
+        uses it. Without weights it is an error.
+        """
+
+    @abstractmethod
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         """One response for each row of `prompts`; a generator may compute equal prompts once.
 
-        `seeds` (B,) int64 make the call reproducible. Where a generator can (the built-in one can), a row's
-        samples depend on its seed and its prompt alone, whatever other rows ride along. Without seeds, rows
-        are numbered from the config's seed and a counter of calls.
+        `seeds` (B,) int64 make the call reproducible: a row's samples depend on its seed and its prompt alone,
+        whatever other rows ride along. Without seeds, rows are numbered from the config's seed and a counter of
+        calls.
         """
 
     @abstractmethod
@@ -117,6 +142,10 @@ class BaseRollout(ABC):
         """Be ready to take weights and generate again; weights must be loaded after it."""
 
     # -- written once, for all of them ------------------------------------------------------------
+
+    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        """What the sender casts this weight to; a generator that keeps some weights wider says so here."""
+        return getattr(torch, self.config.dtype) if tensor.is_floating_point() else tensor.dtype
 
     def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
         """(B,) how many tokens each row may get: `max_tokens`, or less where `max_model_len` ends the row.
@@ -149,3 +178,23 @@ class BaseRollout(ABC):
                 f"seeds must be int64 of shape ({num_rows},), one per prompt; got {seeds.dtype} {tuple(seeds.shape)}"
             )
         return seeds
+
+
+# -- the same words for all of them ---------------------------------------------------------------
+
+
+def refuse_load(asleep: bool) -> None:
+    """For `load_weights`."""
+    if asleep:
+        raise RolloutError("the rollout sleeps: call wake_up() before load_weights()")
+
+
+def refuse_use(asleep: bool, has_weights: bool) -> None:
+    """For all that needs weights."""
+    if asleep:
+        raise RolloutError("the rollout sleeps: call wake_up() and load_weights() before generate_sequences()")
+    if not has_weights:
+        raise RolloutError(
+            "the rollout has no weights: call load_weights(engine.named_weights()) before generate_sequences(), "
+            "once at the start and again after each sleep()"
+        )

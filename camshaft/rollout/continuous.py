@@ -20,8 +20,10 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.attention import no_mask
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.packed import packed_linears
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.slots import PromptStep, SlotPool, TokenStep
+from camshaft.rollout.stops import StopStrings
 
 REFILL = 8
 """Waiting rows join when one slot in so many is free: computing their prompts in one go pays."""
@@ -41,6 +43,7 @@ class Request:
     seeds: Tensor
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    stop_strings: StopStrings | None = None
 
 
 @dataclass
@@ -66,8 +69,11 @@ class ContinuousBatch:
         self.num_waiting = len(prompts)
         self.lengths = prompts.lengths.to(self.device)
         self.ends = self.lengths + request.limits.to(self.device) - 1
+        self.num_steps = int(request.limits.max())
         self.seeds = request.seeds.to(self.device)
         self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
+        self.stop_strings = request.stop_strings
+        self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
         self.mask = no_mask(self.device)
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)
         self.longest = 0  # the highest position of a live row, which is how many of its places are filled
@@ -79,7 +85,7 @@ class ContinuousBatch:
         """All rows to their ends."""
         start = time.perf_counter()
         # No view of weights leaves this context, and what leaves it is copied to normal tensors below.
-        with torch.inference_mode():
+        with torch.inference_mode(), packed_linears(self.hf, self.num_slots, self.num_steps):
             while self.num_waiting or self.live.shape[1]:
                 free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
@@ -194,11 +200,17 @@ class ContinuousBatch:
             scores = restrict(logits, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
             tokens, log_probs = draw(scores, uniform(seeds, positions))
         self.out.append((rows, tokens, log_probs))
+        if self.stop_strings is not None:
+            for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+                self.responses[row].append(token)
         return tokens
 
     def _let_go(self) -> None:
         """Rows that have ended leave, and the last rows move into their slots."""
         stopped = (self.live[TOKEN][:, None] == self.stop_ids).any(dim=1)
+        if self.stop_strings is not None:
+            responses = [self.responses[row] for row in self.live[ROW].tolist()]
+            stopped |= torch.tensor([self.stop_strings.ended_by(tokens) for tokens in responses], device=self.device)
         done = stopped | (self.live[POSITION] >= self.live[END])
         stay = (~done).nonzero()[:, 0]  # waits for the device, once a step
         if len(stay) == len(done):

@@ -5,7 +5,8 @@
     for finding in check_rollout(MyRollout, folder): ... # all of them
 
 The oracle is `transformers` on each row alone (`lab.py` beside this file). A rule is a function of a lab; what
-it proves is its docstring, and its name is what a report shows.
+it proves is its docstring, and its name is what a report shows. `contract_ends.py` and `contract_weights.py` have
+those about where rows end and about weights.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from camshaft.ragged import Ragged
+from camshaft.rollout import contract_ends as ends
+from camshaft.rollout import contract_weights as weights
 from camshaft.rollout.base import BaseRollout, SamplingParams
-from camshaft.rollout.lab import EOS, Case, RolloutLab, close, expect_refusal, off_by
+from camshaft.rollout.lab import EOS, RolloutLab, close, expect_refusal
 from camshaft.rules import Finding, Rule, expect, rules_of, run_rules
 
 FAMILIES = {
@@ -36,9 +39,6 @@ WAYS = (
     SamplingParams(12, top_p=0.7),
     SamplingParams(12, temperature=1.4, top_k=20, top_p=0.8),
 )
-
-
-# -- what is generated ----------------------------------------------------------------------------
 
 
 def greedy_is_what_transformers_says(lab: RolloutLab) -> None:
@@ -100,6 +100,9 @@ def _chi_square(seen: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 def families(lab: RolloutLab) -> None:
     """The same holds for several model families, with grouped heads, untied output and sliding windows."""
     for family, sizes in FAMILIES.items():
+        if family in lab.refused:
+            expect_refusal(lambda: lab.case(family, sizes), lab.refused[family], f"{family} was taken")  # noqa: B023
+            continue
         case, prompts = lab.case(family, sizes), lab.prompts(3, 14, 1)
         sampling = SamplingParams(16, temperature=0.9, ignore_eos=True)
         out = case.rollout.generate_sequences(prompts, sampling)
@@ -127,54 +130,23 @@ def seeds_decide(lab: RolloutLab) -> None:
     expect(torch.equal(before, torch.random.get_rng_state()), "the caller's random state was changed")
 
 
-# -- where rows end -------------------------------------------------------------------------------
+def a_row_is_the_same_in_any_batch(lab: RolloutLab) -> None:
+    """A row's samples depend on its seed and its prompt alone: n samples of one prompt, other company, other order."""
+    case, sampling = lab.case(), SamplingParams(10, top_p=0.95, ignore_eos=True)
+    prompts = lab.prompts(4, 9, 2).select([0, 0, 0, 0, 1, 1, 2, 0])
+    seeds = torch.tensor([5, 6, 7, 8, 5, 9, 5, 6])
 
+    def rows(chosen: list[int]) -> list[list[int]]:
+        out = case.rollout.generate_sequences(prompts.select(chosen), sampling, seeds[chosen])
+        return [row.tolist() for row in out.responses.rows()]
 
-def rows_end(lab: RolloutLab) -> None:
-    """A row ends with its first stop token, which is kept, or at max_tokens; `finished` says which."""
-    case, prompts = lab.case(), lab.prompts(*[4] * 12)
-    stops = tuple(range(10, 40))
-    for sampling in (
-        SamplingParams(10, stop_token_ids=stops),
-        SamplingParams(10, stop_token_ids=stops, ignore_eos=True),
-        SamplingParams(10, ignore_eos=True),
-        SamplingParams(1, stop_token_ids=stops),
-    ):
-        out = case.rollout.generate_sequences(prompts, sampling)
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        expect(len(out.responses) == 12 and out.finished.shape == (12,), f"not one response per prompt: {out}")
-        for row, finished in zip(out.responses.rows(), out.finished.tolist(), strict=True):
-            tokens = row.tolist()
-            expect(not ends & set(tokens[:-1]), f"{sampling}: a row went on after a stop token: {tokens}")
-            expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for {tokens}")
-            expect(finished or len(tokens) == sampling.max_tokens, f"{sampling}: {len(tokens)} tokens, no end")
-
-
-def the_models_own_end_is_honoured(lab: RolloutLab) -> None:
-    """A row that greedily says the end-of-sequence token ends there; with ignore_eos it goes on."""
-    case = lab.empty_case(sizes={"tie_embeddings": False})
-    head = case.plain.get_output_embeddings().weight
-    head.data[EOS] = head.data.abs().sum(dim=0)
-    head.data[3:] = -head.data[EOS]
-    # Now of any hidden state either EOS or all of the tokens from 3 on have the largest logit.
-    case.rollout.load_weights(case.weights())
-    prompts = lab.prompts(*range(1, 11))
-    out = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0))
-    expect(bool(out.finished.any()), "no row ended, though some say the end-of-sequence token")
-    for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
-        wanted = case.generate(prompt, 6, [EOS])
-        expect(response.tolist() == wanted, f"{response.tolist()}, transformers says {wanted}")
-    longer = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0, ignore_eos=True))
-    expect(longer.responses.lengths.tolist() == [6] * 10, f"ignore_eos gave {longer.responses.lengths.tolist()} tokens")
-    expect(not bool(longer.finished.any()), "rows are called finished that went on to max_tokens")
-
-
-def max_model_len_ends_a_row(lab: RolloutLab) -> None:
-    """Prompt and response together never exceed max_model_len, row by row."""
-    case = lab.case(max_model_len=20)
-    prompts = lab.prompts(3, 19, 12, 1)
-    out = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True))
-    expect(out.responses.lengths.tolist() == [10, 1, 8, 10], f"response lengths {out.responses.lengths.tolist()}")
+    together = rows(list(range(8)))
+    expect(len({tuple(row) for row in together[:4]}) == 4, f"samples of one prompt are equal: {together[:4]}")
+    expect(together[7] == together[1], "one prompt with one seed gave two responses in one batch")
+    alone = [rows([number])[0] for number in range(8)]
+    expect(alone == together, f"rows alone are {alone}, together {together}")
+    order = [6, 3, 1, 0, 7, 5, 2, 4]
+    expect(rows(order) == [together[number] for number in order], "rows changed with their order")
 
 
 def many_short_and_a_few_long_prompts(lab: RolloutLab) -> None:
@@ -191,127 +163,27 @@ def many_short_and_a_few_long_prompts(lab: RolloutLab) -> None:
         expect(response.tolist() == wanted, f"{response.tolist()}, transformers says {wanted}")
 
 
-def no_prompts(lab: RolloutLab) -> None:
-    """No prompts give no responses."""
-    out = lab.case().rollout.generate_sequences(lab.prompts(), SamplingParams(4))
-    expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"no prompts gave {out}")
-
-
-def bad_prompts_are_refused(lab: RolloutLab) -> None:
-    """An empty prompt, one that leaves no room, one with unknown tokens: an error that names row and value."""
-    case = lab.case(max_model_len=20)
-
-    def generate(prompts: Ragged) -> None:
-        case.rollout.generate_sequences(prompts, SamplingParams(4))
-
-    empty = Ragged.from_rows([torch.tensor([5]), torch.tensor([], dtype=torch.int64)])
-    expect_refusal(lambda: generate(empty), "row 1", "an empty prompt was taken")
-    expect_refusal(
-        lambda: generate(lab.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was taken"
-    )
-    unknown = Ragged.from_rows([[5], [6, 7000]])
-    expect_refusal(lambda: generate(unknown), "token id 7000", "an unknown token was taken")
-
-
-# -- weights --------------------------------------------------------------------------------------
-
-
-def the_last_weights_count(lab: RolloutLab) -> None:
-    """After a second load_weights log-probs are those of the new weights; stale ones would be far off."""
-    case, prompts, sampling = lab.case(), lab.prompts(4, 9), SamplingParams(12)
-    before = case.rollout.generate_sequences(prompts, sampling)
-    old = case.log_probs(prompts, before.responses, sampling)
-    close(before.log_probs, old, lab.tolerance, "log-probs of the first weights")
-    case.rollout.load_weights(case.other_weights())
-    after = case.rollout.generate_sequences(prompts, sampling)
-    stale = off_by(after.log_probs, case.log_probs(prompts, after.responses, sampling))
-    expect(stale > 0.1, f"the log-probs are still those of the first weights (off by {stale:.1e})")
-    for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
-        weight.data = new
-    close(
-        after.log_probs, case.log_probs(prompts, after.responses, sampling), lab.tolerance, "log-probs after the load"
-    )
-
-
-def tied_weights_come_once_or_twice(lab: RolloutLab) -> None:
-    """A tied output weight may be left out, come instead of the embedding, or come beside it."""
-    case, prompts = lab.empty_case(), lab.prompts(4, 9)
-    inner, outer = "model.embed_tokens.weight", "lm_head.weight"
-    weights = dict(case.weights())
-    renamed = {outer if name == inner else name: weight for name, weight in weights.items()}
-    for sent in (weights, renamed, weights | renamed):
-        case.rollout.load_weights(iter(sent.items()))
-        out = case.rollout.generate_sequences(prompts, SamplingParams(6))
-        close(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(6)), lab.tolerance, "log-probs")
-
-
-def weights_that_do_not_fit_are_named(lab: RolloutLab) -> None:
-    """A missing, an unknown and a misshapen weight are errors that name it, and leave nothing to generate with."""
-    case = lab.case()
-    name = "model.layers.1.mlp.up_proj.weight"
-    weights = dict(case.weights())
-    wrong = {
-        "missing": {n: w for n, w in weights.items() if n != name},
-        "unknown": weights | {"model.layers.1.mlp.sideways.weight": weights[name]},
-        "misshapen": weights | {name: weights[name][:-1]},
-    }
-    told = {"missing": name, "unknown": "sideways", "misshapen": name}
-    for kind, sent in wrong.items():
-        expect_refusal(lambda: case.rollout.load_weights(sent.items()), told[kind], f"a {kind} weight was taken")  # noqa: B023
-        _refuses_to_generate(case, lab, f"after a {kind} weight")
-    case.rollout.load_weights(case.weights())
-    case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
-
-
-def weights_come_before_tokens(lab: RolloutLab) -> None:
-    """Without weights there is an error that says to load them."""
-    _refuses_to_generate(lab.empty_case(), lab, "before load_weights")
-
-
-def sleep_and_wake(lab: RolloutLab) -> None:
-    """Asleep it refuses, awake it wants weights again, and then it generates as before."""
-    case, prompts = lab.case(), lab.prompts(4, 9)
-    before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
-    for _ in range(2):
-        case.rollout.sleep()
-        expect_refusal(
-            lambda: case.rollout.generate_sequences(prompts, SamplingParams(8)), "wake_up", "it generated while asleep"
-        )
-        case.rollout.wake_up()
-        _refuses_to_generate(case, lab, "after sleep() and wake_up()")
-        case.rollout.load_weights(case.weights())
-        after = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
-        expect(torch.equal(after.responses.values, before.responses.values), "it generates other tokens after sleep")
-    case.rollout.wake_up()
-    case.rollout.generate_sequences(prompts, SamplingParams(2))
-
-
-def _refuses_to_generate(case: Case, lab: RolloutLab, when: str) -> None:
-    expect_refusal(
-        lambda: case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2)),
-        "load_weights",
-        f"it generated {when}",
-    )
-
-
-def half_precision_is_near(lab: RolloutLab) -> None:
-    """With dtype=bfloat16, float32 weights are rounded on arrival, and log-probs stay near those of float32."""
-    case, prompts, sampling = lab.empty_case(dtype="bfloat16"), lab.prompts(4, 9, 12), SamplingParams(12)
-    for weight in case.plain.parameters():
-        weight.data /= 4 if weight.ndim > 1 else 1
-    case.rollout.load_weights(case.weights())
-    out = case.rollout.generate_sequences(prompts, sampling)
-    wanted = case.log_probs(prompts, out.responses, sampling)
-    mean = (out.log_probs.values.double() - wanted.values).abs().mean().item()
-    expect(mean < 2e-2, f"log-probs in bfloat16 are off by {mean:.1e} on average")
+def thousands_of_short_and_a_few_very_long_prompts(lab: RolloutLab) -> None:
+    """2000 prompts of 1 to 4 tokens and three of up to 900 in one call: all rows are right and in order."""
+    case = lab.case(max_model_len=1024, max_num_seqs=256, max_num_batched_tokens=2048)
+    long, short = lab.prompts(900, 511, 700, seed=1), lab.prompts(*[1, 2, 3, 4] * 500)
+    mixed = Ragged.concat([short.select(slice(0, 700)), long, short.select(slice(700, 2000))])
+    sampling = SamplingParams(4, stop_token_ids=tuple(range(10, 40)))
+    out = case.rollout.generate_sequences(mixed, sampling)
+    expect(len(out.responses) == 2003, f"{len(out.responses)} responses to 2003 prompts")
+    wanted = case.many_log_probs(mixed, out.responses)
+    close(out.log_probs, wanted, lab.tolerance, "log-probs")
 
 
 RULES: tuple[Rule[RolloutLab], ...] = rules_of(
     greedy_is_what_transformers_says, log_probs_are_those_of_the_distribution, frequencies_follow_the_distribution,
-    families, seeds_decide, rows_end, the_models_own_end_is_honoured, max_model_len_ends_a_row,
-    many_short_and_a_few_long_prompts, no_prompts, bad_prompts_are_refused, the_last_weights_count,
-    tied_weights_come_once_or_twice, weights_that_do_not_fit_are_named, weights_come_before_tokens, sleep_and_wake,
-    half_precision_is_near,
+    families, seeds_decide, a_row_is_the_same_in_any_batch, many_short_and_a_few_long_prompts,
+    thousands_of_short_and_a_few_very_long_prompts,
+    ends.rows_end, ends.stop_strings_end_a_row, ends.the_models_own_end_is_honoured, ends.max_model_len_ends_a_row,
+    ends.no_prompts, ends.bad_prompts_are_refused,
+    weights.the_last_weights_count, weights.tied_weights_come_once_or_twice,
+    weights.weights_that_do_not_fit_are_named, weights.weights_come_before_tokens, weights.digests_tell_what_is_held,
+    weights.digests_find_a_transposed_weight, weights.sleep_and_wake, weights.half_precision_is_near,
 )  # fmt: skip
 
 

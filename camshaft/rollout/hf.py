@@ -5,36 +5,38 @@
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
 Prompts are padded on the left, finished rows are computed until the last one of their part has ended, and every
-row's prompt is computed by itself. Log-probs are read from the scores that transformers sampled from. A batch
-runs in parts, since those scores take (tokens x rows x vocabulary) of memory.
+row's prompt is computed by itself. What may be sampled is cut by transformers' own warpers; the draw is that of
+`sampling.py`, so that a row's samples depend on its seed and prompt alone.
 """
 
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.borrowed import BorrowedModel
-from camshaft.rollout.sampling import combined_seed
-
-SCORE_BYTES = 2**30
-"""The scores of one part take at most so much memory, unless one row alone takes more."""
+from camshaft.rollout.sampling import draw, greedy, uniform
+from camshaft.rollout.stops import StopStrings
 
 
 class HFRollout(BaseRollout):
-    """See the map above.
-
-    transformers draws all rows from one random state: the same call gives the same result, but a row's samples
-    depend on the rows that ride along. The caller's random state is left alone.
-    """
+    """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -46,6 +48,12 @@ class HFRollout(BaseRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load(weights)
 
+    def weight_digests(self) -> Mapping[str, int]:
+        return self.model.digests()
+
+    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         hf = self.model.ready()
         limits = self.limits(prompts, sampling, self.model.num_embeddings)
@@ -54,8 +62,8 @@ class HFRollout(BaseRollout):
             return Generation.empty(prompts)
         start = time.perf_counter()
         parts = [
-            self._generate(hf, prompts.select(rows), limits[rows], sampling, combined_seed(seeds[rows]))
-            for rows in self._parts(prompts.lengths.tolist(), limits.tolist())
+            self._generate(hf, prompts.select(rows), limits[rows], sampling, seeds[rows])
+            for rows in self._parts(prompts.lengths.tolist())
         ]
         responses = Ragged.concat([part.responses for part in parts])
         metrics = {name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics}
@@ -74,48 +82,47 @@ class HFRollout(BaseRollout):
     def wake_up(self) -> None:
         self.model.wake_up()
 
-    def _parts(self, lengths: list[int], limits: list[int]) -> Iterator[slice]:
-        """Consecutive rows that are padded to one grid, by the limits of the config and of memory."""
-        first = longest = most = 0
-        vocabulary = self.model.num_embeddings
-        for row, (length, limit) in enumerate(zip(lengths, limits, strict=True)):
-            longest, most, rows = max(longest, length), max(most, limit), row - first + 1
-            if row > first and (
-                rows > self.config.max_num_seqs
-                or rows * longest > self.config.max_num_batched_tokens
-                or rows * most * vocabulary * 4 > SCORE_BYTES
-            ):
+    def _parts(self, lengths: list[int]) -> Iterator[slice]:
+        """Consecutive rows that are padded to one grid, by the limits of the config."""
+        first = longest = 0
+        for row, length in enumerate(lengths):
+            longest, rows = max(longest, length), row - first + 1
+            if row > first and (rows > self.config.max_num_seqs or rows * longest > self.config.max_num_batched_tokens):
                 yield slice(first, row)
-                first, longest, most = row, length, limit
+                first, longest = row, length
         yield slice(first, len(lengths))
 
-    def _generate(self, hf: Any, prompts: Ragged, limits: Tensor, sampling: SamplingParams, seed: int) -> Generation:
+    def _generate(
+        self, hf: Any, prompts: Ragged, limits: Tensor, sampling: SamplingParams, seeds: Tensor
+    ) -> Generation:
         """One call of `transformers.generate`."""
         stop_ids = [*(() if sampling.ignore_eos else self.model.stop_ids), *sampling.stop_token_ids]
-        chances = {} if sampling.greedy else {"temperature": sampling.temperature, "top_p": sampling.top_p}
         config = GenerationConfig(
-            do_sample=not sampling.greedy,
-            top_k=None if sampling.greedy else max(sampling.top_k, 0),
-            **chances,
+            do_sample=False,  # `_Choice` leaves one token
             max_new_tokens=int(limits.max()),
             eos_token_id=stop_ids or None,
             pad_token_id=0,  # written behind a row's end, and cut off below
-            output_scores=True,
             return_dict_in_generate=True,
         )
-        grid = prompts.to(self.model.device)
-        with torch.no_grad(), _seeded(seed, self.model.device):
-            out = hf.generate(grid.padded("left"), attention_mask=grid.mask("left").long(), generation_config=config)
-        width = int(prompts.lengths.max())
+        grid, width = prompts.to(self.model.device), int(prompts.lengths.max())
+        choice = _Choice(sampling, seeds.to(self.model.device), grid.lengths.to(self.model.device))
+        strings = _Strings(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
+        with torch.no_grad():
+            out = hf.generate(
+                grid.padded("left"),
+                attention_mask=grid.mask("left").long(),
+                generation_config=config,
+                logits_processor=LogitsProcessorList([choice]),
+                stopping_criteria=StoppingCriteriaList([] if strings is None else [strings]),
+            )
         tokens = out.sequences[:, width:]
-        chosen = [
-            scores.log_softmax(-1).gather(-1, step[:, None])[:, 0]
-            for scores, step in zip(out.scores, tokens.unbind(1), strict=True)
-        ]
-        log_probs = torch.stack(chosen, dim=1).float()
+        log_probs = torch.stack(choice.log_probs, dim=1)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         inside = columns < limits.to(tokens.device)[:, None]
-        stops = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device)) & inside
+        stops = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device))
+        if strings is not None:
+            stops |= columns == torch.tensor(strings.ends, device=tokens.device)[:, None]
+        stops &= inside
         ended = stops.cumsum(dim=1) - stops.long() > 0  # a stop token is kept, what follows it is not
         keep = inside & ~ended
         steps = tokens.shape[1] - 1
@@ -130,16 +137,42 @@ class HFRollout(BaseRollout):
         return Generation(Ragged.from_padded(tokens, keep), kept, stops.any(dim=1), metrics)
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """The random state of `seed` on the CPU and on `device`; what it was before, afterwards."""
-    if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            yield
-        return
-    module = torch.get_device_module(device)
-    with torch.random.fork_rng(devices=[device], device_type=device.type), module.device(device):
-        torch.default_generator.manual_seed(seed)
-        module.manual_seed(seed)
-        yield
+class _Choice(LogitsProcessor):
+    """Chooses the next token of each row from what the warpers leave, and notes its log-prob."""
+
+    def __init__(self, sampling: SamplingParams, seeds: Tensor, lengths: Tensor):
+        self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, lengths
+        self._warpers = LogitsProcessorList()
+        if sampling.temperature != 1 and not sampling.greedy:
+            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k > 0:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        self.log_probs: list[Tensor] = []
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if self._greedy:
+            tokens, log_probs = greedy(scores)
+        else:
+            positions = self._lengths + len(self.log_probs)
+            tokens, log_probs = draw(self._warpers(input_ids, scores), uniform(self._seeds, positions))
+        self.log_probs.append(log_probs)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
+
+
+class _Strings(StoppingCriteria):
+    """Ends the rows of one call whose text has one of the strings, and notes where."""
+
+    def __init__(self, stops: StopStrings, width: int):
+        self._stops, self._width = stops, width
+        self.ends: list[int] = []
+        """For each row the column of its last token, or -1."""
+
+    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+        rows = input_ids[:, self._width :].tolist()
+        self.ends = self.ends or [-1] * len(rows)
+        for number, row in enumerate(rows):
+            if self.ends[number] < 0 and self._stops.ended_by(row):
+                self.ends[number] = len(row) - 1
+        return torch.tensor([end >= 0 for end in self.ends], device=input_ids.device)

@@ -11,7 +11,7 @@ and the distribution is cut token by token in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.models.loader import quiet_transformers
+from camshaft.models.loader import load_tokenizer, quiet_transformers
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
@@ -38,8 +38,19 @@ EOS = 2
 class RolloutLab:
     """One class of generators in one scratch folder."""
 
-    def __init__(self, rollout_class: type[BaseRollout], folder: str | Path, device: str = "cpu"):
+    def __init__(
+        self,
+        rollout_class: type[BaseRollout],
+        folder: str | Path,
+        device: str = "cpu",
+        sizes: dict[str, Any] | None = None,
+        refused: Mapping[str, str] | None = None,
+    ):
         self.rollout_class, self.folder, self.device = rollout_class, Path(folder), device
+        self.sizes: dict[str, Any] = {"hidden": 32, "seed": 3} | (sizes or {})
+        """Of all models; larger ones for a generator that cannot compute the smallest (`make_tiny_model`)."""
+        self.refused: Mapping[str, str] = refused or {}
+        """Families that the generator must refuse, because it would compute something else, and words of the error."""
         self.tolerance = 1e-4
 
     def case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
@@ -53,8 +64,7 @@ class RolloutLab:
         name = "-".join([family, *(f"{key}{value}" for key, value in (sizes or {}).items())])
         folder = self.folder / name
         if not folder.exists():
-            shape: dict[str, Any] = {"hidden": 32, "seed": 3} | (sizes or {})
-            make_tiny_model(folder, family, **shape)
+            make_tiny_model(folder, family, **(self.sizes | (sizes or {})))
         defaults = {"max_model_len": 96, "max_num_seqs": 16, "device": self.device}
         rollout = self.rollout_class(RolloutEngineConfig(model_path=str(folder), **(defaults | config)))
         with quiet_transformers():
@@ -62,7 +72,7 @@ class RolloutLab:
         for weight in plain.parameters():
             if weight.ndim > 1:
                 weight.data *= SHARPNESS
-        return Case(rollout, plain.to(self.device).eval())
+        return Case(rollout, plain.to(self.device).eval(), load_tokenizer(str(folder)))
 
     def prompts(self, *lengths: int, seed: int = 0) -> Ragged:
         """Random prompts of these lengths."""
@@ -76,6 +86,11 @@ class Case:
 
     rollout: BaseRollout
     plain: Any
+    tokenizer: Any
+
+    def text(self, tokens: list[int]) -> str:
+        """What a response of these tokens reads like."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def weights(self) -> list[tuple[str, Tensor]]:
         return list(self.plain.named_parameters())
@@ -98,6 +113,25 @@ class Case:
         for prompt, response in zip(prompts.rows(), responses.rows(), strict=True):
             probs = self.distribution(torch.cat([prompt, response]), sampling)[len(prompt) - 1 : -1]
             found.append(probs.gather(-1, response[:, None])[:, 0].log())
+        return Ragged.from_rows(found, torch.float64)
+
+    @torch.no_grad()
+    def many_log_probs(self, prompts: Ragged, responses: Ragged) -> Ragged:
+        """Of each response token under the model itself; rows of about one length are computed together.
+
+        They are padded on the right, where no token that counts sees them.
+        """
+        rows = [torch.cat(pair) for pair in zip(prompts.rows(), responses.rows(), strict=True)]
+        found: list[Tensor] = [torch.empty(0)] * len(rows)
+        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
+        for start in range(0, len(order), 64):
+            part = order[start : start + 64]
+            grid = torch.nn.utils.rnn.pad_sequence([rows[row] for row in part], batch_first=True).to(self.plain.device)
+            log_probs = self.plain(input_ids=grid).logits[:, :-1].double().log_softmax(-1)
+            chosen = log_probs.gather(-1, grid[:, 1:, None])[..., 0].cpu()
+            for row, values in zip(part, chosen, strict=True):
+                first = int(prompts.lengths[row]) - 1
+                found[row] = values[first : first + int(responses.lengths[row])]
         return Ragged.from_rows(found, torch.float64)
 
     @torch.no_grad()

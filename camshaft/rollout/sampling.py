@@ -96,11 +96,6 @@ def row_seeds(seed: int, call: int, num_rows: int) -> Tensor:
     return _mix(streams + (torch.arange(num_rows) + 1) * _GOLDEN)
 
 
-def combined_seed(seeds: Tensor) -> int:
-    """One seed for a generator that takes no more than one, made of all `seeds` and their order."""
-    return int(_mix(seeds.cpu() + (torch.arange(len(seeds)) + 1) * _GOLDEN).sum()) & (2**63 - 1)
-
-
 def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """(B,) index drawn in proportion to `weights` (B, W), and (B,) how far into its share the uniform fell.
 

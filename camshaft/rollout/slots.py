@@ -10,6 +10,9 @@ A model built with the "packed" attention calls `attend` of the object given as 
 What shape keys and values have is learnt from the first call, so nothing here depends on the model's family.
 """
 
+import itertools
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +29,12 @@ GRAIN = 64
 
 SPAN = 16
 """Attention looks at a multiple of this many places: masks that are aligned suit the kernels."""
+
+PAGE = 2**21
+"""The size of a large page."""
+
+LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
+"""What asks the system for large pages, where it has them."""
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values, each (slots, heads, places, dim)."""
@@ -60,8 +69,7 @@ class SlotPool:
             self.layers[index] = self._larger(keys), self._larger(values)
 
     def _larger(self, old: Tensor) -> Tensor:
-        # Zeros, since a masked place must not hold what is not a number.
-        new = old.new_zeros(self.num_slots, old.shape[1], self.length, old.shape[3])
+        new = _zeros((self.num_slots, old.shape[1], self.length, old.shape[3]), old)
         new[: old.shape[0], :, : old.shape[2]] = old
         return new
 
@@ -70,8 +78,8 @@ class SlotPool:
         index: Any = module.layer_idx
         if index not in self.layers:
             self.layers[index] = (
-                key.new_zeros(self.num_slots, key.shape[1], self.length, key.shape[3]),
-                value.new_zeros(self.num_slots, value.shape[1], self.length, value.shape[3]),
+                _zeros((self.num_slots, key.shape[1], self.length, key.shape[3]), key),
+                _zeros((self.num_slots, value.shape[1], self.length, value.shape[3]), value),
             )
         return self.layers[index]
 
@@ -104,6 +112,20 @@ class SlotPool:
         self.num_slots = self.length = 0
 
 
+def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros, since a masked place must not hold what is not a number; on the CPU in large pages if there are any.
+
+    Attention runs through all of it once a step, and with small pages a good part of its time goes into finding them.
+    """
+    count = math.prod(shape)
+    size = count * like.element_size()
+    if like.device.type != "cpu" or size < PAGE or LARGE_PAGES is None:
+        return like.new_zeros(shape)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(LARGE_PAGES)
+    return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)
+
+
 class PromptStep:
     """One model call on packed prompts; the keys and values of prompt sources[i] go to slot targets[i]."""
 
@@ -112,6 +134,12 @@ class PromptStep:
     ):
         self.pool = pool
         self.kwargs = packed_kwargs(lengths, device)
+        self.copies: list[tuple[int, slice]] | None = None
+        if device.type == "cpu":  # elsewhere, two kernels for all rows are faster than two for each
+            stops = list(itertools.accumulate(lengths))
+            spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
+            self.copies = [(target, spans[source]) for source, target in zip(sources, targets, strict=True)]
+            return
         sizes = torch.tensor(lengths)
         starts = (sizes.cumsum(0) - sizes)[sources]
         copied = sizes[sources]
@@ -126,8 +154,13 @@ class PromptStep:
         """Attention inside each prompt; see `camshaft.models.attention.Slots`."""
         self.pool.check_window(module, sliding_window)
         keys, values = self.pool.layer(module, key, value)
-        keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
-        values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
+        if self.copies is not None:
+            for target, span in self.copies:
+                keys[target, :, : span.stop - span.start] = key[0, :, span]
+                values[target, :, : span.stop - span.start] = value[0, :, span]
+        else:
+            keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
+            values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
         mixed, _ = packed_attention(
             module, query, key, value, scaling=scaling, sliding_window=sliding_window, **self.kwargs
         )
@@ -144,14 +177,16 @@ class TokenStep:
         self.length = min(-(-length // SPAN) * SPAN, pool.length)
         self.distance = positions[:, None] - torch.arange(self.length, device=positions.device)
         self.masks: dict[int | None, Tensor] = {}
+        self.places: dict[int, Tensor] = {}
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         """Attention of each new token over the places of its slot; see `camshaft.models.attention.Slots`."""
         keys, values = self.pool.layer(module, key, value)
-        keys[self.rows, :, self.positions] = key[:, :, 0]
-        values[self.rows, :, self.positions] = value[:, :, 0]
+        places = self._places(key.shape[1])
+        keys.view(-1, keys.shape[3]).index_copy_(0, places, key.reshape(-1, keys.shape[3]))
+        values.view(-1, values.shape[3]).index_copy_(0, places, value.reshape(-1, values.shape[3]))
         num_rows, num_heads, _, dim = query.shape
         # The query heads that share a key head stand in for a longer query: no key is repeated.
         grouped = query.reshape(num_rows, key.shape[1], -1, dim)
@@ -163,6 +198,13 @@ class TokenStep:
             scale=scaling,
         )
         return mixed.reshape(num_rows, 1, num_heads, -1)
+
+    def _places(self, num_heads: int) -> Tensor:
+        """(B * heads,) where the new keys go in a block seen as one list of places; made once for all layers."""
+        if num_heads not in self.places:
+            heads = self.rows[:, None] * num_heads + torch.arange(num_heads, device=self.rows.device)
+            self.places[num_heads] = (heads * self.pool.length + self.positions[:, None]).flatten()
+        return self.places[num_heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, 1, places) zero for what a token sees, -inf for the rest; made once for all layers."""

@@ -9,8 +9,9 @@ and values live in `slots.py`. Weights of the right dtype and device are shared 
 `continuous.py` is the loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -22,6 +23,7 @@ from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.borrowed import BorrowedModel
 from camshaft.rollout.continuous import ContinuousBatch, Request
 from camshaft.rollout.slots import SlotPool
+from camshaft.rollout.stops import StopStrings
 
 
 class TorchRollout(BaseRollout):
@@ -38,6 +40,12 @@ class TorchRollout(BaseRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load(weights)
 
+    def weight_digests(self) -> Mapping[str, int]:
+        return self.model.digests()
+
+    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         hf = self.model.ready()
         limits = self.limits(prompts, sampling, self.model.num_embeddings)
@@ -45,7 +53,8 @@ class TorchRollout(BaseRollout):
         if not len(prompts):
             return Generation.empty(prompts)
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
-        request = Request(prompts, limits, seeds, sampling, stop_ids)
+        strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
+        request = Request(prompts, limits, seeds, sampling, stop_ids, strings)
         generation = ContinuousBatch(hf, self.pool, request, self.config).generate()
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):

@@ -4,7 +4,7 @@
         track.log({"critic/score/mean": 0.5, "timing_s/step": 1.2}, step=1)
 
 One file per tracker; each brings its own library. Metric names begin with the part they come from: actor/,
-critic/, rollout/, reward/, val/, timing_s/, perf/. The trainers call `log` once for each step.
+critic/, rollout/, rollout_corr/, reward/, val/, timing_s/, perf/. The trainers call `log` once for each step.
 """
 
 from __future__ import annotations

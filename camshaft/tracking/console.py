@@ -18,7 +18,7 @@ from rich.table import Table
 from camshaft.tracking.base import RunInfo, Tracker
 
 HEADLINES: dict[str, tuple[str, ...]] = {
-    "reward": ("critic/score/mean",),
+    "reward": ("critic/score/mean", "reward/mean"),
     "loss": ("train/loss",),
     "val": ("val/reward/mean", "val/loss"),
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),

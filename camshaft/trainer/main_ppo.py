@@ -28,6 +28,8 @@ def run_ppo(config: PPOConfig) -> int:
 
     with session(config.trainer) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, Topology(config.trainer.world_size))))
+        for rule, (low, high) in config.algorithm.rollout_correction.rejections():
+            run.say(f"rollout_rs={rule} keeps what lies in {low:g} .. {high:g}")
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()
         with run.tracking(config, parts.total_steps, saved) as tracking:

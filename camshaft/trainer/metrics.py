@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
 
-import torch
 from torch import Tensor
 
+from camshaft import algorithms
 from camshaft.controller.dispatch import RANKS
 from camshaft.dataproto import DataProto
 
@@ -56,11 +56,15 @@ class StepMetrics:
 
 OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
     "rollout/prompt_tokens_computed": sum,
+    "rollout/prompt_tokens_cached": sum,
     "rollout/response_tokens": sum,
     "rollout/rows_decoded": sum,
+    "rollout/http_retries": sum,
     "rollout/decode_steps": max,
     "rollout/slot_use": mean,
+    "perf/sync_peak_memory_bytes": max,
     "timing_s/sync": max,
+    "timing_s/sync_check": max,
     "perf/rollout_tokens_per_second": sum,
 }
 """What several ranks' numbers come to. Losses and their like are over all ranks already, and of what is not named
@@ -99,24 +103,10 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def mismatch(batch: DataProto) -> dict[str, float]:
-    """What the rollout said of its tokens against what the trainer says of them.
-
-    With d = log pi_train - log pi_rollout: the largest and the mean |d|, the KL of the rollout's policy from
-    the trainer's by k1 (-d) and k3 (exp(d) - d - 1), and the effective share of the samples under the
-    sequence weights exp(sum d).
-    """
-    mask, train = batch["response_mask"], batch["old_log_probs"]
-    difference = train.like(torch.where(mask.values, train.values - batch["rollout_log_probs"].values, 0))
-    counted = difference.values[mask.values]
-    weights = torch.softmax(difference.sum().double(), dim=0)
-    bounded = counted.clamp(-20, 20)
-    return {
-        "rollout/log_prob_diff_max": float(counted.abs().max()),
-        "rollout/log_prob_diff_mean": float(counted.abs().mean()),
-        "rollout/kl_k1": float(-counted.mean()),
-        "rollout/kl_k3": float((torch.exp(bounded) - bounded - 1).mean()),
-        "rollout/effective_sample_share": float(1 / (weights.square().sum() * len(weights))),
-    }
+    """What the rollout said of its tokens against what the trainer says of them; see `algorithms/mismatch.py`."""
+    train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values
+    found = algorithms.mismatch(train.values, batch["rollout_log_probs"].values, mask, train.lengths)
+    return {f"rollout/{name}": float(value) for name, value in found.items()}
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:

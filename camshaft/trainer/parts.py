@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.checkpoint import CheckpointManager
-from camshaft.config import PPOConfig, Topology
+from camshaft.config import CustomRewardConfig, PPOConfig, Topology
 from camshaft.controller import shutdown, spawn
 from camshaft.data import PromptOptions, StatefulLoader, load_prompts
 from camshaft.dataproto import DataProto
@@ -43,7 +43,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         for prompts in (self.loader.data, self.val_prompts):
-            _check_scorable(prompts, config)
+            check_scorable(prompts, config.custom_reward_function)
         self.total_steps = run_length(config.trainer, self.loader)
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         topology, ranks = Topology(config.trainer.world_size), config.trainer.world_size
@@ -51,7 +51,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Ranks, or groups of ranks, that split what the actor's worker is given."""
         self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as undo:  # if a later part fails, the earlier ones are ended
-            self.rewards = self._rewards(config)
+            self.rewards = build_rewards(config.custom_reward_function)
             undo.callback(self.rewards.close)
             arguments = (config, topology, self.total_steps)
             self.actor = spawn(ActorRolloutRefWorker, *arguments, world_size=ranks, name="actor_rollout_ref")
@@ -82,21 +82,21 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         paths, most = (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
         return load_prompts([Path(path) for path in paths], self.tokenizer, options, None if most == -1 else most).batch
 
-    def _rewards(self, config: PPOConfig) -> RewardManager:
-        custom = config.custom_reward_function
-        return RewardManager(
-            custom.path,
-            custom.function_name(),
-            custom.reward_kwargs,
-            timeout=custom.timeout,
-            num_workers=custom.num_workers,
-            on_error=custom.on_error,
-        )
+
+def build_rewards(custom: CustomRewardConfig) -> RewardManager:
+    """The scoring function of the config, loaded in a process of its own."""
+    return RewardManager(
+        custom.path,
+        custom.function_name(),
+        custom.reward_kwargs,
+        timeout=custom.timeout,
+        num_workers=custom.num_workers,
+        on_error=custom.on_error,
+    )
 
 
-def _check_scorable(prompts: DataProto, config: PPOConfig) -> None:
+def check_scorable(prompts: DataProto, custom: CustomRewardConfig) -> None:
     """Can a scoring function of ours score these rows? One of the user's own is not second-guessed."""
-    custom = config.custom_reward_function
     if custom.path is not None or not len(prompts):
         return
     own = "custom_reward_function.path=my_reward.py for a function of your own"

@@ -19,6 +19,7 @@ from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
+from camshaft.trainer.correction import correct
 from camshaft.trainer.deal import deal
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
@@ -64,7 +65,9 @@ class PPOTrainer:
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
             batch = batch.union(estimate(batch, config.algorithm))
-            metrics.add(penalty)
+            corrected, told = correct(batch, config.algorithm.rollout_correction)
+            batch = batch.union(corrected)
+            metrics.add(penalty | told)
         learn = batch.drop("uid", "data_source", "ground_truth", "extra_info", "sampling_seed")
         if self.critic is not None:
             with metrics.phase("update_critic"):

@@ -8,7 +8,6 @@ with session(config.trainer) as run:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.logging import RichHandler
 
+from camshaft import storage
 from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig, SFTConfig
 from camshaft.config.sft import SFTTrainerConfig
@@ -56,33 +56,38 @@ class Session:
 
 @contextlib.contextmanager
 def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
-    """Log records go to the screen; the run's seed is set where a library draws without being told one."""
+    """A run in its folder, which no other run may write to at the same time."""
     _check_place(trainer)
     lock = _locked(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
-    handler = RichHandler(console=run.console, show_path=False, rich_tracebacks=False)
+    try:
+        with logged(run.console, trainer.seed):
+            yield run
+    finally:
+        lock.close()
+
+
+@contextlib.contextmanager
+def logged(console: Console, seed: int) -> Iterator[None]:
+    """Log records go to the screen; the run's seed is set where a library draws without being told one."""
+    handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
-    torch.manual_seed(trainer.seed)
+    torch.manual_seed(seed)
     try:
-        yield run
+        yield
     finally:
         root.removeHandler(handler)
-        lock.close()
 
 
 def _locked(folder: Path) -> IO[str]:
-    """Held as long as the file is open, and let go by the system however the process ends."""
-    lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
+    lock = storage.hold(folder)
+    if lock is None:
         raise ConfigError(
             f"trainer.default_local_dir={folder}: another run is writing there. Wait for it, or name another folder "
             "(trainer.experiment_name=...)"
-        ) from error
+        )
     return lock
 
 
@@ -121,7 +126,7 @@ def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader
 
 def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
     """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
-    _check_device(trainer.device, trainer.n_gpus_per_node)
+    check_device(trainer.device, trainer.n_gpus_per_node)
     folder = Path(trainer.default_local_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +139,7 @@ def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
         ) from error
 
 
-def _check_device(device: str, ranks: int) -> None:
+def check_device(device: str, ranks: int) -> None:
     """One device of this kind for each rank; all share the CPU."""
     try:
         kind = torch.device(device).type

@@ -19,7 +19,9 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     seen: list[DataProto] = []
     plain = ppo.batch_metrics
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
-    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True}, steps=1)
+    correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
+    asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **asked}, steps=1)
     batch = as_sequences(seen[0])
     assert set(batch.columns) == set(COLUMNS)
     for name, column in COLUMNS.items():

@@ -1,11 +1,17 @@
 """Pages that repeat what the code knows say the same as the code."""
 
 from pathlib import Path
+from typing import get_args
 
+import torch
+
+from camshaft.algorithms import mismatch
 from camshaft.config import reference_page
 from camshaft.engine import ENGINES
 from camshaft.engine.contract import RULES
+from camshaft.parity.causes import Kind
 from camshaft.rollout import ROLLOUTS
+from camshaft.rollout.contract import RULES as ROLLOUT_RULES
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,6 +25,21 @@ def test_the_page_on_engines_lists_every_rule_of_the_contract() -> None:
     page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     for rule in RULES:
         assert f"| {rule.name} | {rule.meaning} |" in page, rule.name
+
+
+def test_the_page_on_rollouts_lists_every_rule_of_the_contract() -> None:
+    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
+    for rule in ROLLOUT_RULES:
+        assert f"| {rule.name} | {rule.meaning} |" in page, rule.name
+
+
+def test_the_page_on_mismatch_explains_every_metric_of_it() -> None:
+    page = (ROOT / "docs" / "mismatch.md").read_text(encoding="utf-8")
+    one = torch.zeros(1)
+    for name in mismatch(one, one, one == 0, torch.tensor([1])):
+        assert f"| `rollout/{name}` |" in page, name
+    for kind in get_args(Kind):
+        assert f"| `{kind}` |" in page, kind
 
 
 def test_the_readme_names_every_engine_and_rollout_that_is_there() -> None:

@@ -1,17 +1,13 @@
 """Every generator of this package keeps every rule of the contract, and the contract notices who does not."""
 
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
+from support.broken_rollouts import CAUGHT_BY
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.ragged import Ragged
 from camshaft.rollout import ROLLOUTS, rollout_class
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.base import BaseRollout
 from camshaft.rollout.contract import RULES, check_rollout
 from camshaft.rollout.lab import RolloutLab
 from camshaft.rollout.torch_rollout import TorchRollout
@@ -34,107 +30,26 @@ def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
     rule.check(RolloutLab(rollout_class(name), scratch))
 
 
+IN_A_PROCESS = (
+    "seeds decide", "a row is the same in any batch", "rows end", "stop strings end a row", "bad prompts are refused",
+    "the last weights count", "tied weights come once or twice", "weights that do not fit are named",
+    "digests tell what is held", "digests find a transposed weight", "sleep and wake",
+)  # fmt: skip
+"""Rules for `process`, which computes what the generator inside computes; each rule starts a process or two."""
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
+def test_a_rollout_in_a_process_of_its_own_keeps_rule(name: str, scratch: Path) -> None:
+    BY_NAME[name].check(RolloutLab(rollout_class("process"), scratch))
+
+
 def test_both_generators_that_need_no_other_library_are_tried() -> None:
     assert set(HERE) <= set(ROLLOUTS)
 
 
-class KeepsFirstWeights(TorchRollout):
-    """Takes weights once, and later ones not at all."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        kept = {name: tensor.clone() for name, tensor in weights}
-        self.first = self.__dict__.get("first") or kept
-        super().load_weights(self.first.items() if kept.keys() == self.first.keys() else kept.items())
-
-
-class ForgetsTemperature(TorchRollout):
-    """Samples with the temperature and top_p asked for, but answers with log-probs of the bare model."""
-
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        out = super().generate_sequences(prompts, sampling, seeds)
-        return replace(out, log_probs=out.log_probs.map(lambda values: values * sampling.temperature))
-
-
-class IgnoresTopP(TorchRollout):
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        return super().generate_sequences(prompts, replace(sampling, top_p=1.0), seeds)
-
-
-class IgnoresSeeds(TorchRollout):
-    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        return super().seeds_of_call(num_rows, None)
-
-
-class OneSeedForAll(TorchRollout):
-    """Equal prompts get equal responses."""
-
-    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        return super().seeds_of_call(num_rows, seeds)[:1].expand(num_rows)
-
-
-class ReversesRows(TorchRollout):
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        out = super().generate_sequences(prompts, sampling, seeds)
-        back = list(range(len(prompts)))[::-1]
-        return Generation(out.responses.select(back), out.log_probs.select(back), out.finished[back])
-
-
-class DropsTheEnd(TorchRollout):
-    """Cuts the stop token off."""
-
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        out = super().generate_sequences(prompts, sampling, seeds)
-        lengths = out.responses.lengths - out.finished.long()
-        return replace(out, responses=out.responses.prefix(lengths), log_probs=out.log_probs.prefix(lengths))
-
-
-class IgnoresWindows(TorchRollout):
-    def __init__(self, config: RolloutEngineConfig):
-        super().__init__(config)
-        self.pool.windows = [None] * self.pool.num_layers
-        for module in self.model.hf.modules():
-            module.__dict__.update({"sliding_window": None} if "sliding_window" in module.__dict__ else {})
-        self.model.hf.config.sliding_window = None
-
-
-class StopsAtNothing(TorchRollout):
-    def __init__(self, config: RolloutEngineConfig):
-        super().__init__(config)
-        self.model.stop_ids = ()
-
-
-class NeverForgets(TorchRollout):
-    """Goes on with old weights after sleep and after a load that failed."""
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model._loaded = True
-        super().load_weights(weights)
-        self.kept = [(name, weight.clone()) for name, weight in self.model.hf.named_parameters()]
-
-    def wake_up(self) -> None:
-        super().wake_up()
-        super().load_weights(self.kept)
-
-
-class MovesTheRandomState(TorchRollout):
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        torch.rand(1)
-        return super().generate_sequences(prompts, sampling, seeds)
-
-
-CAUGHT_BY: dict[type[BaseRollout], str] = {
-    KeepsFirstWeights: "the last weights count",
-    ForgetsTemperature: "log probs are those of the distribution",
-    IgnoresTopP: "log probs are those of the distribution",
-    IgnoresSeeds: "seeds decide",
-    OneSeedForAll: "frequencies follow the distribution",
-    ReversesRows: "many short and a few long prompts",
-    DropsTheEnd: "rows end",
-    IgnoresWindows: "families",
-    StopsAtNothing: "the models own end is honoured",
-    NeverForgets: "sleep and wake",
-    MovesTheRandomState: "seeds decide",
-}
+def test_for_every_rule_there_is_somebody_who_breaks_it() -> None:
+    assert set(CAUGHT_BY.values()) == set(BY_NAME)
 
 
 @pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)

@@ -100,6 +100,24 @@ def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_
     assert ranks[1].metrics["actor/reward_kl_penalty"] != 0
 
 
+def test_mismatch_and_its_correction_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    # A cut distribution, so that the report and the weights are more than rounding, in rows of unequal lengths.
+    cut = {
+        "actor_rollout_ref.rollout.top_p": 0.6,
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+        "algorithm.rollout_correction.rollout_rs": "token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "0.604_2.0",
+    }
+    alone = run_ppo(tmp_path, {**SHUFFLED, **cut}, steps=1)[0].metrics
+    ranks = run_ppo(tmp_path, {**SHUFFLED, **cut, **RANKS}, steps=1)[0].metrics
+    names = [name for name in alone if name.startswith(("rollout_corr/", "rollout/log_prob", "rollout/kl", "actor/"))]
+    names.append("rollout/effective_sample_share")
+    assert {name: ranks[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-6)
+    assert 0 < alone["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert alone["rollout/effective_sample_share"] < 1 - 1e-6
+
+
 def test_an_adapter_and_the_model_without_it_as_reference_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone = run_ppo(tmp_path, LORA, steps=2)
     compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)

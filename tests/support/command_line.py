@@ -40,6 +40,16 @@ SMALL_SFT: dict[str, Any] = {
 }
 
 
+SMALL_GENERATE: dict[str, Any] = {
+    "data.batch_size": 4,
+    "rollout.n": 2,
+    "rollout.prompt_length": 16,
+    "rollout.response_length": 8,
+    "rollout.dtype": "float32",
+    "trainer.device": "cpu",
+}
+
+
 @dataclass(frozen=True)
 class Run:
     """What a shell sees of a run that has ended."""
@@ -58,6 +68,17 @@ def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
         "trainer.default_local_dir": folder / "sft",
     }
     return [f"{key}={value}" for key, value in {**SMALL_SFT, **here, **(overrides or {})}.items()]
+
+
+def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """The words of `camshaft generate` on the model and the 16 held-out prompts that `ppo_words` writes to `folder`."""
+    ppo_words(folder)
+    here = {
+        "data.path": folder / "data" / "heldout.parquet",
+        "data.output_path": folder / "out.parquet",
+        "model.path": folder / "actor",
+    }
+    return [f"{key}={value}" for key, value in {**SMALL_GENERATE, **here, **(overrides or {})}.items()]
 
 
 def camshaft(*words: str) -> Run:

@@ -141,10 +141,12 @@ class _Recorder:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         actor, critic = self.parts.actor, self.parts.critic
-        self.steps.append(Step(dict(metrics), self.rewards.batch, _weights(actor), _weights(critic) if critic else {}))
+        self.steps.append(
+            Step(dict(metrics), self.rewards.batch, weights_of(actor), weights_of(critic) if critic else {})
+        )
 
 
-def _weights(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
+def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
     """Through a checkpoint: a driver does not hold them."""
     with tempfile.TemporaryDirectory() as folder:
         role.save_checkpoint(f"{folder}/weights")

@@ -43,6 +43,11 @@ def marked(mark: str) -> list[int]:
     return found
 
 
+def in_use(path: Path) -> bool:
+    """Whether a process has the file in its memory."""
+    return any(str(path).encode() in _read(int(folder.name), "maps") for folder in Path("/proc").glob("[0-9]*"))
+
+
 def start_fork_server(*modules: str) -> None:
     """The server that worker processes of this one come from, before a test marks what it starts: it stays."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))

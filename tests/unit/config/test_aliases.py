@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from camshaft.config import PPOConfig, SFTConfig, from_container, load_ppo, load_sft
+from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft
 from camshaft.config.aliases import KEYS, VALUES
 from camshaft.config.tree import fields, get
 from camshaft.errors import ConfigError
@@ -96,6 +96,6 @@ def test_the_older_global_micro_batch_size_is_a_key_of_its_own(words, warnings):
 
 
 def test_the_table_leads_to_keys_that_exist_from_names_that_do_not():
-    known = {**fields(PPOConfig), **fields(SFTConfig)}
+    known = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
     assert all(key in known and older not in known for older, key in KEYS.items())
     assert all(key in known for key in VALUES)

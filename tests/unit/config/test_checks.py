@@ -133,6 +133,34 @@ def test_group_estimators_need_several_responses(words, estimator):
     ("more", "expected"),
     [
         ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "makes 4 equal responses"),
+        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "takes no options"),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=4"],
+            f"{ROLLOUT}.tensor_model_parallel_size=1, or {ROLLOUT}.name=vllm",
+        ),
+        (
+            [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4"],
+            f"does not divide the run's 1. Type {ROLLOUT}.tensor_model_parallel_size=1",
+        ),
+        (
+            [
+                f"{ROLLOUT}.name=sglang",
+                f"{ROLLOUT}.tensor_model_parallel_size=2",
+                "trainer.n_gpus_per_node=2",
+                f"{ACTOR}.strategy=fsdp",
+                "critic.strategy=fsdp",
+            ],
+            f"each of the run's 2 ranks has a generator of its own. Type {ROLLOUT}.tensor_model_parallel_size=1",
+        ),
+        (
+            [f"{ROLLOUT}.name=server", f"{ROLLOUT}.tensor_model_parallel_size=2"],
+            f"Type {ROLLOUT}.tensor_model_parallel_size=1, or start one yourself",
+        ),
+        (
+            [f"{ROLLOUT}.name=server", f"{ROLLOUT}.engine_kwargs={{vllm_server_base_url: localhost}}"],
+            "write it as http://127.0.0.1:8000.",
+        ),
+        ([f"{ROLLOUT}.name=server", f"{ROLLOUT}.engine_kwargs={{timeout: 0}}"], "timeout: Input should be greater"),
         ([f"{ROLLOUT}.val_kwargs.n=4"], "makes 4 equal responses"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "does not sample"),
         (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=3"], "no critic to warm up"),
@@ -148,12 +176,70 @@ def test_group_estimators_need_several_responses(words, estimator):
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),
         (["trainer.logger=[consol]"], "Did you mean console?"),
+        (["custom_reward_function.name=gsm9k"], "package.module:function. Did you mean gsm8k?"),
     ],
 )
 def test_keys_that_contradict_each_other_are_told(words, more, expected):
     text = _error([*words, *more])
     assert "One thing is wrong" in text
     assert expected in text
+
+
+CORRECTION = "algorithm.rollout_correction"
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([f"{CORRECTION}.rollout_is=tokens"], "must be one of token, sequence, or null"),
+        ([f"{CORRECTION}.rollout_is_threshold=0"], "above 0"),
+        ([f"{CORRECTION}.rollout_is=token", f"{ROLLOUT}.do_sample=false"], "do_sample=false draws none"),
+        ([f"{CORRECTION}.rollout_rs=geometric"], "token_k1, token_k2"),
+        ([f"{CORRECTION}.rollout_rs=seq_max_k1"], "seq_max_k2"),
+        ([f"{CORRECTION}.rollout_rs=token_k1"], f"Type {CORRECTION}.rollout_rs_threshold=2.0."),
+        ([f"{CORRECTION}.rollout_rs=seq_mean_k3"], f"Type {CORRECTION}.rollout_rs_threshold=0.01."),
+        ([f"{CORRECTION}.rollout_rs_threshold=2.0"], f"Type {CORRECTION}.rollout_rs_threshold=null."),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=[2,3]"], "2 values for 1 rules"),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5"], "the largest ratio"),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.9_0.5"], "the largest ratio"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], "the largest divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=much"], "the largest divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=inf"], "the largest divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=inf"], "the largest ratio"),
+        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=-2"], "the largest ratio"),
+        (
+            [f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k3]", f"{CORRECTION}.rollout_rs_threshold=2.0"],
+            f"Type '{CORRECTION}.rollout_rs_threshold=[2.0,0.01]'.",
+        ),
+        ([f"{CORRECTION}.rollout_is_threshold=3"], f"Type {CORRECTION}.rollout_is=token"),
+        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], f"Type {CORRECTION}.rollout_is=token"),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=inf"], "rollout_is_threshold"),
+    ],
+)
+def test_a_correction_that_cannot_be_made_is_told_with_what_to_type(words, more, expected):
+    text = _error([*words, *more])
+    assert "One thing is wrong" in text
+    assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("rules", "thresholds", "expected"),
+    [
+        ("token_k1", "2.0", [("token_k1", (0.5, 2.0))]),
+        ("seq_mean_k1", "0.999_1.001", [("seq_mean_k1", (0.999, 1.001))]),
+        ("seq_mean_k1", "0.999-1.001", [("seq_mean_k1", (0.999, 1.001))]),
+        ("token_k1", "1-2", [("token_k1", (1.0, 2.0))]),  # 1_2 would be the number 12, 1.0_2 the number 1.02
+        ("token_k1", "1e-3-2e0", [("token_k1", (0.001, 2.0))]),
+        ("token_k3", "1e-3", [("token_k3", (0.0, 0.001))]),
+        ("[token_k1,seq_max_k2]", "[4,0.5]", [("token_k1", (0.25, 4.0)), ("seq_max_k2", (0.0, 0.5))]),
+        ("'token_k2,seq_sum_k3'", "1", [("token_k2", (0.0, 1.0)), ("seq_sum_k3", (0.0, 1.0))]),
+        ("'token_k1,seq_sum_k3'", "'0.5_1.5,3'", [("token_k1", (0.5, 1.5)), ("seq_sum_k3", (0.0, 3.0))]),
+        ("null", "null", []),
+    ],
+)
+def test_rejection_is_written_as_a_list_or_with_commas(words, rules, thresholds, expected):
+    given = [f"{CORRECTION}.rollout_rs={rules}", f"{CORRECTION}.rollout_rs_threshold={thresholds}"]
+    assert list(load_ppo([*words, *given]).algorithm.rollout_correction.rejections()) == expected
 
 
 @pytest.mark.parametrize("value", ["auto", "disable", "false"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import hydra
 import pytest
 
-from camshaft.config import PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
+from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
 from camshaft.config.tree import leaf_fields
 from camshaft.errors import ConfigError
 
@@ -259,9 +259,8 @@ def test_notices_are_given_for_settings_that_change_nothing(words, caplog):
 @pytest.mark.parametrize(
     ("word", "reader"),
     [
-        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.5", "the vllm rollout"),  # the default, but typed
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "the vllm rollout"),
         ("reward_model.max_length=5", "the reward model"),
+        ("reward_model.micro_batch_size=64", "the reward model"),  # the default, but typed
     ],
 )
 def test_a_key_that_nothing_reads_yet_is_told_to_who_set_it(words, word, reader, caplog):
@@ -271,11 +270,32 @@ def test_a_key_that_nothing_reads_yet_is_told_to_who_set_it(words, word, reader,
 
 
 def test_a_key_that_nothing_reads_yet_is_told_if_a_file_sets_it(words, tmp_path, caplog):
-    (tmp_path / "mine.yaml").write_text("actor_rollout_ref.rollout.enforce_eager: false\n")
+    (tmp_path / "mine.yaml").write_text("reward_model.micro_batch_size: 3\n")
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
-    assert not config.actor_rollout_ref.rollout.enforce_eager
-    assert ["enforce_eager=false" in message for message in caplog.messages] == [True]
+    assert config.reward_model.micro_batch_size == 3
+    assert ["micro_batch_size=3" in message for message in caplog.messages] == [True]
+
+
+LIBRARIES = "process, server, sglang, vllm"
+
+
+@pytest.mark.parametrize(
+    ("leaf", "name", "readers"),
+    [
+        ("tensor_model_parallel_size=2", "torch", LIBRARIES),
+        ("gpu_memory_utilization=0.5", "hf", LIBRARIES),
+        ("load_format=auto", "torch", LIBRARIES),
+        ("update_weights_bucket_megabytes=8", "torch", "process, server, sglang"),
+        ("update_weights_bucket_megabytes=8", "vllm", "process, server, sglang"),
+    ],
+)
+def test_a_key_that_other_generators_read_is_told_to_who_typed_it(words, leaf, name, readers, caplog):
+    section = "actor_rollout_ref.rollout"
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
+        load_ppo([*words, f"{section}.{leaf}", f"{section}.name=pkg.mod:Mine"])
+    assert caplog.messages == [f"config: {section}.{leaf} changes nothing: read by {section}.name={readers}"]
 
 
 # -- the command line -----------------------------------------------------------------------------
@@ -432,7 +452,8 @@ def test_a_config_that_is_only_printed_is_checked_too(words, capfd):
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
 @pytest.mark.parametrize(
-    ("schema", "need"), [(PPOConfig, "actor_rollout_ref.model.path="), (SFTConfig, " model.path=")]
+    ("schema", "need"),
+    [(PPOConfig, "actor_rollout_ref.model.path="), (SFTConfig, " model.path="), (GenerateConfig, "data.output_path=")],
 )
 def test_help_is_short_and_says_what_a_run_needs(option, schema, need, capfd):
     assert run_with_hydra(["trainer.seed=1", option], "ppo_trainer", schema, lambda _: 3) == 0

@@ -2,9 +2,8 @@
 
 import pytest
 
-from camshaft.config import PPOConfig, SFTConfig, load_ppo, load_sft
-from camshaft.config.loader import resolved_defaults
-from camshaft.config.not_yet import NOT_YET, READ_LATER, refusals
+from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, load_ppo, load_sft
+from camshaft.config.not_yet import NOT_YET, READ_LATER
 from camshaft.config.tree import leaf_fields
 from camshaft.errors import ConfigError
 
@@ -17,9 +16,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{ACTOR}.strategy=torchtitan", "strategy=fsdp"),
         (f"{ACTOR}.strategy=megatron", "strategy=reference"),
         ("critic.strategy=torchtitan", "critic.strategy=fsdp"),
-        (f"{ROLLOUT}.name=vllm", "name=torch"),
-        (f"{ROLLOUT}.name=sglang", "name=torch"),
-        (f"{ROLLOUT}.tensor_model_parallel_size=4", "tensor_model_parallel_size=1"),
         ("reward_model.enable=true", "custom_reward_function"),
         ("trainer.nnodes=2", "trainer.nnodes=1"),
         ("trainer.logger=[console,wandb]", "[console,jsonl]"),
@@ -57,8 +53,6 @@ def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word,
         f"{ROLLOUT}.name=my_pkg.my_rollout:MyRollout",
         "trainer.logger=[console,my_pkg.trackers:Mine]",
         f"{ROLLOUT}.name=hf",
-        f"{ROLLOUT}.tensor_model_parallel_size=1",
-        f"{ROLLOUT}.tensor_model_parallel_size=2",
         f"{ROLLOUT}.dtype=bfloat16",
         "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16",
         f"{ACTOR}.fsdp_config.model_dtype=float64",
@@ -105,14 +99,8 @@ def test_supervised_runs_refuse_the_same(sft_words):
     assert "Type fsdp_config.model_dtype=float32 fsdp_config.mixed_precision.param_dtype=bfloat16." in text
 
 
-def test_the_default_tensor_parallel_size_passes():
-    defaults = resolved_defaults(PPOConfig)
-    assert defaults["actor_rollout_ref"]["rollout"]["tensor_model_parallel_size"] == 2
-    assert "tensor_model_parallel_size" not in " ".join(problem.key for problem in refusals(defaults, PPOConfig))
-
-
 def test_the_tables_name_keys_that_exist_and_none_twice():
-    known = {**leaf_fields(PPOConfig), **leaf_fields(SFTConfig)}
+    known = {**leaf_fields(PPOConfig), **leaf_fields(SFTConfig), **leaf_fields(GenerateConfig)}
     listed = [key for entry in NOT_YET for key in entry.keys] + list(READ_LATER)
     assert [key for key in listed if key not in known] == []
     assert len(listed) == len(set(listed))

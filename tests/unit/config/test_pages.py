@@ -2,7 +2,7 @@
 
 import pytest
 
-from camshaft.config import PPOConfig, SFTConfig, explain, reference_page, show
+from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, explain, reference_page, show
 from camshaft.config.pages import comments
 from camshaft.config.tree import fields, leaf_fields
 from camshaft.errors import ConfigError
@@ -34,7 +34,7 @@ def test_an_older_name_is_explained_by_the_new_one():
 
 
 def test_what_is_not_there_yet_is_said():
-    assert "read by the vllm rollout" in explain("actor_rollout_ref.rollout.load_format")
+    assert "read by the reward model" in explain("reward_model.max_length")
     assert "not every value is there yet" in explain("actor_rollout_ref.actor.strategy")
 
 
@@ -47,7 +47,7 @@ def test_an_unknown_key_is_told_with_the_nearest_ones():
         explain("xyzzy")
 
 
-@pytest.mark.parametrize(("trainer", "schema"), [("ppo", PPOConfig), ("sft", SFTConfig)])
+@pytest.mark.parametrize(("trainer", "schema"), [("ppo", PPOConfig), ("sft", SFTConfig), ("generate", GenerateConfig)])
 def test_every_key_can_be_explained(trainer, schema):
     assert all(explain(key, trainer).startswith(key) for key in fields(schema))
 
@@ -68,6 +68,6 @@ def test_show_is_the_file_of_defaults():
 def test_the_reference_page_has_a_line_for_every_key():
     lines = reference_page().splitlines()
     rows = [line for line in lines if line.startswith("| `")]
-    assert len(rows) == len(leaf_fields(PPOConfig)) + len(leaf_fields(SFTConfig))
+    assert len(rows) == sum(len(leaf_fields(schema)) for schema in (PPOConfig, SFTConfig, GenerateConfig))
     assert any(row.startswith("| `data.val_batch_size` | `1312` | a whole number of 1 or more |") for row in rows)
     assert all(row.count(" | ") == 3 for row in rows)

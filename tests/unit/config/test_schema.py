@@ -7,15 +7,15 @@ from typing import get_args
 import pytest
 from pydantic import ValidationError
 
-from camshaft import algorithms, engine, rollout, tracking
-from camshaft.config import PPOConfig, SFTConfig, load_ppo
+from camshaft import algorithms, engine, rewards, rollout, tracking
+from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, load_ppo
 from camshaft.config.algorithm import GROUP_ESTIMATORS, Estimator
-from camshaft.config.checks import ENGINES, ROLLOUTS, TRACKERS
+from camshaft.config.checks import ENGINES, REWARDS, ROLLOUTS, TRACKERS
 from camshaft.config.fields import KLPenalty, LossAggMode
 from camshaft.config.loader import raw_defaults, resolved_defaults
 from camshaft.config.tree import fields, flatten, get, leaf_fields
 
-SCHEMAS = [PPOConfig, SFTConfig]
+SCHEMAS = [PPOConfig, SFTConfig, GenerateConfig]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -145,6 +145,7 @@ def test_built_in_names_are_those_of_the_registries():
     assert set(ENGINES) == set(engine.ENGINES)
     assert set(ROLLOUTS) == set(rollout.ROLLOUTS)
     assert set(TRACKERS) == set(tracking.TRACKERS)
+    assert set(REWARDS) == set(rewards.REWARDS)
 
 
 def test_importing_and_loading_the_config_leaves_torch_out(words):

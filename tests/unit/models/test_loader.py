@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
-from camshaft.models.loader import load_config, load_model, load_tokenizer, save_pretrained
+from camshaft.models.loader import load_config, load_model, load_tokenizer, save_pretrained, stored_weights
 from camshaft.models.packed import PackedModel
 
 
@@ -238,3 +238,32 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
     shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
     with pytest.raises(EngineError, match="has no tokenizer that can be read"):
         load_tokenizer(str(tmp_path))
+
+
+# -- weights alone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("gemma2", True)])
+def test_stored_weights_are_those_of_the_files_each_once_whether_or_not_it_can_be_packed(
+    family: str, tied: bool
+) -> None:
+    folder = tiny_folder(family, tie_word_embeddings=tied)
+    found, held = list(stored_weights(EngineModel(path=str(folder)))), load_file(folder / "model.safetensors")
+    assert len(found) == len(dict(found))
+    assert dict(found).keys() == held.keys()
+    assert ("lm_head.weight" in held) == (not tied)
+    assert all(torch.equal(tensor, held[name]) for name, tensor in found)
+
+
+def test_stored_weights_have_the_number_format_of_the_files(tmp_path: Path) -> None:
+    folder = copy_of(tiny_folder(), tmp_path)
+    edit_weights(folder, lambda held: held.update({name: tensor.bfloat16() for name, tensor in held.items()}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert {tensor.dtype for _, tensor in stored_weights(EngineModel(path=str(folder)))} == {torch.bfloat16}
+
+
+def test_stored_weights_that_are_not_whole_are_an_error(tmp_path: Path) -> None:
+    folder = edit_weights(copy_of(tiny_folder(), tmp_path), lambda held: held.pop("model.norm.weight"))
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
+        list(stored_weights(EngineModel(path=str(folder))))

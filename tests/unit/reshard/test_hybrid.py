@@ -1,4 +1,8 @@
+import contextlib
+import os
+import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +15,11 @@ from camshaft.algorithms import Counts, sft_loss
 from camshaft.config import EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine, StepContext, build_engine
-from camshaft.reshard import rollout_mode
+from camshaft.engine.reference import ReferenceEngine
+from camshaft.errors import RolloutError
+from camshaft.reshard import hybrid, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
+from camshaft.rollout.digest import digest
 
 
 @pytest.fixture
@@ -26,14 +33,17 @@ def engine() -> BaseEngine:
 class Watched(BaseRollout):
     """Writes down what is asked of it, and what it was given."""
 
-    def __init__(self) -> None:
-        super().__init__(RolloutEngineConfig(model_path=str(tiny_folder())))
+    def __init__(self, **config: Any) -> None:
+        super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
         self.calls: list[str] = []
         self.weights: dict[str, Tensor] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.calls.append("load_weights")
+        self.calls.append(f"load_weights {self.weights_version}")
         self.weights = {name: weight.clone() for name, weight in weights}
+
+    def weight_digests(self) -> dict[str, int]:
+        return {name: digest(weight) for name, weight in self.weights.items()}
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         raise ZeroDivisionError
@@ -61,13 +71,72 @@ def train(engine: BaseEngine) -> None:
 def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine) -> None:
     rollout = Watched()
     with rollout_mode(engine, rollout) as sync:
-        assert rollout.calls == ["wake_up", "load_weights"]
-    assert rollout.calls == ["wake_up", "load_weights", "sleep"]
+        assert rollout.calls == ["wake_up", "load_weights 1"]
+    assert rollout.calls == ["wake_up", "load_weights 1", "sleep"]
     weights = dict(engine.named_weights())
     assert rollout.weights.keys() == weights.keys()
     assert sync.bytes == sum(weight.numel() * 4 for weight in weights.values())
-    assert sync.metrics() == {"rollout/sync_bytes": float(sync.bytes), "timing_s/sync": sync.seconds}
-    assert sync.seconds > 0
+    assert sync.digests == {name: digest(weight) for name, weight in weights.items()}
+
+
+def test_a_hand_over_says_what_it_took(engine: BaseEngine) -> None:
+    rollout = Watched()
+    for _ in range(2):
+        start = time.perf_counter()
+        with rollout_mode(engine, rollout) as sync:
+            passed = time.perf_counter() - start
+    assert 0 < sync.check_seconds < sync.seconds < passed
+    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert held * 0.5 < sync.peak_memory < held * 10
+    assert sync.metrics() == {
+        "rollout/sync_bytes": sync.bytes,
+        "perf/sync_peak_memory_bytes": sync.peak_memory,
+        "timing_s/sync": sync.seconds,
+        "timing_s/sync_check": sync.check_seconds,
+    }
+
+
+def test_weights_go_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
+    rollout = Watched(dtype="bfloat16")
+    with rollout_mode(engine, rollout) as sync:
+        assert {weight.dtype for weight in rollout.weights.values()} == {torch.bfloat16}
+    assert sync.bytes == sum(weight.numel() * 2 for _, weight in engine.named_weights())
+
+
+class Moving(ReferenceEngine):
+    """Writes down where its parameters are."""
+
+    calls: list[str]
+
+    @contextlib.contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        with super().eval_mode():
+            self.calls.append("parameters there")
+            yield
+            self.calls.append("parameters away")
+
+
+@pytest.mark.parametrize(("keeps", "dtype"), [(True, "float32"), (True, "bfloat16"), (False, "float32")])
+def test_the_engine_puts_its_parameters_away_unless_the_rollout_may_have_kept_them(keeps: bool, dtype: str) -> None:
+    engine, rollout = Moving(EngineConfig(model=EngineModel(path=str(tiny_folder())))), Watched(dtype=dtype)
+    engine.init_model()
+    rollout.keeps_tensors, engine.calls = keeps, rollout.calls
+    with rollout_mode(engine, rollout):
+        rollout.calls.append("generate")
+    before, after = ["parameters there", "wake_up", "load_weights 1"], ["generate", "sleep"]
+    kept = keeps and dtype == "float32"  # else it has been given copies
+    assert rollout.calls == [*before, *([*after, "parameters away"] if kept else ["parameters away", *after])]
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_free_memory_is_given_back_before_a_rollout_with_an_allocator_of_its_own_wakes_up(
+    keeps: bool, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = Watched()
+    rollout.keeps_tensors = keeps
+    monkeypatch.setattr(hybrid, "release_cache", lambda device: rollout.calls.append(f"cache of {device}"))
+    with rollout_mode(engine, rollout):
+        assert rollout.calls[:2] == (["wake_up", "load_weights 1"] if keeps else ["cache of cpu", "wake_up"])
 
 
 def test_the_rollout_sleeps_after_an_error_too(engine: BaseEngine) -> None:
@@ -75,6 +144,19 @@ def test_the_rollout_sleeps_after_an_error_too(engine: BaseEngine) -> None:
     with pytest.raises(ZeroDivisionError), rollout_mode(engine, rollout):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
     assert rollout.calls[-1] == "sleep"
+
+
+def test_the_first_error_is_told_if_the_rollout_cannot_sleep_after_it(engine: BaseEngine) -> None:
+    class Stuck(Watched):
+        def sleep(self) -> None:
+            raise RolloutError("it is stuck")
+
+    rollout = Stuck()
+    with pytest.raises(ZeroDivisionError) as caught, rollout_mode(engine, rollout):
+        rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
+    assert caught.value.__notes__ == ["Nor could the rollout be put to sleep: it is stuck"]
+    with pytest.raises(RolloutError, match="it is stuck"), rollout_mode(engine, rollout):
+        pass
 
 
 def test_each_entry_hands_over_the_weights_of_that_moment(engine: BaseEngine) -> None:

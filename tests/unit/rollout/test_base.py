@@ -16,6 +16,9 @@ class Mute(BaseRollout):
 
     def load_weights(self, weights: Any) -> None: ...
 
+    def weight_digests(self) -> dict[str, int]:
+        return {}
+
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Any = None) -> Generation:
         return Generation.empty(prompts)
 
@@ -37,11 +40,13 @@ def mute(**config: Any) -> Mute:
         ({"top_k": -2}, "top_k .* got -2"),
         ({"top_p": 0.0}, "top_p .* got 0.0"),
         ({"top_p": 1.5}, "top_p .* got 1.5"),
+        ({"stop": "###"}, "stop must be a tuple of strings .* got '###'"),
+        ({"stop": ("###", "")}, "stop must be a tuple of strings .* got"),
     ],
 )
-def test_impossible_sampling_is_refused_with_its_value(wrong: dict[str, float], told: str) -> None:
+def test_impossible_sampling_is_refused_with_its_value(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(RolloutError, match=told):
-        SamplingParams(**{"max_tokens": 4, **wrong})  # pyright: ignore[reportArgumentType]
+        SamplingParams(**{"max_tokens": 4, **wrong})
 
 
 def test_temperature_zero_or_do_sample_off_is_greedy() -> None:

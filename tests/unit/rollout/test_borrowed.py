@@ -15,7 +15,8 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
 from camshaft.models.attention import PACKED
 from camshaft.models.tiny import make_tiny_model
-from camshaft.rollout.borrowed import BorrowedModel, _parameters_on_meta
+from camshaft.rollout.arrivals import _parameters_on_meta
+from camshaft.rollout.borrowed import BorrowedModel
 
 
 def borrowed(folder: Path, **config: Any) -> BorrowedModel:

@@ -1,13 +1,14 @@
-"""The plain generator: parts that fit in memory, and one random state for each."""
+"""The plain generator: parts that fit in memory, and draws that are those of the built-in one."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from camshaft.rollout import SamplingParams, hf
+from camshaft.rollout import SamplingParams
 from camshaft.rollout.hf import HFRollout
 from camshaft.rollout.lab import RolloutLab, close
+from camshaft.rollout.torch_rollout import TorchRollout
 
 
 @pytest.fixture(scope="module")
@@ -15,24 +16,18 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
     return RolloutLab(HFRollout, tmp_path_factory.mktemp("models"))
 
 
-def parts(rollout: Any, lengths: list[int], limits: list[int]) -> list[tuple[int, int]]:
-    return [(part.start, part.stop) for part in rollout._parts(lengths, limits)]
+def parts(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
+    return [(part.start, part.stop) for part in rollout._parts(lengths)]
 
 
 def test_a_part_holds_no_more_rows_than_max_num_seqs(lab: RolloutLab) -> None:
-    assert parts(lab.case(max_num_seqs=2).rollout, [3] * 5, [4] * 5) == [(0, 2), (2, 4), (4, 5)]
+    assert parts(lab.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
 
 
 def test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included(lab: RolloutLab) -> None:
     # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 goes alone.
     rollout = lab.case(max_num_batched_tokens=12).rollout
-    assert parts(rollout, [4, 3, 2, 6, 20, 1], [4] * 6) == [(0, 3), (3, 4), (4, 5), (5, 6)]
-
-
-def test_the_scores_of_a_part_fit_in_memory(lab: RolloutLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    # 112 scores of four bytes for each token: two rows of five tokens, or one of ten, take 4480 bytes.
-    monkeypatch.setattr(hf, "SCORE_BYTES", 4480)
-    assert parts(lab.case().rollout, [3] * 5, [5, 5, 5, 10, 5]) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
 def test_parts_come_back_in_the_order_of_the_rows(lab: RolloutLab) -> None:
@@ -46,6 +41,15 @@ def test_parts_do_not_repeat_each_other(lab: RolloutLab) -> None:
     case, prompts = lab.case(max_num_seqs=1), lab.prompts(4).select([0, 0, 0])
     out = case.rollout.generate_sequences(prompts, SamplingParams(12, ignore_eos=True)).responses.rows()
     assert len({tuple(row.tolist()) for row in out}) == 3
+
+
+def test_it_draws_what_the_built_in_generator_draws(lab: RolloutLab) -> None:
+    ours, plain = RolloutLab(TorchRollout, lab.folder).case(), lab.case(max_num_seqs=2)
+    prompts, seeds = lab.prompts(4, 9, 4, 1), torch.arange(4)
+    for sampling in (SamplingParams(9, top_p=0.8), SamplingParams(9, temperature=0.7, top_k=9)):
+        wanted = ours.rollout.generate_sequences(prompts, sampling, seeds)
+        found = plain.rollout.generate_sequences(prompts, sampling, seeds)
+        assert torch.equal(wanted.responses.values, found.responses.values)
 
 
 def test_what_the_folder_recommends_for_chatting_is_not_used(lab: RolloutLab) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from camshaft.rollout import sampling
-from camshaft.rollout.sampling import combined_seed, draw, greedy, restrict, row_seeds, uniform
+from camshaft.rollout.sampling import draw, greedy, restrict, row_seeds, uniform
 
 INF = math.inf
 
@@ -214,11 +214,3 @@ def test_row_seeds_differ_between_rows_calls_and_seeds() -> None:
     seen = torch.cat([row_seeds(seed, call, 100) for seed in (0, 1, -3) for call in (1, 2, 3)])
     assert len(seen.unique()) == 900
     assert torch.equal(row_seeds(5, 2, 10), row_seeds(5, 2, 10))
-
-
-def test_combined_seed_depends_on_every_seed_and_on_their_order() -> None:
-    seeds = torch.tensor([1, 2, 3])
-    others = [torch.tensor(s) for s in ([1, 2, 4], [2, 1, 3], [1, 2], [0, 0, 0])]
-    assert combined_seed(seeds) == combined_seed(seeds.clone())
-    assert len({combined_seed(s) for s in [seeds, *others]}) == 5
-    assert combined_seed(seeds) >= 0

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
-from camshaft.rollout.slots import GRAIN, PromptStep, SlotPool, TokenStep
+from camshaft.rollout import slots as slots_module
+from camshaft.rollout.slots import GRAIN, PAGE, PromptStep, SlotPool, TokenStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -126,6 +127,25 @@ def test_copy_takes_a_slot_to_many() -> None:
     for tensor, wanted in zip(slots.layers[1], source, strict=True):
         assert torch.equal(tensor[0, :, :10], wanted)
         assert torch.equal(tensor[2, :, :10], wanted)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_large_blocks_are_zero_and_writable_whatever_their_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not large:
+        monkeypatch.setattr(slots_module, "LARGE_PAGES", None)
+    slots = pool()
+    slots.reserve(PAGE // (2 * GRAIN * DIM * 4), GRAIN)
+    key = torch.ones(1, 2, 1, DIM)
+    keys, values = slots.layer(layer(0), key, key.bfloat16())
+    assert keys.nbytes >= PAGE
+    assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
+    assert not keys.any()
+    keys[-1, -1, -1] = key[0, 0, 0]
+    slots.reserve(slots.num_slots, GRAIN + 1)
+    grown = slots.layers[0][0]
+    assert grown.shape[2] == 2 * GRAIN
+    assert torch.equal(grown[-1, -1, GRAIN - 1], key[0, 0, 0])
+    assert grown.sum() == DIM
 
 
 def test_clear_frees_all() -> None:

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import tiny_folder
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
@@ -172,6 +174,56 @@ def test_what_is_generated_can_be_used_in_training(lab: RolloutLab) -> None:
     assert torch.equal(weight.grad, out.log_probs.values)
     assert not out.finished.is_inference()
     assert not out.responses.values.is_inference()
+
+
+# -- stop strings ---------------------------------------------------------------------------------
+
+
+def tokenizer_of_bytes(folder: Path) -> None:
+    """Tokens of half a character, of one and of several."""
+    vocabulary = ["<pad>", "<end>", "\u00c3", "\u00a9", "\u00a8", "a", "b", "ab", "aba", "b\u00c3", "\u00a9a"]
+    merges = [("a", "b"), ("ab", "a"), ("b", "\u00c3"), ("\u00a9", "a")]
+    tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(vocabulary)}, merges))
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 64])
+def test_a_stop_string_ends_rows_by_their_text_and_spares_the_rest(tmp_path: Path, max_num_seqs: int) -> None:
+    lab = RolloutLab(TorchRollout, tmp_path)
+    lab.case("llama", {"vocab_size": 11, "tie_embeddings": False})
+    (folder,) = (path.parent for path in tmp_path.rglob("config.json"))
+    tokenizer_of_bytes(folder)
+    case = lab.case("llama", {"vocab_size": 11, "tie_embeddings": False}, max_num_seqs=max_num_seqs)
+    prompts = Ragged.from_rows([torch.tensor([5, 6, 2, 3])] * 30 + [torch.tensor([7])] * 10)
+    seeds, limit = torch.arange(40), 30
+    free = case.rollout.generate_sequences(prompts, SamplingParams(limit, ignore_eos=True), seeds)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for strings in (("\u00e9",), ("abab", "\u00e8b"), ("never said",)):
+        sampling = SamplingParams(limit, ignore_eos=True, stop=strings)
+        out = case.rollout.generate_sequences(prompts, sampling, seeds)
+        ended, steps = 0, 0
+        for row, tokens in enumerate(row.tolist() for row in free.responses.rows()):
+            texts = (tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(limit))
+            end = next((i + 1 for i, text in enumerate(texts) if any(string in text for string in strings)), None)
+            assert out.responses.rows()[row].tolist() == tokens[:end]
+            assert bool(out.finished[row]) == (end is not None)
+            ended, steps = ended + (end is not None), steps + (end or limit) - 1
+        assert (ended > 5) == (strings != ("never said",))
+        assert out.metrics["rows_decoded"] == steps
+        close(out.log_probs, free.log_probs.prefix(out.log_probs.lengths), TOLERANCE, "log-probs")
+
+
+def test_without_stop_strings_no_text_is_made(lab: RolloutLab, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = lab.case()
+
+    def decoded(*_: Any, **__: Any) -> str:
+        raise AssertionError("tokens were decoded")
+
+    monkeypatch.setattr(PreTrainedTokenizerBase, "decode", decoded)
+    case.rollout.generate_sequences(lab.prompts(4), SamplingParams(4))
+    with pytest.raises(AssertionError, match="decoded"):
+        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(4, stop=("x",)))
 
 
 # -- what it refuses ------------------------------------------------------------------------------

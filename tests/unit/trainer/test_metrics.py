@@ -68,7 +68,11 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
     # d = 0.1 and -0.4 in the first row, 0.2 in the second; the tool's token does not count.
     # k3: 0.1051709-0.1, 0.6703200-0.6, 1.2214028-1.2, that is 0.0051709, 0.0703200, 0.0214028.
     # Sequence weights: exp(-0.3) = 0.7408182 and exp(0.2) = 1.2214028; share (sum)^2 / (2 sum of squares).
+    # Beyond 0.1 are two of the three once the first is 0.05.
+    found = mismatch(two_rows(rollout_log_probs=floats([-1.05, 0.0, -1.6], [-3.2])))
+    assert found["rollout/log_prob_diff_above_0.1"] == pytest.approx(2 / 3)
     found = mismatch(two_rows())
+    del found["rollout/log_prob_diff_above_0.1"]  # the first sits on the edge
     share = (0.7408182 + 1.2214028) ** 2 / (2 * (0.7408182**2 + 1.2214028**2))
     expected = {
         "rollout/log_prob_diff_max": 0.4,
@@ -111,12 +115,25 @@ def test_a_phase_is_timed_and_what_a_worker_tells_is_kept() -> None:
 
 def test_what_ranks_measure_by_themselves_is_put_together_and_what_they_agree_on_is_not() -> None:
     told = [
-        {"rollout/response_tokens": 10.0, "rollout/slot_use": 0.5, "timing_s/sync": 1.0, "actor/pg_loss": 0.1},
-        {"rollout/response_tokens": 30.0, "rollout/slot_use": 1.0, "timing_s/sync": 3.0, "actor/pg_loss": 0.1},
+        {
+            "rollout/response_tokens": 10.0,
+            "rollout/prompt_tokens_cached": 3.0,
+            "rollout/slot_use": 0.5,
+            "timing_s/sync": 1.0,
+            "actor/pg_loss": 0.1,
+        },
+        {
+            "rollout/response_tokens": 30.0,
+            "rollout/prompt_tokens_cached": 4.0,
+            "rollout/slot_use": 1.0,
+            "timing_s/sync": 3.0,
+            "actor/pg_loss": 0.1,
+        },
     ]
     result = DataProto({}, {"metrics": told[0], "ranks": [{"metrics": each} for each in told]})
     assert over_ranks(result) == {
         "rollout/response_tokens": 40.0,
+        "rollout/prompt_tokens_cached": 7.0,
         "rollout/slot_use": 0.75,
         "timing_s/sync": 3.0,
         "actor/pg_loss": 0.1,

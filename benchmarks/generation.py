@@ -1,0 +1,255 @@
+"""Speed of the built-in generator beside transformers.generate and vLLM, in one process and in turns.
+
+    python benchmarks/generation.py --out benchmarks/results/generation.md
+    python benchmarks/generation.py --engines torch,hf --models 27M --prompts 264 --rounds 12
+
+Each round has its own prompts and its own limits (8 prompts x 8 samples, long-tailed: exponential, a third of the
+longest on average), the same ones for all engines, which take turns in changing order. Every row runs to its limit.
+
+- torch: the built-in generator. Its time includes `load_weights` of weights that have just changed.
+- hf: `transformers.generate` on all rows at once, as it is. It returns no log-probs, the others do.
+- vllm: `LLM.generate`, if vLLM can be imported. Its prefix cache is reset before each round, as it has to be when
+  weights have changed; the time of its own reload is left out.
+
+Other work on the machine disturbs all engines alike, and ratios within a round the least: those are what counts.
+CPU time is that of the process, all of its threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.models.tiny import make_tiny_model
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.torch_rollout import TorchRollout
+
+MODELS = {
+    "3M": {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 768, "vocab_size": 512},
+    "27M": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1536, "vocab_size": 4096},
+}
+PROMPTS, SAMPLES, LONGEST = 8, 8, 128
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Work:
+    """What all engines do in one round."""
+
+    prompts: Ragged
+    limits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Seconds of one engine in one round."""
+
+    wall: float
+    cpu: float
+
+
+def work_of(round_number: int, prompt_length: int, vocabulary: int) -> Work:
+    random = torch.Generator().manual_seed(SEED + round_number)
+    prompts = torch.randint(3, vocabulary, (PROMPTS, prompt_length), generator=random)
+    lengths = torch.empty(PROMPTS * SAMPLES).exponential_(3 / LONGEST, generator=random)
+    limits = lengths.long().clamp(1, LONGEST)
+    limits[0] = LONGEST  # so that no round is a short one for those who wait for the longest row
+    return Work(Ragged.from_rows(list(prompts.repeat_interleave(SAMPLES, dim=0))), limits)
+
+
+class Limited(TorchRollout):
+    """The built-in generator with a limit for each row."""
+
+    rows: torch.Tensor
+
+    def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> torch.Tensor:
+        assert (super().limits(prompts, sampling, num_embeddings) >= self.rows).all()
+        return self.rows
+
+
+class Torch:
+    """`change` is what happened to the weights meanwhile: an update in place."""
+
+    def __init__(self, folder: Path, max_model_len: int):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.weights = [(name, weight.detach()) for name, weight in model.named_parameters()]
+        self.rollout = Limited(RolloutEngineConfig(model_path=str(folder), max_model_len=max_model_len))
+
+    def change(self) -> None:
+        for _, weight in self.weights:
+            weight.mul_(1.0)
+
+    def run(self, work: Work) -> int:
+        self.rollout.load_weights(self.weights)
+        self.rollout.rows = work.limits
+        out = self.rollout.generate_sequences(work.prompts, SamplingParams(LONGEST, ignore_eos=True))
+        return len(out.log_probs.values)
+
+
+class HF:
+    def __init__(self, folder: Path, max_model_len: int):
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model.generation_config = transformers.GenerationConfig()
+
+    def change(self) -> None:
+        pass
+
+    def run(self, work: Work) -> int:
+        tokens = torch.stack(work.prompts.rows())
+        config = transformers.GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=int(work.limits.max()), pad_token_id=0
+        )
+        with torch.inference_mode():
+            self.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+        return int(work.limits.sum())  # what is computed beyond a row's limit is of no use
+
+
+class VLLM:
+    def __init__(self, folder: Path, max_model_len: int):
+        settings = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        settings |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+        for name, value in settings.items():
+            os.environ.setdefault(name, value)
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        self.vllm = vllm
+        self.llm = vllm.LLM(
+            model=str(folder), dtype="float32", enforce_eager=True, max_model_len=max_model_len,
+            max_num_seqs=PROMPTS * SAMPLES, enable_prefix_caching=True, seed=0, generation_config="vllm",
+            logprobs_mode="processed_logprobs",
+        )  # fmt: skip
+
+    def change(self) -> None:
+        assert self.llm.reset_prefix_cache()
+
+    def run(self, work: Work) -> int:
+        common = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False, "flat_logprobs": True}
+        sampling = [self.vllm.SamplingParams(max_tokens=limit, **common) for limit in work.limits.tolist()]
+        prompts = [{"prompt_token_ids": row.tolist()} for row in work.prompts.rows()]
+        outputs = self.llm.generate(prompts, sampling, use_tqdm=False)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+ENGINES: dict[str, Callable[[Path, int], Any]] = {"torch": Torch, "hf": HF, "vllm": VLLM}
+
+
+def measured(engine: Any, work: Work) -> Spent:
+    engine.change()
+    wall, cpu = time.perf_counter(), time.process_time()
+    tokens = engine.run(work)
+    spent = Spent(time.perf_counter() - wall, time.process_time() - cpu)
+    assert tokens == int(work.limits.sum()), f"{tokens} tokens of {int(work.limits.sum())}"
+    return spent
+
+
+def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> tuple[dict[str, list[Spent]], float]:
+    """What each engine spent in each round, and the mean number of tokens of a round."""
+    sizes: dict[str, Any] = MODELS[model]
+    found: dict[str, list[Spent]] = {name: [] for name in names}
+    tokens = 0
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder, **sizes)
+        engines = {name: ENGINES[name](Path(folder), prompt_length + LONGEST) for name in names}
+        # What vLLM does to the process when it is imported must not decide how the others compute.
+        set_threads(int(os.environ["OMP_NUM_THREADS"]))
+        for engine in engines.values():
+            measured(engine, work_of(-1, prompt_length, sizes["vocab_size"]))
+        for number in range(rounds):
+            work = work_of(number, prompt_length, sizes["vocab_size"])
+            tokens += int(work.limits.sum())
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                found[name].append(measured(engines[name], work))
+    return found, tokens / rounds
+
+
+set_threads = torch.set_num_threads
+"""vLLM puts a function in its place that does nothing."""
+
+
+def lines_of(model: str, prompt_length: int, found: dict[str, list[Spent]], tokens: float) -> list[str]:
+    """A row of the table for each engine."""
+    lines = []
+    for name, spent in found.items():
+        wall = statistics.median(one.wall for one in spent)
+        cells = [model, str(prompt_length), name, f"{wall:.2f}", f"{statistics.median(s.cpu for s in spent):.2f}"]
+        cells.append(f"{tokens / wall:.0f}")
+        for other in ("hf", "vllm"):
+            if other not in found or other == name:
+                cells.append("")
+                continue
+            pairs = list(zip(found[other], spent, strict=True))
+            by_wall = statistics.median(theirs.wall / own.wall for theirs, own in pairs)
+            by_cpu = statistics.median(theirs.cpu / own.cpu for theirs, own in pairs)
+            best = min(s.wall for s in found[other]) / min(s.wall for s in spent)
+            cells.append(f"**{by_wall:.2f}** / {by_cpu:.2f} / {best:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def machine() -> str:
+    """The processor, without a name of its own, and the versions."""
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    if importlib.util.find_spec("vllm"):
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        versions += f", vllm {vllm.__version__}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {capability}, {versions}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--engines", default="torch,hf,vllm", help="those that cannot be imported are left out")
+    parser.add_argument("--models", default="3M,27M")
+    parser.add_argument("--prompts", default="32,264", help="tokens of a prompt")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--out", help="also write the table to this Markdown file")
+    options = parser.parse_args()
+    there = importlib.util.find_spec("vllm") is not None
+    names = [name for name in options.engines.split(",") if name != "vllm" or there]
+    heads = ["model", "prompt", "engine", "seconds", "CPU seconds", "tokens/s", "hf / engine", "vllm / engine"]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for model in options.models.split(","):
+        for length in options.prompts.split(","):
+            lines += lines_of(model, int(length), *compare(model, int(length), names, options.rounds))
+            print("\n".join(lines[-len(names) :]), flush=True)
+    threads = os.environ["OMP_NUM_THREADS"]
+    text = [
+        "# Speed of the built-in generator",
+        "",
+        (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(),
+        "",
+        f"{machine()}; {threads} threads, {options.rounds} rounds. Seconds are medians of the rounds; ratios are those "
+        "of wall time (median of the rounds) / of CPU time (median) / of the best rounds. Above 1 the engine of the "
+        "row is faster.",
+        "",
+        *lines,
+        "",
+    ]
+    print("\n".join(text))
+    if options.out:
+        Path(options.out).write_text("\n".join(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"OMP_NUM_THREADS": "1"})
+    main()

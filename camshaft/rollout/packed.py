@@ -1,0 +1,133 @@
+"""Linear layers with a copy of their weights in the order that the CPU's kernels want, while one call generates.
+
+    with packed_linears(hf, num_rows=64, num_steps=128):
+        ...                                # the model's linear layers use the copies
+                                           # and here they are what they were before
+
+A step of generation multiplies a few rows with every weight, and what a plain linear layer reorders or skips
+through each time costs more than the products. The copies are made anew in each call: nothing tells whether an
+optimizer has written to a weight since. Log-probs differ from those of plain layers in the last bits.
+
+Which order is best was measured (`benchmarks/generation.py`): `Turned` needs nothing special, `Blocked` is oneDNN's
+own, by operators of torch that are not public: where they are missing or wrong, layers do without. Plain ones serve
+other devices, other dtypes, and a few rows, for which the time is that of reading the weights.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FEW = 4
+"""Fewer rows than this are left to the plain layer."""
+
+STEPS = 16
+"""A call of fewer steps is over before the copies have paid."""
+
+SMALL = 2**18
+"""A weight of at most so many numbers is turned where MKL is fast: oneDNN takes longer to begin."""
+
+TINY = 2**12
+"""A weight of at most so many numbers is left plain where MKL is not fast."""
+
+ROWS_HINT = 16
+"""The number of rows for which oneDNN chooses its order; others work with it."""
+
+
+class Turned(nn.Linear):
+    """A linear layer with a copy of its weight whose numbers lie in the order (in, out)."""
+
+    copied: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        few = input.numel() < FEW * self.in_features
+        return F.linear(input, self.weight if few else self.copied, self.bias)
+
+    # There are no hooks, and what nn.Module does around a call takes as long as a small product.
+    __call__ = forward
+
+    @staticmethod
+    def copy(weight: Tensor) -> Tensor:
+        return weight.t().contiguous().t()
+
+
+class Blocked(nn.Linear):
+    """A linear layer with a copy of its weight in the order of oneDNN."""
+
+    copied: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.numel() < FEW * self.in_features:
+            return F.linear(input, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(input, self.copied, self.bias, "none", [], "")
+
+    __call__ = forward
+
+    @staticmethod
+    def copy(weight: Tensor) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
+
+
+@contextmanager
+def packed_linears(hf: nn.Module, num_rows: int, num_steps: int) -> Iterator[None]:
+    """Inside, linear layers of `hf` use copies of their weights as they are now, if that pays."""
+    changed: list[Any] = []
+    try:
+        if num_rows >= FEW and num_steps >= STEPS:
+            for module in hf.modules():
+                kind = _kind_for(module)
+                if kind is not None:
+                    layer: Any = module
+                    layer.copied = kind.copy(layer.weight.detach())
+                    layer.__class__ = kind
+                    changed.append(layer)
+        yield
+    finally:
+        for module in changed:
+            del module.copied
+            module.__class__ = nn.Linear
+
+
+def _kind_for(module: nn.Module) -> type[Turned] | type[Blocked] | None:
+    """What is best for this layer on this machine; None for what is no plain linear layer or should stay one."""
+    if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
+        return None
+    weight = module.weight
+    if weight.device.type != "cpu" or weight.dtype != torch.float32:
+        return None
+    if _mkl_is_fast():
+        return Blocked if weight.numel() > SMALL and _onednn_works() else Turned
+    return Blocked if weight.numel() > TINY and _onednn_works() else None
+
+
+@functools.cache
+def _mkl_is_fast() -> bool:
+    """MKL computes float32 by its best kernels on processors of its own maker only."""
+    about = Path("/proc/cpuinfo")
+    return torch.backends.mkl.is_available() and about.is_file() and "GenuineIntel" in about.read_text("utf-8")
+
+
+@functools.cache
+def _onednn_works() -> bool:
+    """Whether this torch has oneDNN's operators for this processor, tried on one product."""
+    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    layer: Any = nn.Linear(32, 48)
+    weight = torch.arange(48.0 * 32).view(48, 32).sin()
+    layer.weight, layer.bias = nn.Parameter(weight, False), nn.Parameter(weight[:, 0].clone(), False)
+    rows = torch.arange(2.0 * FEW * 32).view(2, FEW, 32).cos()
+    wanted = layer(rows)
+    try:
+        layer.__class__ = Blocked
+        layer.copied = Blocked.copy(weight)
+        return torch.allclose(layer(rows), wanted, rtol=1e-4, atol=1e-4)
+    except (AttributeError, RuntimeError, TypeError):
+        return False

@@ -1,0 +1,143 @@
+"""vLLM as a generator, in the processes of the trainer.
+
+    rollout = VLLMRollout(RolloutEngineConfig(model_path="models/tiny", device="cuda"))
+    rollout.load_weights(engine.named_weights())
+    rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
+
+This file says what the contract asks for in terms of vLLM; `engine.py` is the one that talks to it. With
+`tensor_model_parallel_size` above 1, that many consecutive ranks are one generator: they put their rows together,
+generate them all, and each keeps its own.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.digest import digest
+from camshaft.rollout.vllm_rollout.base import Request, VLLMBase
+from camshaft.rollout.vllm_rollout.engine import VLLMEngine
+from camshaft.rollout.vllm_rollout.process import world_size
+
+
+class VLLMRollout(VLLMBase):
+    """See the map above. `seeds` decide each row's samples."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        _check_ranks(config.tensor_model_parallel_size)
+        _check_device(config.device)
+        self._came: dict[str, int] | None = None
+        self.engine = VLLMEngine.take(config)
+        self.engine.wake_up()
+        weakref.finalize(self, self.engine.give_back).atexit = False
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.ready_to_load()
+        self._came = None
+        came: dict[str, int] = {}
+        self.engine.load(self._under_own_names(self.expected.checked(weights), came))
+        self._came = came
+
+    def _under_own_names(
+        self, weights: Iterable[tuple[str, Tensor]], came: dict[str, int]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """vLLM takes a tied weight under the name of the embedding alone, and skips it without a word elsewhere."""
+        passed: set[str] = set()
+        for name, tensor in weights:
+            came[name] = digest(tensor)
+            own = self.expected.weights[name].names[0]
+            if own not in passed:
+                passed.add(own)
+                yield own, tensor
+
+    def weight_digests(self) -> Mapping[str, int]:
+        """Of what vLLM holds, and for weights that it fuses, splits or packs, of what arrived at its loader."""
+        self.ready()
+        assert self._came is not None
+        weights = self.expected.weights
+        held = self.engine.digests({name: weight.empty for name, weight in weights.items()})
+        return {name: held.get(weights[name].names[0], arrived) for name, arrived in self._came.items()}
+
+    def has_weights(self) -> bool:
+        return self._came is not None
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+        self._asleep, self._came = True, None
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+        self._asleep = False
+
+    # -- tokens ---------------------------------------------------------------------------------------
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        start = time.perf_counter()
+        requests, error = _attempt(lambda: self.requests(prompts, sampling, seeds))
+        everybody, own = self._with_neighbours(requests, error)
+        stop_ids = self.all_stop_ids(sampling)
+        answers = self.engine.generate(everybody, sampling, stop_ids)[own] if everybody else []
+        return self.generation(prompts, answers, time.perf_counter() - start)
+
+    def _with_neighbours(self, requests: list[Request], error: RolloutError | None) -> tuple[list[Request], slice]:
+        """The rows of all ranks of this generator, and which are this rank's. An error of one is everybody's."""
+        group = self.engine.group
+        if group is None:
+            if error is not None:
+                raise error
+            return requests, slice(0, len(requests))
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (requests, None if error is None else str(error)), group=group)
+        if error is not None:
+            raise error
+        for rank, (_, told) in enumerate(gathered):
+            if told is not None:
+                raise RolloutError(f"rank {rank} of this generator cannot generate: {told}")
+        counts = [len(rows) for rows, _ in gathered]
+        first = sum(counts[: dist.get_rank(group)])
+        return [row for rows, _ in gathered for row in rows], slice(first, first + len(requests))
+
+
+def _attempt(make: Any) -> tuple[list[Request], RolloutError | None]:
+    """The requests, or the error that the other ranks have to hear of before it is raised."""
+    try:
+        return make(), None
+    except RolloutError as error:
+        return [], error
+
+
+def _check_ranks(parallel: int) -> None:
+    world = world_size()
+    if world % parallel:
+        raise RolloutError(
+            f"tensor_model_parallel_size={parallel} does not divide the {world} rank{'s' * (world > 1)} of this run; "
+            f"set actor_rollout_ref.rollout.tensor_model_parallel_size to 1 or another divisor of {world}"
+        )
+
+
+def _check_device(device: str) -> None:
+    """A rank alone: vLLM goes to the first device that it sees, whatever is current."""
+    place = torch.device(device)
+    if place.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
+        return
+    own = torch.accelerator.current_device_index() if place.index is None else place.index
+    if own != 0:
+        raise RolloutError(
+            f"vLLM in one process generates on {place.type}:0, and the device is {place.type}:{own}; let this process "
+            f"see that one alone (CUDA_VISIBLE_DEVICES={own}) and leave the number out"
+        )

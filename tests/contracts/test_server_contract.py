@@ -1,0 +1,36 @@
+"""vLLM's server keeps every rule of the contract; run by `make test-server`, in an environment that has vLLM."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.servers import Servers
+
+from camshaft.rollout.contract import RULES
+from camshaft.rollout.lab import RolloutLab
+from camshaft.rules import Rule
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
+
+SIZES = {"hidden": 128}
+"""vLLM's attention on a CPU has heads of 32 numbers and more; tiny models have four heads."""
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tiny models are written once."""
+    return tmp_path_factory.mktemp("rollout")
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    servers = Servers(keep=2)
+    yield servers
+    servers.end()
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+def test_a_server_keeps_rule(rule: Rule, scratch: Path, servers: Servers) -> None:
+    build: Any = servers.rollout
+    rule.check(RolloutLab(build, scratch, sizes=SIZES))

@@ -1,0 +1,23 @@
+"""SGLang keeps every rule of the contract; run by `make test-sglang`, in an environment that has it."""
+
+import pytest
+from support.sglang_pool import SGLangPool
+
+from camshaft.rollout.contract import RULES
+from camshaft.rollout.lab import RolloutLab
+from camshaft.rules import Rule
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
+    """Tiny models are written once, and engines of one model and one config are shared."""
+    # SGLang computes this family with the attention of another, which has no window.
+    refused = {"mistral": "a sliding window of 6 tokens"}
+    return RolloutLab(SGLangPool(), tmp_path_factory.mktemp("rollout"), refused=refused)  # pyright: ignore
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+def test_sglang_keeps_rule(rule: Rule, lab: RolloutLab) -> None:
+    rule.check(lab)

@@ -1,0 +1,196 @@
+"""What SGLang does beside the contract: processes that end, seeds, several processes as one generator, training.
+
+Run by `make test-sglang`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+
+import pytest
+import torch
+from support.processes import MARK, marked, none_left_behind, still_running
+from support.sglang_pool import SGLangPool
+from support.vllm_runs import run_with_vllm
+from torch import Tensor, nn
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.models.tiny import make_tiny_model
+from camshaft.rollout import build_rollout
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.contract import WAYS
+from camshaft.rollout.digest import digest
+from camshaft.rollout.lab import RolloutLab, close
+
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
+    return RolloutLab(SGLangPool(), tmp_path_factory.mktemp("models"))  # pyright: ignore[reportArgumentType]
+
+
+# -- tokens ---------------------------------------------------------------------------------------
+
+
+def test_seeds_give_the_tokens_that_the_built_in_generator_draws(lab: RolloutLab) -> None:
+    case, prompts, seeds = lab.case(), lab.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
+    plain = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
+    plain.load_weights(case.weights())
+    for sampling in WAYS:
+        found, wanted = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, plain))
+        assert found.responses.values.tolist() == wanted.responses.values.tolist()
+        close(found.log_probs, wanted.log_probs, 1e-4, "log-probs")
+
+
+def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(lab: RolloutLab) -> None:
+    case, prompts = lab.case(), lab.prompts(40, 40, seed=5)
+
+    def cached() -> float:
+        return case.rollout.generate_sequences(prompts, SamplingParams(4)).metrics["prompt_tokens_cached"]
+
+    assert cached() == 0
+    assert cached() == 2 * 39  # the last token of a prompt is always computed
+    case.rollout.load_weights(case.weights())
+    assert cached() == 0
+
+
+def test_several_processes_are_one_generator(lab: RolloutLab) -> None:
+    case, prompts = lab.case(tensor_model_parallel_size=2), lab.prompts(4, 9, 20)
+    for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, top_p=0.8)):
+        out = case.rollout.generate_sequences(prompts, sampling)
+        close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-4, "log-probs")
+    assert case.rollout.weight_digests() == {name: digest(weight) for name, weight in case.weights()}
+
+
+# -- weights, in the process that holds them --------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Holds three weights as one, and takes no weight whose name it does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj, self.norm = nn.Linear(4, 8, bias=False), nn.LayerNorm(4, bias=False)
+
+    def load_weights(self, named: list[tuple[str, Tensor]]) -> None:
+        places = {"q_proj.weight": (0, 4), "k_proj.weight": (4, 6), "v_proj.weight": (6, 8)}
+        for name, tensor in named:
+            if name in places:
+                self.qkv_proj.weight.data[slice(*places[name])] = tensor
+            if name == "norm.weight":
+                self.norm.weight.data.copy_(tensor)
+
+
+WEIGHTS = [("q_proj.weight", torch.ones(4, 4)), ("k_proj.weight", torch.ones(2, 4)),
+           ("v_proj.weight", torch.full((2, 4), 2.0)), ("norm.weight", torch.ones(4))]  # fmt: skip
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    from camshaft.rollout.sglang_rollout import scheduler
+
+    reader, writer = Pipe(duplex=False)
+    monkeypatch.setattr(scheduler, "_state", scheduler._State(writer, sampler_is_ours=True))
+
+    def hand_over(model: Layer, weights: list[tuple[str, Tensor]], spoil: str = "") -> tuple[dict[str, int], str]:
+        scheduler.begin(model, [("windows", torch.zeros(1))])
+        scheduler.take(model, weights[:2])
+        scheduler.take(model, weights[2:])
+        if spoil:
+            model.get_parameter(spoil).data[-1] += 1
+        scheduler.finish(model, [])
+        return reader.recv()
+
+    return hand_over
+
+
+def test_digests_are_of_what_the_model_holds(told) -> None:
+    wanted = {name: digest(weight) for name, weight in WEIGHTS}
+    assert told(Layer(), WEIGHTS) == (wanted, "")
+    spoiled, _ = told(Layer(), WEIGHTS, "qkv_proj.weight")
+    assert [name for name in wanted if spoiled[name] != wanted[name]] == ["v_proj.weight"]
+
+
+def test_a_weight_that_the_model_passes_over_is_named(told) -> None:
+    _, problem = told(Layer(), [*WEIGHTS[:3], ("nrom.weight", torch.ones(4))])
+    assert problem.startswith("no weight came for norm.weight")
+    _, problem = told(Layer(), [*WEIGHTS[:3], ("norm.weight", torch.ones(5))])
+    assert "among v_proj.weight, norm.weight" in problem
+
+
+# -- processes --------------------------------------------------------------------------------------
+
+TRAINER = """
+import sys, time
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.rollout import build_rollout
+
+if __name__ == "__main__":
+    rollout = build_rollout("sglang", RolloutEngineConfig(model_path=sys.argv[1], max_model_len=96))
+    print("ready", flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+    with none_left_behind(10) as mark:
+        trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(model)], stdout=subprocess.PIPE, text=True)
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "ready\n"
+        others = [pid for pid in marked(mark) if pid != trainer.pid]
+        assert len(others) >= 3  # the generator's, and two of SGLang's at least
+        os.kill(trainer.pid, signal.SIGKILL)
+        trainer.wait()
+        assert still_running(others, 5) == []
+
+
+def test_a_process_of_sglang_that_dies_ends_the_call_within_seconds(tmp_path: Path) -> None:
+    with none_left_behind(10) as mark:
+        lab = RolloutLab(SGLangPool(), tmp_path)  # pyright: ignore[reportArgumentType]
+        case = lab.case(max_model_len=1000)
+        (holder,) = [pid for pid in marked(mark) if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        killed = []
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            os.kill(holder, signal.SIGKILL)
+
+        threading.Timer(1.0, kill).start()
+        with pytest.raises(RolloutError, match=r"died in generate_sequences.*resume the run"):
+            case.rollout.generate_sequences(lab.prompts(*[4] * 16), SamplingParams(900, ignore_eos=True))
+        assert time.monotonic() - killed[0] < 15
+        del lab, case
+    assert MARK not in os.environ
+
+
+def test_what_it_cannot_do_is_refused_before_it_starts(tmp_path: Path) -> None:
+    model = str(make_tiny_model(tmp_path / "model"))
+    with pytest.raises(RolloutError, match="max_model_len=5000, but the model has 1024 positions"):
+        build_rollout("sglang", RolloutEngineConfig(model_path=model, max_model_len=5000))
+    for options, told in (({"no_such_option": 1}, "does not start: .*no_such_option"),
+                          ({"tp_size": 2}, "engine_kwargs sets tp_size: take it out")):  # fmt: skip
+        with pytest.raises(RolloutError, match=told):
+            build_rollout("sglang", RolloutEngineConfig(model_path=model, engine_kwargs=options))
+
+
+# -- training ---------------------------------------------------------------------------------------
+
+
+def test_sglang_follows_the_actor(tmp_path: Path) -> None:
+    """After each update it says greedily what the trained model says, token for token."""
+    more = {"actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
+    said = run_with_vllm(tmp_path, more, steps=2)
+    assert len(said) == 2
+    for step in said:
+        assert step.by_vllm == step.by_transformers
+        assert step.metrics["rollout/sync_bytes"] > 0
+    assert said[0].by_vllm != said[-1].by_vllm

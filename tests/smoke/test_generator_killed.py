@@ -1,0 +1,72 @@
+"""A generator that is killed in mid-generation: an error within seconds, and the run goes on from its checkpoint."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import camshaft, finished, start
+from support.faulty_rollouts import HELD
+from support.ppo_runs import ppo_words
+from support.processes import still_running
+
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(280)
+
+RUN: dict[str, Any] = {
+    "data.train_max_samples": 24,
+    "trainer.total_training_steps": 4,
+    "trainer.total_epochs": 2,
+    "trainer.save_freq": 2,
+    "trainer.logger": "[jsonl]",
+    "trainer.resume_mode": "auto",
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 2,
+}
+
+
+def test_a_killed_generator_ends_the_run_within_seconds_and_the_run_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold, run, whole = tmp_path / "hold", tmp_path / "run", tmp_path / "whole"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))
+    own = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
+    words = ppo_words(tmp_path, {**RUN, **own, "trainer.default_local_dir": run})
+    hold.write_text("4")  # the fourth hand-over is that of the last step
+    process, told = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
+    try:
+        until = time.monotonic() + 150
+        while not (told.exists() and told.read_text()):
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        generator = int(told.read_text())
+        os.kill(generator, signal.SIGKILL)
+        killed = time.monotonic()
+    finally:
+        if not told.exists():
+            process.kill()
+        ended = finished(process)
+    assert time.monotonic() - killed < 20
+    assert ended.status == 1
+    assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in ended.err
+    assert "resume the run from its last checkpoint" in ended.err
+    assert "Traceback" not in ended.err
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
+
+    hold.unlink()
+    assert camshaft("ppo", *words).status == 0
+    plain = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": whole}
+    assert camshaft("ppo", *ppo_words(tmp_path, {**RUN, **plain})).status == 0
+    found, wanted = (
+        [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, whole)
+    )
+    assert found == wanted, (
+        "in a process of its own, killed and resumed: the run of the built-in generator, bit for bit"
+    )
+    assert still_running([generator], seconds=1) == []

@@ -1,0 +1,241 @@
+"""Rollouts that break one rule of the contract each, as somebody might by mistake.
+
+    CAUGHT_BY[IgnoresTopP]               # the name of the rule that notices
+
+All are the built-in generator with something wrong.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.torch_rollout import TorchRollout
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class KeepsFirstWeights(TorchRollout):
+    """Takes weights once, and later ones not at all."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        kept = {name: tensor.clone() for name, tensor in weights}
+        self.first = self.__dict__.get("first") or kept
+        super().load_weights(self.first.items() if kept.keys() == self.first.keys() else kept.items())
+
+
+class ForgetsTemperature(TorchRollout):
+    """Samples with the temperature and top_p asked for, but answers with log-probs of the bare model."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        return replace(out, log_probs=out.log_probs.map(lambda values: values * sampling.temperature))
+
+
+class IgnoresTopP(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts, replace(sampling, top_p=1.0), seeds)
+
+
+class IgnoresSeeds(TorchRollout):
+    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
+        return super().seeds_of_call(num_rows, None)
+
+
+class OneSeedForAll(TorchRollout):
+    """Equal prompts get equal responses."""
+
+    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
+        return super().seeds_of_call(num_rows, seeds)[:1].expand(num_rows)
+
+
+class ReversesRows(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        back = list(range(len(prompts)))[::-1]
+        return Generation(out.responses.select(back), out.log_probs.select(back), out.finished[back])
+
+
+class DropsTheEnd(TorchRollout):
+    """Cuts the stop token off."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        lengths = out.responses.lengths - out.finished.long()
+        return replace(out, responses=out.responses.prefix(lengths), log_probs=out.log_probs.prefix(lengths))
+
+
+class IgnoresWindows(TorchRollout):
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.pool.windows = [None] * self.pool.num_layers
+        for module in self.model.hf.modules():
+            module.__dict__.update({"sliding_window": None} if "sliding_window" in module.__dict__ else {})
+        self.model.hf.config.sliding_window = None
+
+
+class StopsAtNothing(TorchRollout):
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.model.stop_ids = ()
+
+
+class NeverForgets(TorchRollout):
+    """Goes on with old weights after sleep and after a load that failed."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model._came = set()
+        super().load_weights(weights)
+        self.kept = [(name, weight.clone()) for name, weight in self.model.hf.named_parameters()]
+
+    def wake_up(self) -> None:
+        super().wake_up()
+        super().load_weights(self.kept)
+
+
+class MovesTheRandomState(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        torch.rand(1)
+        return super().generate_sequences(prompts, sampling, seeds)
+
+
+class WarmGreed(TorchRollout):
+    """Samples where it should take the likeliest token."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        warm = replace(sampling, do_sample=True, temperature=1.0) if sampling.greedy else sampling
+        return super().generate_sequences(prompts, warm, seeds)
+
+
+class LooksAtItsNeighbours(TorchRollout):
+    """A row's samples depend on where in the batch it stands."""
+
+    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
+        return super().seeds_of_call(num_rows, seeds) + torch.arange(num_rows)
+
+
+class ForgetsFarBack(TorchRollout):
+    """Reads the last 256 tokens of a prompt."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        short = Ragged.from_rows([row[-256:] for row in prompts.rows()], torch.int64)
+        return super().generate_sequences(short, sampling, seeds)
+
+
+class IgnoresStopStrings(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts, replace(sampling, stop=()), seeds)
+
+
+class CutsStopStringsOff(TorchRollout):
+    """The token that completes a string goes with it."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        lengths = out.responses.lengths - (out.finished.long() if sampling.stop else 0)
+        return replace(out, responses=out.responses.prefix(lengths), log_probs=out.log_probs.prefix(lengths))
+
+
+class GrowsBeyondTheModel(TorchRollout):
+    def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
+        return torch.full_like(super().limits(prompts, sampling, num_embeddings), sampling.max_tokens)
+
+
+class AnswersNobody(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts if len(prompts) else Ragged.from_rows([[5]]), sampling, seeds)
+
+
+class ShortensPrompts(TorchRollout):
+    """Cuts what is too long, and says nothing."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        fitting = prompts.prefix(prompts.lengths.clamp(max=self.config.max_model_len - 1))
+        return super().generate_sequences(fitting, sampling, seeds)
+
+
+class KeepsTheFirstHead(TorchRollout):
+    """A tied output weight stays what it was at first, as in a library that packs it once."""
+
+    first: Tensor | None = None
+
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights(weights)
+        head: Any = self.model.hf.get_output_embeddings()
+        first: Tensor = head.weight.clone() if self.first is None else self.first
+        self.first = head.weight = nn.Parameter(first, requires_grad=False)
+
+
+class TakesWhatFits(TorchRollout):
+    """What is missing stays as it was, and what does not fit is passed over."""
+
+    def load_weights(self, weights: Weights) -> None:
+        known = self.model.expected.weights
+        fitting = {n: w for n, w in weights if n in known and w.shape == known[n].empty.shape}
+        self.held = self.__dict__.get("held", {}) | fitting
+        super().load_weights(self.held.items())
+
+
+class BeginsWithNoise(TorchRollout):
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        weights = {weight.names[0]: weight.empty for weight in self.model.expected.weights.values()}
+        self.load_weights((name, torch.rand(empty.shape)) for name, empty in weights.items())
+
+
+class KeepsTheFirstDigests(TorchRollout):
+    first: Mapping[str, int] | None = None
+
+    def weight_digests(self) -> Mapping[str, int]:
+        now = super().weight_digests()
+        self.first = now if self.first is None else self.first
+        return self.first
+
+
+class RemembersDigestsInItsSleep(TorchRollout):
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights(weights)
+        self.known = super().weight_digests()
+
+    def weight_digests(self) -> Mapping[str, int]:
+        return self.__dict__.get("known") or super().weight_digests()
+
+
+class RoundsTooMuch(TorchRollout):
+    def load_weights(self, weights: Weights) -> None:
+        super().load_weights((name, weight.to(torch.float8_e5m2).to(weight.dtype)) for name, weight in weights)
+
+
+CAUGHT_BY: dict[type[BaseRollout], str] = {
+    WarmGreed: "greedy is what transformers says",
+    ForgetsTemperature: "log probs are those of the distribution",
+    IgnoresTopP: "log probs are those of the distribution",
+    OneSeedForAll: "frequencies follow the distribution",
+    IgnoresWindows: "families",
+    IgnoresSeeds: "seeds decide",
+    MovesTheRandomState: "seeds decide",
+    LooksAtItsNeighbours: "a row is the same in any batch",
+    ReversesRows: "many short and a few long prompts",
+    ForgetsFarBack: "thousands of short and a few very long prompts",
+    DropsTheEnd: "rows end",
+    IgnoresStopStrings: "stop strings end a row",
+    CutsStopStringsOff: "stop strings end a row",
+    StopsAtNothing: "the models own end is honoured",
+    GrowsBeyondTheModel: "max model len ends a row",
+    AnswersNobody: "no prompts",
+    ShortensPrompts: "bad prompts are refused",
+    KeepsFirstWeights: "the last weights count",
+    KeepsTheFirstHead: "tied weights come once or twice",
+    TakesWhatFits: "weights that do not fit are named",
+    BeginsWithNoise: "weights come before tokens",
+    KeepsTheFirstDigests: "digests tell what is held",
+    RemembersDigestsInItsSleep: "digests find a transposed weight",
+    NeverForgets: "sleep and wake",
+    RoundsTooMuch: "half precision is near",
+}
+"""Who is noticed by which rule."""

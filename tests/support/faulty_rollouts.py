@@ -1,0 +1,65 @@
+"""A built-in generator that goes wrong when a prompt says so, for rollouts in processes of their own.
+
+RolloutEngineConfig(..., engine_kwargs={"rollout": NAME})      # tests/ has to be on PYTHONPATH
+rollout.generate_sequences(Ragged.from_rows([[HANGS]]), ...)
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.torch_rollout import TorchRollout
+
+HANGS, CRASHES, EXITS, FORGETS, STARTS = 100, 101, 102, 103, 104
+
+
+class FaultyRollout(TorchRollout):
+    """Keeps to the contract but for prompts of one of the tokens above."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self._forgets = False
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        version = self.weights_version
+        super().load_weights(weights)
+        if self._forgets:
+            self.weights_version = version - 1
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        first = prompts.values[0]
+        if first == HANGS:
+            time.sleep(1000)
+        if first == CRASHES:
+            raise ZeroDivisionError("boom")
+        if first == EXITS:
+            os._exit(3)
+        if first == STARTS:  # a process of its own, whose number it tells
+            sys.stdout.write(f"{subprocess.Popen(['sleep', '1000']).pid}\n")
+            sys.stdout.flush()
+        self._forgets = bool(first == FORGETS)
+        return super().generate_sequences(prompts, sampling, seeds)
+
+
+class HeldRollout(TorchRollout):
+    """Waits in mid-generation for as long as the file that `CAMSHAFT_TEST_HOLD` names has the number of the call."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        out = super().generate_sequences(prompts, sampling, seeds)
+        hold = Path(os.environ["CAMSHAFT_TEST_HOLD"])
+        if hold.exists() and self.weights_version == int(hold.read_text()):
+            hold.with_suffix(".pid").write_text(str(os.getpid()))
+            time.sleep(1000)
+        return out
+
+
+NAME = f"{__name__}:{FaultyRollout.__name__}"
+HELD = f"{__name__}:{HeldRollout.__name__}"

@@ -1,0 +1,92 @@
+"""Small PPO runs that generate with vLLM, and what the trained model says greedily after each step.
+
+said = run_with_vllm(tmp_path, {"trainer.n_gpus_per_node": 2}, steps=3)
+said[-1].by_vllm == said[-1].by_transformers        # token for token
+said[-1].metrics["critic/score/mean"]
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from camshaft.dataproto import DataProto
+from camshaft.models.loader import quiet_transformers
+from camshaft.models.tiny import make_tiny_model
+from camshaft.ragged import Ragged
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
+from support.ppo_runs import SPREAD, ppo_config, ppo_words, weights_of
+
+END = 2
+"""The end-of-sequence token of tiny models."""
+
+FOR_VLLM: dict[str, Any] = {
+    "actor_rollout_ref.rollout.name": "vllm",
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.actor.optim.lr": 3e-3,
+    "data.max_response_length": 16,
+}
+
+
+@dataclass(frozen=True)
+class Said:
+    """What two programs say to the same prompts with the weights after one step."""
+
+    metrics: dict[str, float]
+    by_vllm: list[list[int]]
+    by_transformers: list[list[int]]
+
+
+def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Said]:
+    """Train for so many steps."""
+    ppo_words(folder)
+    shutil.rmtree(folder / "actor")
+    # vLLM's attention on a CPU has heads of 32 numbers and more.
+    make_tiny_model(folder / "actor", hidden=128, initializer_range=SPREAD)
+    lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
+    config = ppo_config(folder, {**FOR_VLLM, **lengths, **(overrides or {})})
+    with PPOParts(config) as parts:
+        trainer = PPOTrainer(config, parts)
+        trainer.prepare()
+        listener = _Listener(parts, folder / "actor", config.data.max_response_length)
+        trainer.fit(listener)  # pyright: ignore[reportArgumentType]
+    return listener.said
+
+
+class _Listener:
+    """A tracker; called at the end of each step."""
+
+    def __init__(self, parts: PPOParts, model: Path, length: int):
+        self.parts, self.model, self.length = parts, model, length
+        random = torch.Generator().manual_seed(0)
+        self.prompts = [torch.randint(3, 90, (n,), generator=random) for n in (3, 5, 8, 5, 12, 7)]
+        self.said: list[Said] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        batch = DataProto.from_dict({"prompts": Ragged.from_rows(self.prompts)})
+        out = self.parts.actor.generate_sequences(batch, validate=True, recompute_log_prob=False)
+        by_vllm = [row.tolist() for row in out.ragged("responses").rows()]
+        self.said.append(Said(dict(metrics), by_vllm, self._greedy(weights_of(self.parts.actor))))
+
+    @torch.no_grad()
+    def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
+        with quiet_transformers():
+            plain = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+        missing, unexpected = plain.load_state_dict(weights, strict=False)
+        assert set(missing) <= {"lm_head.weight"}, missing
+        assert not unexpected, unexpected
+        plain.tie_weights()
+        said = []
+        for prompt in self.prompts:
+            mask = torch.ones_like(prompt)[None]
+            how = {"do_sample": False, "max_new_tokens": self.length, "eos_token_id": END, "pad_token_id": 0}
+            out = plain.generate(prompt[None], attention_mask=mask, **how)  # pyright: ignore[reportCallIssue]
+            said.append(out[0, len(prompt) :].tolist())
+        return said

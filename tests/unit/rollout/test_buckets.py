@@ -1,0 +1,109 @@
+"""What is packed into buckets of any size comes out as it went in."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from camshaft.errors import RolloutError
+from camshaft.rollout.buckets import Assembler, Piece, packed
+
+WEIGHTS: dict[str, Tensor] = {
+    "matrix": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
+    "half": torch.randn(9, generator=torch.Generator().manual_seed(1)).bfloat16(),
+    "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "nothing": torch.empty(0, 4),
+    "mask": torch.tensor([True, False, True]),
+    "turned": torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).t(),
+    "trained": torch.nn.Parameter(torch.ones(3)),
+}
+
+
+def over_the_way(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Tensor]]:
+    """Packed, brought over as JSON and bytes, and put together again."""
+    buffer, assembler = torch.empty(size, dtype=torch.uint8), Assembler("cpu")
+    for pieces, used in packed(weights.items(), buffer):
+        assert 0 <= used <= size
+        told = json.loads(json.dumps([vars(piece) for piece in pieces]))
+        sent = buffer[:used].clone()
+        buffer.fill_(255)
+        yield from assembler.take([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told], sent)
+    assembler.finish()
+
+
+@given(size=st.integers(1, 400), order=st.permutations(list(WEIGHTS)))
+def test_any_bucket_brings_all_tensors_in_their_order(size: int, order: list[str]) -> None:
+    came = list(over_the_way({name: WEIGHTS[name] for name in order}, size))
+    assert [name for name, _ in came] == order
+    for name, tensor in came:
+        assert tensor.dtype == WEIGHTS[name].dtype
+        assert torch.equal(tensor, WEIGHTS[name]), name
+
+
+def test_no_bucket_is_sent_for_no_weights() -> None:
+    assert list(packed([], torch.empty(8, dtype=torch.uint8))) == []
+
+
+def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
+    buffer = torch.empty(64, dtype=torch.uint8)
+    small = [(str(i), torch.zeros(4)) for i in range(8)]
+    assert [len(pieces) for pieces, _ in packed(small, buffer)] == [4, 4]
+    large = [("large", torch.zeros(40))]
+    assert [(pieces[0].start, used) for pieces, used in packed(large, buffer)] == [(0, 64), (64, 64), (128, 32)]
+
+
+def test_what_comes_out_has_memory_of_its_own() -> None:
+    buffer = torch.empty(64, dtype=torch.uint8)
+    ((pieces, _),) = packed([("ones", torch.ones(4))], buffer)
+    ((_, tensor),) = Assembler("cpu").take(pieces, buffer)
+    buffer.zero_()
+    assert torch.equal(tensor, torch.ones(4))
+
+
+def buckets_of_eight() -> list[tuple[list[Piece], Tensor]]:
+    buffer = torch.empty(8, dtype=torch.uint8)
+    return [(pieces, buffer[:used].clone()) for pieces, used in packed([("w", torch.arange(6.0))], buffer)]
+
+
+def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
+    assembler = Assembler("cpu")
+    for bucket in buckets:
+        list(assembler.take(*bucket))
+    assembler.finish()
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ([0, 1], "'w' came in part only: 16 of 24 bytes"),
+        ([0, 2], r"bytes 16\.\.\. of 'w' came, but bytes 8\.\.\. of 'w' were to come"),
+        ([1, 2], r"bytes 8\.\.\. of 'w' came without those before them"),
+        ([0, 1, 1], r"bytes 8\.\.\. of 'w' came, but bytes 16"),
+    ],
+)
+def test_a_bucket_that_is_lost_or_comes_twice_is_named(order: list[int], told: str) -> None:
+    buckets = buckets_of_eight()
+    with pytest.raises(RolloutError, match=told):
+        assemble([buckets[number] for number in order])
+
+
+def test_copies_on_a_device_have_happened_before_the_other_process_hears_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seen on a device that computes nothing: who gives a bucket out, or says that it was taken, has waited."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: told.append(f"{device} is done"))
+    assembler = Assembler("meta")
+    for pieces, used in packed(
+        [("w", torch.ones(6, device="meta"))], torch.empty(16, dtype=torch.uint8, device="meta")
+    ):
+        told.append("told")
+        for _ in assembler.take(pieces, torch.empty(used, dtype=torch.uint8, device="meta")):
+            told.append("loaded")
+        told.append("taken")
+    one = ["meta is done", "told", "meta is done", "taken"]
+    assert told == [*one, *one[:2], "loaded", *one[2:]]

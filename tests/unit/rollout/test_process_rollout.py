@@ -1,0 +1,289 @@
+"""A generator in a process of its own: the same tokens, weights that provably arrived, and an end to every wait."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.faulty_rollouts import CRASHES, EXITS, FORGETS, HANGS, NAME, STARTS
+from support.processes import none_left_behind, running, still_running
+from support.tiny import tiny_folder, tiny_rows
+from torch import Tensor
+
+from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
+from camshaft.engine import BaseEngine, build_engine
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.reshard import rollout_mode
+from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
+from camshaft.rollout import process_rollout as module
+from camshaft.rollout.process_rollout import ProcessRollout, device_here
+from camshaft.rollout.transport import SharedMemory
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPTS = Ragged.from_rows(tiny_rows([5, 3, 1]), torch.int64)
+SAMPLING = SamplingParams(6, top_p=0.9)
+
+
+def folder() -> str:
+    """Of a model that does not fit into one bucket of a megabyte, and has tensors that do not either."""
+    return str(tiny_folder(hidden=128, intermediate=2304))
+
+
+def start(**own: Any) -> ProcessRollout:
+    config = RolloutEngineConfig(model_path=folder(), update_weights_bucket_megabytes=1, seed=3, engine_kwargs=own)
+    return ProcessRollout(config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def path() -> Iterator[None]:
+    """Where the other process finds the faulty generator."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def faulty() -> ProcessRollout:
+    """One process for all tests that leave it alive."""
+    return start(rollout=NAME)
+
+
+@pytest.fixture
+def engine() -> BaseEngine:
+    engine = build_engine("reference", EngineConfig(model=EngineModel(path=folder())))
+    engine.init_model()
+    return engine
+
+
+def pid_of(rollout: ProcessRollout) -> int:
+    return rollout._child._process.pid
+
+
+def generate(rollout: BaseRollout, first: int | None = None) -> list[Any]:
+    prompts = PROMPTS if first is None else Ragged.from_rows([[first]], torch.int64)
+    seeds = torch.arange(len(prompts))
+    out = rollout.generate_sequences(prompts, SAMPLING, seeds)
+    return [out.responses.values.tolist(), out.responses.lengths.tolist(), out.log_probs.values.tolist(),
+            out.finished.tolist()]  # fmt: skip
+
+
+def change(engine: BaseEngine) -> None:
+    for _, weight in engine.named_weights():
+        weight.data.mul_(1.3)
+
+
+def test_it_says_what_the_generator_says_in_this_process(faulty: ProcessRollout, engine: BaseEngine) -> None:
+    plain = build_rollout("torch", RolloutEngineConfig(model_path=folder(), seed=3))
+    said = []
+    for _ in range(2):
+        with rollout_mode(engine, faulty) as sync, rollout_mode(engine, plain) as wanted:
+            assert (sync.digests, sync.bytes) == (wanted.digests, wanted.bytes)
+            said.append(generate(faulty))
+            assert said[-1] == generate(plain)
+        change(engine)
+    assert said[0] != said[1]
+
+
+def test_its_refusals_are_those_of_the_generator(faulty: ProcessRollout, engine: BaseEngine) -> None:
+    with rollout_mode(engine, faulty):
+        with pytest.raises(RolloutError, match="row 1 has an empty prompt"):
+            faulty.generate_sequences(Ragged.from_rows([[5], []], torch.int64), SAMPLING)
+        with pytest.raises(RolloutError, match="no weight 'sideways'"):
+            faulty.load_weights([("sideways", torch.ones(3))])
+        with pytest.raises(RolloutError, match="load_weights"):
+            generate(faulty)
+    with pytest.raises(RolloutError, match="call wake_up"):
+        generate(faulty)
+
+
+def test_a_stream_that_breaks_off_leaves_nothing_to_generate_with(faulty: ProcessRollout, engine: BaseEngine) -> None:
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        for number, weight in enumerate(engine.named_weights()):
+            if number == 9:
+                raise ZeroDivisionError("the engine broke")
+            yield weight
+
+    faulty.wake_up()
+    with pytest.raises(ZeroDivisionError, match="the engine broke"):
+        faulty.load_weights(broken())
+    with pytest.raises(RolloutError, match="load_weights"):
+        generate(faulty)
+    faulty.load_weights(engine.named_weights())
+    generate(faulty)
+
+
+def test_a_hand_over_while_it_sleeps_is_refused_and_answers_stay_with_their_questions(
+    faulty: ProcessRollout, engine: BaseEngine
+) -> None:
+    faulty.sleep()
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=r"the rollout sleeps: call wake_up\(\) before load_weights"):
+            faulty.load_weights(engine.named_weights())
+    faulty.wake_up()
+    assert faulty.arrival_dtype("of its own", torch.ones(1)) == torch.float32
+    faulty.load_weights(engine.named_weights())
+    generate(faulty)
+
+
+def test_memory_that_the_generator_cannot_open_is_refused_and_the_next_hand_over_goes_on(
+    faulty: ProcessRollout, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty.wake_up()
+    with monkeypatch.context() as patch:
+        handle = SharedMemory.handle
+        patch.setattr(SharedMemory, "handle", lambda sender: {**handle(sender), "inode": 0})
+        with pytest.raises(RolloutError, match="its sender has ended"):
+            faulty.load_weights(engine.named_weights())
+    faulty.load_weights(engine.named_weights())
+    generate(faulty)
+
+
+def test_what_broke_the_stream_is_told_though_the_process_is_gone_too() -> None:
+    rollout = start()
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield "model.norm.weight", torch.ones(128)
+        os.kill(pid_of(rollout), signal.SIGKILL)
+        assert still_running([pid_of(rollout)], seconds=5) == []
+        raise ZeroDivisionError("the engine broke")
+
+    with pytest.raises(ZeroDivisionError, match="the engine broke"):
+        rollout.load_weights(broken())
+
+
+def test_an_exception_over_there_comes_with_its_stack(faulty: ProcessRollout, engine: BaseEngine) -> None:
+    with rollout_mode(engine, faulty):
+        with pytest.raises(RolloutError, match=r'faulty_rollouts.py", line (.|\n)*ZeroDivisionError: boom'):
+            generate(faulty, CRASHES)
+        generate(faulty)
+
+
+def test_weights_of_another_hand_over_are_refused_by_their_number(faulty: ProcessRollout, engine: BaseEngine) -> None:
+    with rollout_mode(engine, faulty) as sync:
+        generate(faulty, FORGETS)
+    told = f"holds the weights of hand-over {sync.version}, not those of {sync.version + 1}"
+    with pytest.raises(RolloutError, match=told), rollout_mode(engine, faulty):
+        pytest.fail("it was let generate")
+    faulty.wake_up()
+    faulty.load_weights(engine.named_weights())
+    generate(faulty)
+
+
+def test_a_kill_in_mid_generation_is_an_error_within_seconds(engine: BaseEngine) -> None:
+    rollout = start(rollout=NAME)
+    begun: list[float] = []
+
+    def generate_until_killed() -> None:
+        begun.append(time.monotonic())
+        threading.Timer(1.5, os.kill, (pid_of(rollout), signal.SIGKILL)).start()
+        generate(rollout, HANGS)
+
+    told = r"died in generate_sequences \(SIGKILL.*; resume the run from its last checkpoint"
+    with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
+        generate_until_killed()
+    assert time.monotonic() - begun[0] < 10
+    with pytest.raises(RolloutError, match=r"has ended \(it died in generate_sequences\); build the rollout again"):
+        rollout.wake_up()
+
+
+def test_a_process_that_ends_itself_says_how(engine: BaseEngine) -> None:
+    rollout = start(rollout=NAME)
+    rollout.load_weights(engine.named_weights())
+    with pytest.raises(RolloutError, match=r"died in generate_sequences \(exit code 3\)"):
+        generate(rollout, EXITS)
+
+
+def test_a_process_that_does_not_answer_is_killed_after_its_timeout(engine: BaseEngine) -> None:
+    rollout = start(rollout=NAME, timeout=5)
+    rollout.load_weights(engine.named_weights())
+    begun = time.monotonic()
+    with pytest.raises(RolloutError, match="has not answered generate_sequences for 5 s and was killed"):
+        generate(rollout, HANGS)
+    assert time.monotonic() - begun < 15
+    assert not running(pid_of(rollout))
+
+
+def test_a_process_that_does_not_read_is_killed_after_its_timeout() -> None:
+    rollout = start(timeout=3)
+    os.kill(pid_of(rollout), signal.SIGSTOP)
+    more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
+    begun = time.monotonic()
+    with pytest.raises(RolloutError, match="has not read generate_sequences for 3 s and was killed"):
+        rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
+    assert time.monotonic() - begun < 15
+    assert not running(pid_of(rollout))
+    with pytest.raises(RolloutError, match=r"has ended \(it did not read generate_sequences\)"):
+        rollout.sleep()
+
+
+@pytest.mark.parametrize("doing", [HANGS, STARTS], ids=["busy", "idle"])
+def test_the_process_ends_with_its_parent_and_all_that_it_started(doing: int) -> None:
+    code = f"""
+import sys
+from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.process_rollout import ProcessRollout
+from transformers import AutoModelForCausalLM
+config = RolloutEngineConfig(model_path={folder()!r}, engine_kwargs={{"rollout": {NAME!r}}})
+rollout = ProcessRollout(config)
+rollout.load_weights(AutoModelForCausalLM.from_pretrained({folder()!r}).named_parameters())
+print(rollout._child._process.pid, flush=True)
+rollout.generate_sequences(Ragged.from_rows([[{doing}]]), SamplingParams(1))
+import time
+time.sleep(1000)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    lines = 1 if doing == HANGS else 2  # the second is of a process that the generator started
+    children = [int(parent.stdout.readline()) for _ in range(lines)]
+    assert all(map(running, children))
+    parent.kill()
+    parent.wait()
+    assert still_running(children, seconds=10) == []
+
+
+def test_a_rollout_that_nobody_has_any_more_takes_its_process_along() -> None:
+    rollout = start()
+    child = pid_of(rollout)
+    assert running(child)
+    del rollout
+    gc.collect()
+    assert still_running([child], seconds=5) == []
+
+
+def test_a_generator_that_cannot_be_built_says_why_and_leaves_no_process() -> None:
+    told = r"take no engine_kwargs, got \{'speed': 9\}"
+    with none_left_behind(seconds=2), pytest.raises(RolloutError, match=told) as caught:
+        start(speed=9)
+    assert caught.tb is not None  # which has the rollout, so that nobody let go of it yet
+
+
+def test_a_generator_that_does_not_exist_is_named_without_a_stack() -> None:
+    with pytest.raises(RolloutError, match="tortch") as caught:
+        start(rollout="tortch")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_more_seconds_for_an_answer_are_more_seconds_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "START_SECONDS", 0.5)
+    with pytest.raises(RolloutError, match=r"has not answered start for 0.5 s .* give engine_kwargs.timeout more"):
+        start()
+    start(timeout=200).wake_up()
+
+
+def test_the_device_of_this_process_is_told_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    devices = [device_here(name) for name in ("cuda", "cuda:1", "cpu")]
+    assert devices == [torch.device("cuda:3"), torch.device("cuda:1"), torch.device("cpu")]

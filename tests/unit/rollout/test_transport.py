@@ -1,0 +1,248 @@
+"""Weights between real processes: shared memory and broadcast, and what happens when one side is killed."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.errors import RolloutError
+from camshaft.rollout.buckets import packed
+from camshaft.rollout.digest import digest
+from camshaft.rollout.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
+
+pytestmark = pytest.mark.timeout(120)
+
+WEIGHTS = {f"w{i}": torch.randn(50, 13, generator=torch.Generator().manual_seed(i)) for i in range(5)}
+SIZE = 3000
+"""Bytes of a bucket: one tensor is 2600."""
+
+RECEIVER = """
+import json, sys
+from camshaft.rollout.buckets import Assembler, Piece
+from camshaft.rollout.digest import digest
+from camshaft.rollout.transport import open_receiver
+from camshaft.errors import RolloutError
+
+def say(value):
+    print(json.dumps(value), flush=True)
+
+rank = int(sys.argv[1])
+say("ready")
+for line in sys.stdin:
+    told = json.loads(line)
+    try:
+        if "means" in told:
+            receiver, assembler = open_receiver(told, rank=rank), Assembler("cpu")
+            say("open")
+            continue
+        pieces = [Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told["pieces"]]
+        say({name: digest(tensor) for name, tensor in assembler.take(pieces, receiver.pull(told["used"]))})
+    except RolloutError as error:
+        say(str(error))
+"""
+
+
+class Other:
+    """A receiver in a process of its own, spoken to in lines of JSON."""
+
+    def __init__(self, rank: int = 1):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", RECEIVER, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def tell(self, value: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> Any:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else None
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[list[Other]]:
+    """Two receivers; a test that ended one has it replaced."""
+    started = [Other(1), Other(2)]
+    assert [other.hear() for other in started] == ["ready", "ready"]
+    yield started
+    for other in started:
+        other.end()
+
+
+@pytest.fixture
+def others(pool: list[Other]) -> list[Other]:
+    for rank, other in enumerate(pool, start=1):
+        if other.process.poll() is not None:
+            pool[rank - 1] = Other(rank)
+            assert pool[rank - 1].hear() == "ready"
+    return pool
+
+
+def meet(sender: Sender, others: list[Other]) -> None:
+    for other in others:
+        other.tell(sender.handle())
+    sender.meet()
+    for other in others:
+        assert other.hear() == "open"
+
+
+def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
+    """What the receivers say of what came."""
+    found: dict[str, int] = {}
+    for pieces, used in packed(WEIGHTS.items(), sender.buffer):
+        for other in others:
+            other.tell({"pieces": [vars(piece) for piece in pieces], "used": used})
+        sender.push(used)
+        answers = [other.hear() for other in others]
+        assert all(answer == answers[0] for answer in answers)
+        found |= answers[0]
+    return found
+
+
+DIGESTS = {name: digest(weight) for name, weight in WEIGHTS.items()}
+
+
+def test_shared_memory_brings_what_was_sent_again_and_again(others: list[Other]) -> None:
+    sender = open_sender(torch.device("cpu"), SIZE)
+    meet(sender, others)
+    assert send_all(sender, others) == DIGESTS
+    assert send_all(sender, others) == DIGESTS
+    place = os.readlink(f"/proc/self/fd/{sender.handle()['file']}")
+    assert place.startswith("/memfd:"), "not a file, which somebody would have to remove"
+
+
+def test_a_broadcast_reaches_all_receivers_at_once(others: list[Other]) -> None:
+    sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2)
+    meet(sender, others)
+    assert send_all(sender, others) == DIGESTS
+    assert send_all(sender, others) == DIGESTS
+
+
+def push_often(sender: Sender, other: Other) -> None:
+    """What is small goes out before anybody notices that nobody is there."""
+    for _ in range(50):
+        other.tell({"pieces": [], "used": SIZE})
+        sender.push(SIZE)
+
+
+def test_a_receiver_that_was_killed_ends_a_broadcast_within_seconds(others: list[Other]) -> None:
+    sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2, seconds=20)
+    meet(sender, others)
+    others[1].end()
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+        push_often(sender, others[0])
+    others[0].end()
+    assert time.monotonic() - start < 15
+
+
+def test_a_receiver_that_does_not_pull_ends_a_broadcast_after_the_time_it_was_given(others: list[Other]) -> None:
+    sender = Broadcast(torch.device("cpu"), 2**24, "127.0.0.1", seconds=2)
+    meet(sender, others[:1])
+    os.kill(others[0].process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+        sender.push(2**24)
+    assert time.monotonic() - start < 10
+    others[0].end()
+
+
+def test_a_broadcast_without_receivers_is_an_error_after_the_time_it_was_given() -> None:
+    sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", seconds=1)
+    with pytest.raises(RolloutError, match="2 processes that share weights did not find each other"):
+        sender.meet()
+
+
+def test_a_sender_that_was_killed_ends_a_receiver_within_seconds() -> None:
+    code = f"""
+import json, sys, time, torch
+from camshaft.rollout.transport import Broadcast
+sender = Broadcast(torch.device("cpu"), {SIZE}, "127.0.0.1", seconds=60)
+print(json.dumps(sender.handle()), flush=True)
+sender.meet()
+print("met", flush=True)
+time.sleep(1000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        receiver = open_receiver(json.loads(process.stdout.readline()))
+        assert process.stdout.readline() == "met\n"
+    finally:
+        process.kill()
+        process.wait()
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+        receiver.pull(SIZE)
+    assert time.monotonic() - start < 15
+
+
+def test_memory_of_a_process_that_has_ended_is_an_error() -> None:
+    code = """
+import json, time, torch
+from camshaft.rollout.transport import SharedMemory
+sender = SharedMemory(2**20)
+sender.buffer.fill_(7)
+print(json.dumps(sender.handle()), flush=True)
+time.sleep(1000)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    handle = json.loads(process.stdout.readline())
+    receiver = open_receiver(handle)
+    process.kill()
+    process.wait()
+    assert bool((receiver.pull(2**20) == 7).all()), "what is mapped stays until the last one lets go"
+    with pytest.raises(RolloutError, match=f"process {process.pid} cannot be reached"):
+        open_receiver(handle)
+
+
+def test_another_memory_under_the_same_number_is_not_taken_for_it() -> None:
+    first = SharedMemory(8)
+    handle = first.handle()
+    first.close()
+    second = SharedMemory(8)
+    assert second.handle()["file"] == handle["file"], "the number is free, so it is given again"
+    with pytest.raises(RolloutError, match="not the memory that weights were announced in"):
+        open_receiver(handle)
+
+
+def test_closing_gives_the_memory_back() -> None:
+    def shared_bytes() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
+
+    before, sender = shared_bytes(), SharedMemory(2**26)
+    sender.buffer.fill_(1)
+    assert shared_bytes() - before >= 2**26
+    sender.close()
+    assert shared_bytes() - before < 2**20
+
+
+def test_a_port_where_nobody_listens_is_an_error_that_names_it() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"means": "broadcast", "host": "127.0.0.1", "port": port, "world": 2, "size": 8, "seconds": 1}
+    with pytest.raises(RolloutError, match=f"127.0.0.1:{port}, where weights are to come from, does not answer"):
+        open_receiver(told)
+
+
+def test_means_that_are_not_known_are_named() -> None:
+    with pytest.raises(RolloutError, match="'pigeon', which is not known here"):
+        open_receiver({"means": "pigeon"})

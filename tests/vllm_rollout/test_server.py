@@ -1,0 +1,222 @@
+"""vLLM's server, a real one: started, given by its url, killed, started anew, and gone with its trainer.
+
+Run by `make test-vllm`. The contract has a file of its own, for `make test-server`.
+"""
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.processes import running, still_running
+from support.vllm_runs import run_with_vllm
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.lab import Case, RolloutLab, off_by
+from camshaft.rollout.server_rollout import ServerRollout
+from camshaft.rollout.server_rollout.launch import Launched
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+SLOW = {"vllm_server_timeout": 600}
+SAMPLING = SamplingParams(12, temperature=0.7)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
+    return RolloutLab(ServerRollout, tmp_path_factory.mktemp("models"), sizes={"hidden": 128})
+
+
+@pytest.fixture(scope="module")
+def own(lab: RolloutLab) -> Case:
+    """A rollout that has started its server."""
+    return lab.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
+
+
+def given(lab: RolloutLab, url: str, **own: Any) -> Case:
+    """A rollout that was told of a server."""
+    return lab.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
+
+
+def launched_by(rollout: Any) -> Launched:
+    return rollout._launched
+
+
+def group_of(leader: int) -> list[int]:
+    """All processes of one group."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getpgid(int(folder.name)) == leader:
+                found.append(int(folder.name))
+    return found
+
+
+def off(case: Case, lab: RolloutLab) -> float:
+    prompts = lab.prompts(4, 9)
+    out = case.rollout.generate_sequences(prompts, SAMPLING)
+    return off_by(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING))
+
+
+def train(case: Case) -> None:
+    """Other weights, in the plain model and nowhere else."""
+    for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
+        weight.data = new
+
+
+def resident(pids: list[int]) -> int:
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids if running(pid)]
+    return sum(pages) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_server_that_was_started_follows_the_weights(own: Case, lab: RolloutLab) -> None:
+    assert off(own, lab) < 1e-4
+    train(own)
+    assert off(own, lab) > 0.1
+    own.rollout.load_weights(own.weights())
+    assert off(own, lab) < 1e-4
+
+
+def test_keys_and_values_of_old_weights_serve_nobody(own: Case, lab: RolloutLab) -> None:
+    prompts = lab.prompts(300, 300)
+
+    def cached() -> float:
+        return own.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
+
+    cached()
+    assert cached() == 2 * 256  # whole blocks: the cache is at work
+    own.rollout.load_weights(own.weights())
+    assert cached() == 0
+
+
+def test_sleep_gives_keys_and_values_back(own: Case, lab: RolloutLab) -> None:
+    pids = group_of(launched_by(own.rollout)._guard.pid)
+    awake = resident(pids)
+    own.rollout.sleep()
+    assert awake - resident(pids) > 0.9 * 2**28
+    own.rollout.wake_up()
+    own.rollout.load_weights(own.weights())
+    assert off(own, lab) < 1e-4
+
+
+def test_a_server_that_was_given_takes_weights_by_broadcast_too(own: Case, lab: RolloutLab) -> None:
+    url = own.rollout.wire.url  # pyright: ignore[reportAttributeAccessIssue]
+    case = given(lab, url, weight_transfer="broadcast")
+    train(case)
+    case.rollout.load_weights(case.weights())
+    assert off(case, lab) < 1e-4
+    with pytest.raises(RolloutError, match=r"holds weights of hand-over .*somebody else gives it weights too"):
+        own.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+    own.rollout.load_weights(own.weights())
+    assert off(own, lab) < 1e-4
+
+
+def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, lab: RolloutLab) -> None:
+    def broken() -> Iterator[Any]:
+        yield from own.weights()[:4]
+        raise ZeroDivisionError("the engine broke")
+
+    with pytest.raises(ZeroDivisionError):
+        own.rollout.load_weights(broken())
+    with pytest.raises(RolloutError, match="has no weights"):
+        own.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+    train(own)
+    own.rollout.load_weights(own.weights())
+    assert off(own, lab) < 1e-4
+
+
+def test_it_refuses_what_vllm_refuses_in_its_words(own: Case) -> None:
+    config = own.rollout.config.model_copy(update={"engine_kwargs": SLOW | {"no_such_option": 1}})
+    with pytest.raises(RolloutError, match=r"(?s)has ended.*last lines.*no-such-option"):
+        ServerRollout(config)
+
+
+ANOTHER_TRAINER = """
+import sys, time
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.rollout.server_rollout import launch
+launch._free_port = lambda: int(sys.argv[2])
+launched = launch.Launched(RolloutEngineConfig.model_validate_json(sys.argv[1]), {})
+launched.wait(600)
+print(launched._guard.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLab) -> None:
+    """The last test of the module: it ends the server."""
+    rollout: Any = own.rollout
+    url, guard = rollout.wire.url, launched_by(rollout)._guard.pid
+    case = given(lab, url)
+    case.rollout.load_weights(case.weights())
+
+    # In mid-generation.
+    server = next(pid for pid in group_of(guard) if pid != guard and parent_of(pid) == guard)
+    threading.Timer(1.5, os.kill, (server, signal.SIGKILL)).start()
+    begun = time.monotonic()
+    with pytest.raises(RolloutError, match=f"{url} did not answer /v1/completions"):
+        generate_until_it_fails(case, lab)
+    assert time.monotonic() - begun < 30
+    with pytest.raises(RolloutError, match=rf"(?s){url} did not answer .*has ended.*exit code -9"):
+        rollout.load_weights(own.weights())
+    assert not still_running(group_of(guard), seconds=10)
+
+    # Started anew, at the same place, by another trainer.
+    config: RolloutEngineConfig = own.rollout.config
+    words = [config.model_dump_json(), url.rpartition(":")[2]]
+    command = [sys.executable, "-c", ANOTHER_TRAINER, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
+        assert trainer.stdout is not None
+        leader = int(trainer.stdout.readline())
+        with pytest.raises(RolloutError, match=f"the server at {url} was started anew"):
+            case.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+        case.rollout.load_weights(case.weights())
+        assert off(case, lab) < 1e-4
+
+        # Gone with its trainer.
+        everybody = group_of(leader)
+        assert len(everybody) >= 3
+        os.kill(trainer.pid, signal.SIGKILL)
+    assert not still_running(everybody, seconds=10)
+
+
+def generate_until_it_fails(case: Case, lab: RolloutLab) -> None:
+    while True:
+        case.rollout.generate_sequences(lab.prompts(*[4] * 64), SamplingParams(80, ignore_eos=True))
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_training_follows_and_ends_the_server(tmp_path: Path) -> None:
+    """After each update the server says greedily what the trained model says, token for token."""
+    name = {"actor_rollout_ref.rollout.name": "server"}
+    kwargs = {"actor_rollout_ref.rollout.engine_kwargs": "{vllm_server_timeout: 600}"}
+    said = run_with_vllm(tmp_path, name | kwargs, steps=2)
+    assert len(said) == 2
+    for step in said:
+        assert step.by_vllm == step.by_transformers
+        assert step.metrics["rollout/http_retries"] == 0
+        assert step.metrics["rollout/log_prob_diff_max"] < 1e-4
+    assert said[0].by_vllm != said[-1].by_vllm
+    gc.collect()
+    assert not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if serves(pid, tmp_path)]
+
+
+def serves(pid: int, folder: Path) -> bool:
+    """Whether it is a server of a model in this folder."""
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{pid}/cmdline").read_text()
+        return "api_server" in command and str(folder) in command
+    return False

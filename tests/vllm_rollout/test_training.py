@@ -1,0 +1,49 @@
+"""PPO that generates with vLLM: after each update it says, greedily, what the trained model says, token for token.
+
+Run by `make test-vllm`.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.processes import in_use
+from support.vllm_runs import Said, run_with_vllm
+
+pytestmark = pytest.mark.vllm
+
+SHARDED = {
+    "actor_rollout_ref.actor.strategy": "fsdp2",
+    "trainer.n_gpus_per_node": 2,
+    "actor_rollout_ref.rollout.engine_kwargs": "{kv_cache_memory_bytes: 33554432}",
+}
+
+
+def check(said: list[Said], steps: int) -> None:
+    assert len(said) == steps
+    for step in said:
+        assert step.by_vllm == step.by_transformers
+        assert step.metrics["rollout/sync_bytes"] > 0
+        assert math.isfinite(step.metrics["actor/grad_norm"])
+    assert said[0].by_vllm != said[-1].by_vllm  # there was something to follow
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_in_shared_memory() -> Iterator[None]:
+    """What a run leaves there keeps the next one from starting."""
+    before = set(Path("/dev/shm").glob("*cpushm*"))
+    yield
+    # What a process still uses belongs to another run on this machine.
+    assert [path for path in set(Path("/dev/shm").glob("*cpushm*")) - before if not in_use(path)] == []
+
+
+def test_vllm_follows_the_actor_of_one_process(tmp_path: Path) -> None:
+    check(run_with_vllm(tmp_path, steps=3), 3)
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_vllm_follows_an_actor_that_is_sharded_over_two_ranks(parallel: int, tmp_path: Path) -> None:
+    """Each rank with a generator of its own, and both ranks as one generator."""
+    more = {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
+    check(run_with_vllm(tmp_path, SHARDED | more, steps=2), 2)
