@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
-MAKE = {"make demo": "examples/arithmetic/demo.py", "make test": "-m pytest"}
+MAKE = {"make demo": "examples/arithmetic/demo.py", "make test": "test-main"}
 """What the two commands of the first lines run; the demo is tried below in a short form, the tests are these."""
 
 
