@@ -18,6 +18,13 @@ def algorithm(**changes: object) -> AlgorithmConfig:
         "kl_penalty": "kl",
         "use_kl_in_reward": True,
         "kl_ctrl": control,
+        "rollout_correction": {
+            "rollout_is": None,
+            "rollout_is_threshold": 2.0,
+            "rollout_is_batch_normalize": False,
+            "rollout_rs": None,
+            "rollout_rs_threshold": None,
+        },
     }
     return AlgorithmConfig.model_validate(plain | changes)
 
