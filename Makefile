@@ -4,7 +4,7 @@
 # make test-vllm     the vLLM rollout, in an environment that has vLLM for CPUs
 # make test-server   the contract of the vLLM server rollout, in the same environment (a server for each model: slow)
 # make test-sglang   the SGLang rollout, in an environment that has SGLang, on a CPU (slow, and in no other target)
-# make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (an hour)
+# make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (hours)
 # make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
 # make check   format, lint, types
 # `.venv`, and `.venv-vllm` and `.venv-sglang` beside it, are made when they are missing or when the pinned versions change.

@@ -16,5 +16,5 @@ def _no_group_outlives_its_module() -> Iterator[None]:
     """A sharded engine alone in this process joins a group of one; the next module starts without."""
     yield
     # A vLLM engine has groups inside that one, and stays for the life of the process.
-    if "vllm" not in sys.modules and (device := sys.modules.get("camshaft.engine.device")):
+    if "vllm" not in sys.modules and (device := sys.modules.get("camshaft.device")):
         device.leave_group()

@@ -36,7 +36,7 @@ from camshaft.controller.group import Launch, Ranks
 from camshaft.controller.serve import STACK_SIGNAL, Failure, read_stacks, serve
 from camshaft.controller.wire import Frames, pack, receive, send, unpack
 from camshaft.controller.worker import Place, Worker, build_worker
-from camshaft.errors import WorkerError
+from camshaft.errors import WorkerError, how_it_ended
 from camshaft.seat import Seat
 
 logger = logging.getLogger(__name__)
@@ -227,12 +227,7 @@ class Processes(Ranks):
         ) from _original(failure)
 
     def _died(self, what: str, link: _Link) -> WorkerError:
-        code = link.process.exitcode
-        how = f"exit code {code}"
-        if code is not None and code < 0:
-            how = signal.Signals(-code).name
-            if how == "SIGKILL":
-                how += ", which is what the kernel sends when memory runs out"
+        how = how_it_ended(link.process.exitcode)
         hint = ""
         if what == "__init__":
             hint = ". A script that starts workers must do so under `if __name__ == '__main__':`"

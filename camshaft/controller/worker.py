@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from camshaft.device import backend_for
 from camshaft.seat import Seat
 
 R = TypeVar("R", bound="Worker")
@@ -75,14 +76,13 @@ def build_worker(role_class: type[R], place: Place, args: Sequence[Any], kwargs:
 
 
 def init_process_group(place: Place) -> None:
-    """Meet the other ranks: gloo for tensors on the CPU, and beside it what a rank's accelerator has."""
+    """Meet the other ranks."""
     assert place.rendezvous is not None
-    kind, backend = torch.device(place.device).type, "gloo"
-    if kind != "cpu":
-        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        torch.accelerator.set_device_index(torch.device(place.device).index)  # a barrier uses the current one
+    device = torch.device(place.device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # a barrier uses the current one
     dist.init_process_group(
-        backend,
+        backend_for(device),
         init_method=place.rendezvous,
         rank=place.rank,
         world_size=place.world,

@@ -10,7 +10,6 @@ never from a backend.
 
 from camshaft.config.engine import EngineConfig
 from camshaft.engine.base import BaseEngine, Output, Predictions, StepContext, StepResult
-from camshaft.engine.device import peak_memory, release_cache
 from camshaft.plugins import load
 
 __all__ = [
@@ -23,8 +22,6 @@ __all__ = [
     "StepResult",
     "build_engine",
     "engine_class",
-    "peak_memory",
-    "release_cache",
 ]
 
 ENGINES = {

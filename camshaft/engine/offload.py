@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from camshaft.engine.device import release_cache
+from camshaft.device import release_cache
 
 Part = Literal["model", "gradients", "optimizer"]
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
+from camshaft.device import place, random_states, set_random_states
 from camshaft.engine import checkpoint
 from camshaft.engine.base import BaseEngine, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-from camshaft.engine.device import place, random_states, set_random_states
 from camshaft.engine.microbatch import attention_pivot
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step

@@ -9,6 +9,6 @@ This is what the specification calls the sharding manager. It knows the two inte
 engine yields names and tensors, any rollout takes them.
 """
 
-from camshaft.reshard.hybrid import Sync, rollout_mode
+from camshaft.reshard.hybrid import Sync, hand_over, rollout_mode
 
-__all__ = ["Sync", "rollout_mode"]
+__all__ = ["Sync", "hand_over", "rollout_mode"]

@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from camshaft.engine import BaseEngine, peak_memory, release_cache
+from camshaft.device import peak_memory, release_cache
+from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
 from camshaft.rollout import BaseRollout
 from camshaft.rollout.digest import digest
@@ -92,7 +93,7 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
     with contextlib.ExitStack() as parameters:
         parameters.enter_context(engine.eval_mode())
         try:
-            sync = _hand_over(engine, rollout)
+            sync = hand_over(engine.named_weights(), rollout, engine.config.device)
             if not (rollout.keeps_tensors and sync.as_it_is):
                 parameters.close()
             yield sync
@@ -102,21 +103,22 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
         rollout.sleep()
 
 
-def _hand_over(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+def hand_over(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
+    """Wake `rollout`, give it `weights`, whose owner is on `device`, and see that it has them."""
     start = time.perf_counter()
     if not rollout.keeps_tensors:
-        release_cache(torch.device(engine.config.device))  # what wakes up has another allocator
+        release_cache(torch.device(device))  # what wakes up has another allocator
     rollout.wake_up()
     rollout.weights_version += 1
     sync = Sync(rollout.weights_version)
-    rollout.load_weights(sync.sent(engine.named_weights(), rollout))
+    rollout.load_weights(sync.sent(weights, rollout))
     loaded = time.perf_counter()
     before, rollout.weights_sent = rollout.weights_sent, sync.digests
     sync.check(rollout.weight_digests(), before)
     end = time.perf_counter()
     sync.check_seconds += end - loaded
     sync.seconds = end - start
-    sync.peak_memory = peak_memory(engine.config.device)
+    sync.peak_memory = peak_memory(device)
     return sync
 
 

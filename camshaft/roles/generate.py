@@ -15,7 +15,7 @@ from camshaft.config import GenerateConfig, generate_engine, generate_model, gen
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import stored_weights
-from camshaft.reshard import Sync
+from camshaft.reshard import hand_over
 from camshaft.roles.rollout import columns_of
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
@@ -34,11 +34,7 @@ class GenerateWorker(Worker):
     def init_model(self) -> None:
         """Build the generator, and hand the weights of the folder over to it."""
         self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
-        self.rollout.wake_up()
-        self.rollout.weights_version += 1
-        sync = Sync(self.rollout.weights_version)
-        self.rollout.load_weights(sync.sent(stored_weights(generate_model(self.config)), self.rollout))
-        sync.check(self.rollout.weight_digests(), before={})
+        hand_over(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

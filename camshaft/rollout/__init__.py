@@ -4,8 +4,10 @@
 
 `torch` is the built-in generator (`torch_rollout.py`: continuous batching on the training weights), `hf` is
 `transformers.generate`, the plain one. Both run a model whose weights are somebody else's (`borrowed.py`).
-`sampling.py` chooses tokens. `contract.py` proves any generator right, on the bench of `lab.py`. Roles import
-from here and never from a generator.
+`process` is any of them in a process of its own. vLLM (`vllm_rollout`), its server (`server_rollout`) and SGLang
+(`sglang_rollout`) are libraries of their own and share `external.py`. What goes over is checked by `arrivals.py` and
+`digest.py`, and between processes moved by `transport.py`. `sampling.py` chooses tokens. `contract.py` proves any
+generator right, on the bench of `lab.py`. Roles import from here and never from a generator.
 """
 
 from camshaft.config.rollout import RolloutEngineConfig

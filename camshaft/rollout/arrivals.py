@@ -14,7 +14,7 @@ import contextlib
 import difflib
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,11 @@ class Expected:
                 "send all of engine.named_weights(), each under its transformers name"
             )
 
+    @property
+    def own_names(self) -> dict[str, str]:
+        """Each name, and the one of its tied names that comes first, the embedding's."""
+        return {name: weight.names[0] for name, weight in self.weights.items()}
+
     def _fitting(self, name: str, tensor: Tensor) -> Weight:
         weight = self.weights.get(name)
         if weight is None:
@@ -85,6 +90,20 @@ class Expected:
                 f"but the model wants {tuple(weight.empty.shape)}; are engine and rollout built from one config?"
             )
         return weight
+
+
+def each_once(
+    weights: Iterable[tuple[str, Tensor]], own_names: Mapping[str, str], passed: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """A tied weight under the first of its names alone: libraries skip it elsewhere without a word.
+
+    `passed` are the names that went before, and grows.
+    """
+    for name, tensor in weights:
+        own = own_names[name]
+        if own not in passed:
+            passed.add(own)
+            yield own, tensor
 
 
 def _compare_with_twin(weight: Weight, name: str, tensor: Tensor, came: dict[str, Tensor | None]) -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from camshaft.device import wait_for
 from camshaft.errors import RolloutError
 
 
@@ -50,13 +51,13 @@ def packed(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tu
             pieces.append(Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, used, size))
             used, start = used + size, start + size
             if used == len(buffer):
-                _copied(buffer.device)
+                wait_for(buffer.device)
                 yield pieces, used
                 pieces, used = [], 0
             if not len(raw):
                 break
     if pieces:
-        _copied(buffer.device)
+        wait_for(buffer.device)
         yield pieces, used
 
 
@@ -79,7 +80,7 @@ class Assembler:
                 yield piece.name, tensor
             else:
                 self._open = (piece, tensor)
-        _copied(self._device)
+        wait_for(self._device)
 
     def finish(self) -> None:
         """Nothing more comes; a tensor that is not whole is an error."""
@@ -101,12 +102,6 @@ class Assembler:
                 f"but bytes {before.start + before.size}... of '{before.name}' were to come"
             )
         raise RolloutError(f"bytes {piece.start}... of '{piece.name}' came without those before them")
-
-
-def _copied(device: torch.device) -> None:
-    """Wait for copies that are still queued on the device."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -42,6 +43,13 @@ def digest(tensor: Tensor) -> int:
     if sums:
         told.update(torch.cat(sums).cpu().numpy().tobytes())  # the one read from the device
     return int.from_bytes(told.digest(), "little")
+
+
+def noted(weights: Iterable[tuple[str, Tensor]], came: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The weights as they are, their digests put into `came` on the way."""
+    for name, tensor in weights:
+        came[name] = digest(tensor)
+        yield name, tensor
 
 
 @functools.lru_cache(maxsize=16)

@@ -31,7 +31,8 @@ from torch import Tensor
 
 import camshaft
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.errors import RolloutError
+from camshaft.device import here
+from camshaft.errors import RolloutError, how_it_ended
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.buckets import packed
@@ -55,7 +56,7 @@ class ProcessRollout(BaseRollout):
         own = dict(config.engine_kwargs)
         name, timeout = own.pop("rollout", "torch"), own.pop("timeout", None)
         self._timeout = float(ANSWER_SECONDS if timeout is None else timeout)
-        self._device = device_here(config.device)
+        self._device = here(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         inside = config.model_copy(update={"engine_kwargs": own, "device": str(self._device)})
         self._child = _Child(self._timeout)
@@ -142,14 +143,6 @@ class ProcessRollout(BaseRollout):
         return value
 
 
-def device_here(device: str) -> torch.device:
-    """With the index that this process uses: to another process a bare name is the first device of its kind."""
-    found = torch.device(device)
-    if found.type == "cpu" or found.index is not None or not torch.accelerator.is_available():
-        return found
-    return torch.device(found.type, torch.accelerator.current_device_index())
-
-
 class _Child:
     """The process and the connection to it."""
 
@@ -215,12 +208,7 @@ class _Child:
 
     def _died(self, what: str) -> RolloutError:
         self.end(f"it died in {what}")
-        code = self._process.returncode
-        how = f"exit code {code}"
-        if code is not None and code < 0:
-            how = signal.Signals(-code).name
-            if how == "SIGKILL":
-                how += ", which is what the kernel sends when memory runs out"
+        how = how_it_ended(self._process.returncode)
         return RolloutError(f"{self} died in {what} ({how}); resume the run from its last checkpoint")
 
     def end(self, why: str = "it was let go") -> None:

@@ -32,6 +32,7 @@ import torch.multiprocessing  # teaches ForkingPickler to share tensors
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from camshaft.device import wait_for
 from camshaft.errors import RolloutError
 
 SECONDS = 60.0
@@ -219,8 +220,7 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
     wait = timedelta(seconds=seconds)
     try:
         group.broadcast(data, 0, wait).wait(wait)
-        if data.device.type != "cpu":
-            torch.accelerator.synchronize(data.device)
+        wait_for(data.device)
     except RuntimeError as error:
         raise RolloutError(f"the broadcast of weights broke off: {error}") from error
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
     {"errors", "config", "seat", "storage", "plugins"},
-    {"ragged", "columns", "dataproto", "algorithms", "rules"},
+    {"ragged", "columns", "dataproto", "algorithms", "rules", "device"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard"},

@@ -25,9 +25,9 @@ from torch import Tensor
 from camshaft.config.engine import EngineConfig
 from camshaft.config.fsdp_options import FSDPOptions
 from camshaft.dataproto import DataProto
+from camshaft.device import join_group, seed_ranks
 from camshaft.engine import checkpoint
 from camshaft.engine.base import Predictions, StepContext
-from camshaft.engine.device import join_group, seed_ranks
 from camshaft.engine.fsdp import parallelize, weights
 from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel

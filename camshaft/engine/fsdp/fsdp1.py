@@ -28,8 +28,8 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from camshaft.config.engine import EngineConfig
 from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.device import random_states
 from camshaft.engine import checkpoint
-from camshaft.engine.device import random_states
 from camshaft.engine.fsdp.engine import FSDPEngine
 from camshaft.engine.fsdp.mesh import Meshes
 from camshaft.engine.fsdp.parallelize import dtype_of, units_of

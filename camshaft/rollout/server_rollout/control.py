@@ -101,11 +101,11 @@ class Control:
 
     def _send(self, expected: Expected, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
         sender = self._sender()
+        own = expected.own_names
         shapes = {
             name: (str(weight.empty.dtype).removeprefix("torch."), tuple(weight.empty.shape))
             for name, weight in expected.weights.items()
         }
-        own = {name: weight.names[0] for name, weight in expected.weights.items()}
         try:
             with ThreadPoolExecutor(1) as messenger:  # the workers have to hear of it while we meet them
                 self._meanwhile(messenger, sender.meet, "begin", handle=sender.handle(), own=own, shapes=shapes)

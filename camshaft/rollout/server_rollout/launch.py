@@ -29,7 +29,9 @@ import torch
 
 import camshaft
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import here
 from camshaft.errors import RolloutError
+from camshaft.rollout.external import refuse_own
 from camshaft.rollout.server_rollout import guard
 from camshaft.rollout.server_rollout.wire import Wire
 from camshaft.rollout.vllm_rollout.engine import arguments_of
@@ -49,12 +51,7 @@ OF_THE_TRAINER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 def words_of(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
     """The options of a server that this rollout can use, as typed behind its name."""
     known = arguments_of(config)
-    own = known.keys() & arguments.keys()
-    if own:
-        raise RolloutError(
-            f"engine_kwargs sets {', '.join(sorted(own))}: take it out, the rollout and the model have keys for "
-            "that, or it has to be as it is"
-        )
+    refuse_own(arguments, known)
     words: list[str] = []
     options = {**known, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
     for name, value in options.items():
@@ -162,7 +159,7 @@ def _environment(device: str) -> dict[str, str]:
     if place.type == "cpu":
         there.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it takes cores from the trainer
     elif place.type == "cuda":
-        own = torch.accelerator.current_device_index() if place.index is None else place.index
+        own = here(device).index or 0
         visible = [name for name in there.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         there["CUDA_VISIBLE_DEVICES"] = visible[own] if visible else str(own)
     return there

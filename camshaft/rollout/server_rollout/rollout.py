@@ -25,14 +25,15 @@ from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.server import ServerOptions
+from camshaft.device import rank, world_size
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.external import Answer, Request
 from camshaft.rollout.server_rollout.control import Control
 from camshaft.rollout.server_rollout.launch import Launched
 from camshaft.rollout.server_rollout.wire import Line, Wire
-from camshaft.rollout.vllm_rollout.base import Answer, Request, VLLMBase
-from camshaft.rollout.vllm_rollout.process import rank, world_size
+from camshaft.rollout.vllm_rollout.base import VLLMBase
 
 MOST_CONNECTIONS = 128
 COMPLETIONS = "/v1/completions"

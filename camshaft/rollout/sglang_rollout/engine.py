@@ -16,7 +16,6 @@ import queue
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,32 +27,11 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
 from camshaft.rollout.sglang_rollout.installed import check_installed, hint
 
-CPU_CACHE_BYTES = 2**28
-"""Keys and values on a CPU, where a share of all memory would be too much for each of several ranks."""
 REPORT_SECONDS = 60.0
 """How long the processes with the model may take to tell what came, after SGLang has said that all did."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """One row: what it continues, how long it may get, and what it is drawn from."""
-
-    prompt: list[int]
-    limit: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One response."""
-
-    tokens: list[int]
-    log_probs: list[float]
-    finished: bool
-    cached: int
-    """Tokens of the prompt that were not computed, because they were in the prefix cache."""
 
 
 class SGLangEngine:
@@ -77,12 +55,7 @@ class SGLangEngine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             arguments = arguments_of(config)
-            own = arguments.keys() & config.engine_kwargs.keys()
-            if own:
-                raise RolloutError(
-                    f"engine_kwargs sets {', '.join(sorted(own))}: take it out, the rollout and the model have keys "
-                    "for that, or it has to be as it is"
-                )
+            refuse_own(config.engine_kwargs, arguments)
             self._start(defaults_of(config) | arguments | config.engine_kwargs)
 
     def _start(self, arguments: dict[str, Any]) -> None:

@@ -11,9 +11,8 @@ with a generator that is not for the trainer's process (`inside.py`). Nothing of
 
 from __future__ import annotations
 
-import torch.distributed as dist
-
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import world_size
 from camshaft.errors import RolloutError
 from camshaft.rollout.process_rollout import ProcessRollout
 from camshaft.rollout.sglang_rollout.installed import check_installed
@@ -26,7 +25,7 @@ class SGLangRollout(ProcessRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         check_installed()
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = world_size()
         if config.tensor_model_parallel_size > 1 and world > 1:
             raise RolloutError(
                 f"with sglang each of the {world} ranks of this run has a generator of its own; set "

@@ -16,16 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import world_size
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, model_folder
 from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
 from camshaft.rollout.vllm_rollout import inside
-from camshaft.rollout.vllm_rollout.base import Answer, Request
 from camshaft.rollout.vllm_rollout.installed import check_platform, hint, import_vllm
-from camshaft.rollout.vllm_rollout.process import own_random_state, starting, world_size
-
-CPU_CACHE_BYTES = 2**28
-"""Keys and values on a CPU, where a share of all memory would be too much for each of several ranks."""
+from camshaft.rollout.vllm_rollout.process import own_random_state, starting
 
 
 class VLLMEngine:
@@ -49,12 +47,7 @@ class VLLMEngine:
         self._failed = ""
         self._cache_sizes: list[int] = []
         arguments = arguments_of(config) | _arguments_of_ranks(config)
-        own = arguments.keys() & config.engine_kwargs.keys()
-        if own:
-            raise RolloutError(
-                f"engine_kwargs sets {', '.join(sorted(own))}: take it out, the rollout and the model have keys for "
-                "that, or it has to be as it is"
-            )
+        refuse_own(config.engine_kwargs, arguments)
         with starting(config.device):
             vllm = import_vllm()
             self.version: str = vllm.__version__

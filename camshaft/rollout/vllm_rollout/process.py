@@ -11,7 +11,6 @@ second, and its threads on the third.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import random
@@ -19,40 +18,16 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-
-def world_size() -> int:
-    """Ranks that this one has met."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """The number of this one among them."""
-    return dist.get_rank() if dist.is_initialized() else 0
+from camshaft.device import here, join_group, rank, world_size
 
 
 @contextlib.contextmanager
 def starting(device: str) -> Iterator[None]:
     """Inside, vLLM may be imported and an engine built."""
     with _unchanged(device), _environment(device):
-        join_group(device)
+        join_group(torch.device(device))  # one that vLLM made itself would not reach the host from a GPU
         yield
-
-
-def join_group(device: str) -> None:
-    """vLLM uses the process group that is there; one that it made itself would not reach the host from a GPU."""
-    if not dist.is_initialized():
-        kind = torch.device(device).type
-        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
-        atexit.register(leave_group)
-
-
-def leave_group() -> None:
-    """End that group before the interpreter takes it apart in no order."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -65,10 +40,8 @@ def _environment(device: str) -> Iterator[None]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if world_size() > 1:
-        own = place.index
-        if own is None:
-            own = 0 if place.type == "cpu" else torch.accelerator.current_device_index()
-        os.environ |= {"RANK": str(dist.get_rank()), "LOCAL_RANK": str(own), "WORLD_SIZE": str(world_size())}
+        own = here(device).index or 0
+        os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(own), "WORLD_SIZE": str(world_size())}
     yield
 
 

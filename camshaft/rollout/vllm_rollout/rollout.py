@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import here, world_size
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
+from camshaft.rollout.arrivals import each_once
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.digest import digest
-from camshaft.rollout.vllm_rollout.base import Request, VLLMBase
+from camshaft.rollout.digest import noted
+from camshaft.rollout.external import Request
+from camshaft.rollout.vllm_rollout.base import VLLMBase
 from camshaft.rollout.vllm_rollout.engine import VLLMEngine
-from camshaft.rollout.vllm_rollout.process import world_size
 
 
 class VLLMRollout(VLLMBase):
@@ -48,20 +50,9 @@ class VLLMRollout(VLLMBase):
         self.ready_to_load()
         self._came = None
         came: dict[str, int] = {}
-        self.engine.load(self._under_own_names(self.expected.checked(weights), came))
+        arriving = noted(self.expected.checked(weights), came)
+        self.engine.load(each_once(arriving, self.expected.own_names, set()))
         self._came = came
-
-    def _under_own_names(
-        self, weights: Iterable[tuple[str, Tensor]], came: dict[str, int]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """vLLM takes a tied weight under the name of the embedding alone, and skips it without a word elsewhere."""
-        passed: set[str] = set()
-        for name, tensor in weights:
-            came[name] = digest(tensor)
-            own = self.expected.weights[name].names[0]
-            if own not in passed:
-                passed.add(own)
-                yield own, tensor
 
     def weight_digests(self) -> Mapping[str, int]:
         """Of what vLLM holds, and for weights that it fuses, splits or packs, of what arrived at its loader."""
@@ -135,7 +126,7 @@ def _check_device(device: str) -> None:
     place = torch.device(device)
     if place.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
         return
-    own = torch.accelerator.current_device_index() if place.index is None else place.index
+    own = here(device).index
     if own != 0:
         raise RolloutError(
             f"vLLM in one process generates on {place.type}:0, and the device is {place.type}:{own}; let this process "

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from camshaft.errors import RolloutError
+from camshaft.rollout.arrivals import each_once
 from camshaft.rollout.buckets import Assembler, Piece
-from camshaft.rollout.digest import digest
+from camshaft.rollout.digest import noted
 from camshaft.rollout.transport import open_receiver
 from camshaft.rollout.vllm_rollout import inside
 
@@ -98,13 +99,7 @@ class Held:
         self._update.take([Piece(**piece) for piece in pieces], used, self._passed_on)
 
     def _passed_on(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """vLLM takes a tied weight under the name of the embedding alone, and skips it without a word elsewhere."""
-        for name, tensor in weights:
-            own = self._own[name]
-            self._came[name] = digest(tensor)
-            if own not in self._passed:
-                self._passed.add(own)
-                yield own, tensor
+        return each_once(noted(weights, self._came), self._own, self._passed)
 
     def end(self, version: str) -> None:
         """All weights came; a parameter that vLLM found nothing for is an error."""

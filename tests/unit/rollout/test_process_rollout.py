@@ -19,13 +19,14 @@ from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
+from camshaft.device import here
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 from camshaft.rollout import process_rollout as module
-from camshaft.rollout.process_rollout import ProcessRollout, device_here
+from camshaft.rollout.process_rollout import ProcessRollout
 from camshaft.rollout.transport import SharedMemory
 
 pytestmark = pytest.mark.timeout(240)
@@ -285,5 +286,5 @@ def test_more_seconds_for_an_answer_are_more_seconds_to_start(monkeypatch: pytes
 def test_the_device_of_this_process_is_told_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    devices = [device_here(name) for name in ("cuda", "cuda:1", "cpu")]
+    devices = [here(name) for name in ("cuda", "cuda:1", "cpu")]
     assert devices == [torch.device("cuda:3"), torch.device("cuda:1"), torch.device("cpu")]

@@ -4,7 +4,7 @@
     join_group(device)                     # torchrun's group, the one that is there, or a group of one
 
 A device is any name that PyTorch or a registered backend knows: `cpu`, `cuda`, `xpu`, `npu`, ... Nothing
-else in the engines names one.
+else in the package names one.
 """
 
 from __future__ import annotations
@@ -41,13 +41,37 @@ def place(device: str) -> torch.device:
     return found
 
 
+def here(device: str) -> torch.device:
+    """`device` with the index that this process uses now; to another process a bare name is the first of its kind."""
+    found = torch.device(device)
+    if found.type == "cpu" or found.index is not None or not torch.accelerator.is_available():
+        return found
+    return torch.device(found.type, torch.accelerator.current_device_index())
+
+
+def world_size() -> int:
+    """Ranks that this one has met."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """The number of this one among them."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def backend_for(device: torch.device) -> str:
+    """What a process group is made with: gloo for tensors in host memory, and beside it what the device has."""
+    if device.type == "cpu":
+        return "gloo"
+    return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+
+
 def join_group(device: torch.device) -> None:
     """Be in a process group: the one that exists, torchrun's, or one of this process alone."""
     if dist.is_initialized():
         _check_group(device)
         return
-    own = dist.get_default_backend_for_device(device)
-    backend = own if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
+    backend = backend_for(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
@@ -61,11 +85,9 @@ def _check_group(device: torch.device) -> None:
     there = dict(part.split(":") for part in told.split(","))
     for kind in ("cpu", device.type):
         if kind not in there:
-            own = dist.get_default_backend_for_device(device)
-            typed = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{own}"
             raise EngineError(
                 f"the process group that exists ({told}) does not reach {kind}. Make it with "
-                f"torch.distributed.init_process_group('{typed}'), or leave that to the engine"
+                f"torch.distributed.init_process_group('{backend_for(device)}'), or leave that to the engine"
             )
 
 
@@ -96,6 +118,12 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and "device" in states:
         _module(device).set_rng_state(states["device"], device)
+
+
+def wait_for(device: torch.device) -> None:
+    """Until what is queued on the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def release_cache(device: torch.device) -> None:
