@@ -12,9 +12,8 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from camshaft.controller import Dispatch, Worker, register
-from camshaft.controller.group import Launch
-from camshaft.controller.local import Processes
+from camshaft.controller import Dispatch, Options, Pool, PoolSpec, Worker, register, spawn
+from camshaft.controller.local import processes
 from camshaft.engine import BaseEngine
 from camshaft.engine.contract import RULES
 from camshaft.engine.lab import Lab
@@ -35,26 +34,26 @@ class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
         device: str = "cpu",
         always: Mapping[str, Any] | None = None,
     ):
-        self._launch = Launch(
-            _Bench, (engine_class, device, dict(always or {})), {}, world, engine_class.__name__, SECONDS
-        )
-        self._ranks: Processes | None = None
+        self._spec = PoolSpec(engine_class.__name__, ranks_per_node=world)
+        self._arguments = (engine_class, device, dict(always or {}))
+        self._pool: Pool | None = None
+        self._bench: _Bench
 
     def problem(self, rule: str, folder: str) -> str | None:
         """What is wrong with the rule of this name, or None."""
-        if self._ranks is None:
-            self._ranks = Processes(self._launch)
-        world = self._launch.world_size
         try:
-            self._ranks.call("check", [((rule, folder), {})] * world, [True] * world)
+            if self._pool is None:
+                self._pool = processes(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
+                self._bench = spawn(_Bench, *self._arguments, pool=self._pool, name=self._spec.name, timeout=SECONDS)
+            self._bench.check(rule, folder)
         except WorkerError as error:
-            self._ranks = None
+            self._pool = None
             return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
         return None
 
     def __exit__(self, *_: object) -> None:
-        if self._ranks is not None:
-            self._ranks.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()
 
 
 class _Bench(Worker):

@@ -31,6 +31,7 @@ from camshaft.config.derive import (
     generate_model,
     generate_sampling,
     ref_engine,
+    reward_engine,
     rollout_engine,
     sampling,
     sft_engine,
@@ -40,6 +41,7 @@ from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import from_container, load_generate, load_ppo, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
+from camshaft.config.place import PlaceConfig, pool_sizes
 from camshaft.config.readers import unread_by
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
@@ -73,7 +75,9 @@ __all__ = [
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",
+    "PlaceConfig",
     "Topology",
+    "pool_sizes",
     "TrainerConfig",
     "actor_engine",
     "batch_table",
@@ -90,6 +94,7 @@ __all__ = [
     "ref_engine",
     "reference_page",
     "render_batch_table",
+    "reward_engine",
     "rollout_engine",
     "run_with_hydra",
     "sampling",

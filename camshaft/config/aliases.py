@@ -25,6 +25,7 @@ KEYS = {
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.grad_clip": "critic.grad_clip",
     "reward_model.model.external_libs": "reward_model.model.external_lib",
+    "reward_model.model.fsdp_config.min_num_params": "reward_model.model.fsdp_config.wrap_policy.min_num_params",
     "reward.custom_reward_function": "custom_reward_function",
     "algorithm.gemma": "algorithm.gamma",
     "model.external_libs": "model.external_lib",
@@ -43,6 +44,7 @@ VALUES: dict[str, dict[str, str]] = {
     "actor_rollout_ref.rollout.dtype": _DTYPES,
     "rollout.dtype": _DTYPES,
     "critic.model.fsdp_config.model_dtype": _DTYPES,
+    "reward_model.model.fsdp_config.model_dtype": _DTYPES,
     "fsdp_config.model_dtype": _DTYPES,
 }
 """Key -> older value -> value; in a list, of its entries."""

@@ -6,16 +6,16 @@ A problem names the keys that it rests on, so that `loader.py` can leave it out 
 by itself. Batch arithmetic is spelled out in the message.
 """
 
-import difflib
 from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm import GROUP_ESTIMATORS, threshold
 from camshaft.config.files import generate_files, ppo_files, sft_files
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import CheckpointConfig, OptimSection
+from camshaft.config.part_names import ENGINES, PLAIN_ROLLOUTS, ROLLOUTS, TRACKERS, part_name
+from camshaft.config.place import place_problems
 from camshaft.config.problems import Problem
-from camshaft.config.readers import BUILT_IN
-from camshaft.config.reward import CustomRewardConfig
+from camshaft.config.reward_checks import scores, scoring_function
 from camshaft.config.roles import GeneratorConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.server import ServerOptions
@@ -23,12 +23,6 @@ from camshaft.config.sft import SFTConfig
 from camshaft.config.sharding import ppo_sharding, sft_sharding
 from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
-from camshaft.plugins import find, names
-
-ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
-ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
-REWARDS = ("arithmetic", "auto", "exact_match", "gsm8k")
-"""Names of what is built in. The registries are above this package; a test holds these to them."""
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -38,16 +32,21 @@ RESUMED_FROM = ("model", "optimizer", "extra")
 def check(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
     """Everything that is wrong between the keys of a config whose single values are right."""
     if isinstance(config, GenerateConfig):
+        yield from place_problems(config.trainer, {}, {})
         yield from _generator("rollout", config.rollout, config.trainer.world_size)
-        yield from _reward(config.custom_reward_function)
+        yield from scoring_function(config.custom_reward_function)
         yield from generate_files(config)
         return
     if isinstance(config, SFTConfig):
+        yield from place_problems(config.trainer, {}, {})
         yield from _sft(config)
         yield from sft_sharding(config)
         yield from sft_files(config)
         return
+    used = {f"{role}.resource_pool": name for role, name in config.pools().items()}
+    yield from place_problems(config.trainer, config.trainer.resource_pools, used)
     yield from _names(config)
+    yield from scores(config)
     yield from ppo_sharding(config)
     yield from _batches(config)
     yield from _older_micro_batches(config)
@@ -64,25 +63,17 @@ def check(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
 
 
 def _names(config: PPOConfig) -> Iterator[Problem]:
-    yield from _name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
+    yield from part_name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
     if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
-        yield from _name("critic.strategy", config.critic.strategy, ENGINES, "engines")
-    yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.trainer.world_size)
-    yield from _reward(config.custom_reward_function)
+        yield from part_name("critic.strategy", config.critic.strategy, ENGINES, "engines")
+    yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.topology().world_size)
     for tracker in config.trainer.logger:
-        yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
-
-
-def _reward(custom: CustomRewardConfig) -> Iterator[Problem]:
-    """With a path the name is a function there, and that is found out where it is loaded."""
-    if custom.path is None:
-        key, rests_on = "custom_reward_function.name", ("custom_reward_function.path",)
-        yield from _name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
+        yield from part_name("trainer.logger", tracker, TRACKERS, "trackers")
 
 
 def _generator(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Problem]:
     """What a generator is called, and what it takes; `section` holds its keys."""
-    yield from _name(f"{section}.name", rollout.name, ROLLOUTS, "rollouts")
+    yield from part_name(f"{section}.name", rollout.name, ROLLOUTS, "rollouts")
     if rollout.engine_kwargs and rollout.name in PLAIN_ROLLOUTS:
         sentence = f"{section}.name={rollout.name} takes no options. Leave the key out, or set it to {{}} in your file."
         yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, sentence, (f"{section}.name",))
@@ -120,27 +111,17 @@ def _server(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Prob
         yield Problem(key, parallel, sentence, (f"{section}.name", f"{section}.engine_kwargs"))
 
 
-def _name(
-    key: str, name: str, built_in: Iterable[str], kind: str, own: str = "module:Class", rests_on: tuple[str, ...] = ()
-) -> Iterator[Problem]:
-    known, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
-    if find(name, known, group) is not None:
-        return
-    choices = names(known, group)
-    close = difflib.get_close_matches(name, choices, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    yield Problem(key, name, f"must be one of {', '.join(choices)}, or package.{own}.{hint}", rests_on)
-
-
 # -- batch arithmetic -----------------------------------------------------------------------------
 
 
 def _batches(config: PPOConfig) -> Iterator[Problem]:
-    topology, actor = _topology(config), config.actor_rollout_ref.actor.ppo_mini_batch_size
+    topology, actor = config.topology(), config.actor_rollout_ref.actor.ppo_mini_batch_size
     actors, critics = config.actor_dp_size(topology), config.critic_dp_size(topology)
-    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actors)
+    world, of_critic = topology.world_size, topology.of_critic().world_size
+    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actors, world)
     if config.needs_critic() and (config.critic.ppo_mini_batch_size, critics) != (actor, actors):
-        yield from _mini_batches(config, "critic.ppo_mini_batch_size", config.critic.ppo_mini_batch_size, critics)
+        mini = config.critic.ppo_mini_batch_size
+        yield from _mini_batches(config, "critic.ppo_mini_batch_size", mini, critics, of_critic)
     refs = config.ref_dp_size(topology)
     if config.needs_reference() and refs != actors:
         yield from _iteration_of_reference(config, refs)
@@ -150,13 +131,8 @@ def _batches(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("data.train_max_samples", most, sentence, ("data.train_batch_size",))
 
 
-def _topology(config: PPOConfig | SFTConfig) -> Topology:
-    return Topology(config.trainer.world_size)
-
-
-def _ranks(config: PPOConfig | SFTConfig, dp_size: int) -> str:
+def _ranks(world: int, dp_size: int) -> str:
     """'4 ranks', or how they come to be fewer than all."""
-    world = config.trainer.world_size
     return f"{dp_size} ranks" if dp_size == world else f"{dp_size} groups of {world // dp_size} ranks"
 
 
@@ -166,12 +142,13 @@ def _iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem
     if train * n % dp_size:
         sentence = (
             f"does not split evenly over the reference's ranks: {train} prompts x rollout.n={n} = {train * n}"
-            f" sequences = {_ranks(config, dp_size)} x {train * n // dp_size} + {train * n % dp_size}."
+            f" sequences = {_ranks(config.topology().world_size, dp_size)} x {train * n // dp_size}"
+            f" + {train * n % dp_size}."
         )
         yield Problem("data.train_batch_size", train, sentence, (*WORLD, f"{ROLLOUT}.n"))
 
 
-def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int) -> Iterator[Problem]:
+def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: int) -> Iterator[Problem]:
     """An iteration is whole mini-batches, and a mini-batch is whole shares of the ranks."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     rests_on = ("data.train_batch_size", f"{ROLLOUT}.n")
@@ -192,15 +169,15 @@ def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int) -> Itera
     if mini * n % dp_size:
         sentence = (
             f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences"
-            f" = {_ranks(config, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
+            f" = {_ranks(world, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
         )
         yield Problem(key, mini, sentence, (*WORLD, *rests_on))
 
 
 def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
     """The older keys count sequences over all ranks; where one is used, it must split evenly."""
-    section, critic, topology = config.actor_rollout_ref, config.critic, _topology(config)
-    actor, rollout, ref = section.actor, section.rollout, section.ref
+    section, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
+    actor, rollout, ref, reward = section.actor, section.rollout, section.ref, config.reward_model
     actors, refs, critics = (
         config.actor_dp_size(topology),
         config.ref_dp_size(topology),
@@ -219,10 +196,14 @@ def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
             used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size, critics
         if critic.forward_micro_batch_size_per_gpu is None:
             used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critics
+    if config.needs_reward_engine() and not reward.use_dynamic_bsz and reward.micro_batch_size_per_gpu is None:
+        used["reward_model.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
+    worlds = {"critic": topology.of_critic().world_size, "reward_model": topology.of_reward_model().world_size}
     for key, (size, dp_size) in used.items():
         if size % dp_size:
+            world = worlds.get(key.partition(".")[0], topology.world_size)
             sentence = (
-                f"counts sequences over all ranks and does not split evenly: {size} = {_ranks(config, dp_size)} x"
+                f"counts sequences over all ranks and does not split evenly: {size} = {_ranks(world, dp_size)} x"
                 f" {size // dp_size} + {size % dp_size}.\n"
                 f"Type {key}_per_gpu={max(1, size // dp_size)}, which counts on one rank."
             )
@@ -370,14 +351,15 @@ def _contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
 
 
 def _sft(config: SFTConfig) -> Iterator[Problem]:
-    data, trainer, dp_size = config.data, config.trainer, _topology(config).dp_size(config.ranks_per_row())
-    yield from _name("strategy", config.strategy, ENGINES, "engines")
+    data, trainer, world = config.data, config.trainer, config.trainer.world_size
+    dp_size = Topology(world).dp_size(config.ranks_per_row())
+    yield from part_name("strategy", config.strategy, ENGINES, "engines")
     for tracker in trainer.logger:
-        yield from _name("trainer.logger", tracker, TRACKERS, "trackers")
+        yield from part_name("trainer.logger", tracker, TRACKERS, "trackers")
     batch = data.train_batch_size
     if batch % dp_size:
         sentence = (
-            f"does not split evenly: {batch} = {_ranks(config, dp_size)} x {batch // dp_size} + {batch % dp_size}."
+            f"does not split evenly: {batch} = {_ranks(world, dp_size)} x {batch // dp_size} + {batch % dp_size}."
         )
         yield Problem("data.train_batch_size", batch, sentence, WORLD)
     if data.train_max_samples != -1 and data.train_max_samples < batch:

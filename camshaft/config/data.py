@@ -23,10 +23,12 @@ class DataConfig(Section):
     train_batch_size: int = Field(ge=1, description="Prompts per iteration, over all ranks; each brings rollout.n.")
     val_batch_size: int = Field(ge=1, description="Prompts generated together in validation, over all ranks.")
     return_raw_input_ids: bool = Field(
-        description="Keep the prompt's ids without chat template, for a reward model with another tokenizer."
+        description="Keep the ids of the prompt's text without chat template, for a reward model with another one; "
+        "prompts of one message."
     )
     return_raw_chat: bool = Field(
-        description="Keep the prompt's messages, for a reward model with another chat template."
+        description="Keep the prompt's messages, for a reward model with another chat template; they are kept anyway "
+        "where reward_model.model.input_tokenizer needs them."
     )
     truncation: Truncation = Field(
         description="A prompt longer than max_prompt_length: an error, or cut at the left, the right or the middle."

@@ -14,6 +14,7 @@ from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimC
 from camshaft.config.fields import DType
 from camshaft.config.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
 from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection
+from camshaft.config.reward import RewardModelConfig
 from camshaft.config.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
@@ -78,6 +79,15 @@ def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
     return MicroBatch(micro_batch_per_rank(per_gpu, older, config.critic_dp_size(topology)))
 
 
+def reward_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
+    """Passes of the reward model."""
+    reward = config.reward_model
+    if reward.use_dynamic_bsz:
+        return MicroBatch(tokens=reward.forward_max_token_len_per_gpu)
+    per_gpu, older = reward.micro_batch_size_per_gpu, reward.micro_batch_size
+    return MicroBatch(micro_batch_per_rank(per_gpu, older, config.reward_dp_size(topology)))
+
+
 def sft_train(config: SFTConfig) -> MicroBatch:
     """Passes of a supervised run."""
     if config.data.use_dynamic_bsz:
@@ -123,10 +133,27 @@ def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> En
     return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
 
 
+def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
+    """The reward model, forward only."""
+    reward, fsdp = config.reward_model, config.reward_model.model.fsdp_config
+    model = EngineModel(
+        path=reward.model.path,
+        head="reward",
+        override_config=reward.model.override_config,
+        external_lib=reward.model.external_lib,
+        trust_remote_code=reward.model.trust_remote_code,
+    )
+    options = forward_options(reward.strategy, fsdp, reward)
+    return _engine(config, model, fsdp.model_dtype, options, reward_infer(config, topology))
+
+
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
     """The generator of a training run."""
     section = config.actor_rollout_ref
-    return _generator(section.model, section.rollout, config.trainer)
+    generator = _generator(section.model, section.rollout, config.trainer)
+    if section.rollout.lora_weights == "merged":
+        return generator
+    return generator.model_copy(update={"lora": _lora(section.model)})
 
 
 def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
@@ -233,7 +260,7 @@ def _engine(
 def forward_options(
     strategy: str,
     fsdp: FSDPConfig | ForwardFSDPConfig,
-    section: ActorConfig | RefConfig | CriticConfig | SFTConfig,
+    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SFTConfig,
 ) -> dict[str, Any]:
     """Layout, memory and speed of an engine; engines of other packages are told what the sharded one is.
 

@@ -33,7 +33,10 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
         yield from adapter_folder(key, of)
     if trainer.resume_from_path is not None:
         yield from folder("trainer.resume_from_path", trainer.resume_from_path)
-    yield from _reward_file(config.custom_reward_function)
+    if config.needs_function():
+        yield from _reward_file(config.custom_reward_function)
+    if config.needs_reward_engine():
+        yield from _reward_model(config)
 
 
 def sft_files(config: SFTConfig) -> Iterator[Problem]:
@@ -110,6 +113,29 @@ def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
     if ours is not None and theirs is not None and ours != theirs:
         sentence = f"is another tokenizer than the actor's, {actors}. A critic must read the actor's token ids."
         yield Problem(key, mine, sentence, ("data.tokenizer", "actor_rollout_ref.model.path"))
+
+
+def _reward_model(config: PPOConfig) -> Iterator[Problem]:
+    """Its folder; and whose token ids it reads, by which it follows how it has to be told."""
+    model, policys, key = config.reward_model.model, config.tokenizer_path(), "reward_model.model.input_tokenizer"
+    yield from model_folder("reward_model.model.path", model.path)
+    rests_on = ("reward_model.model.path", "data.tokenizer", "actor_rollout_ref.model.path")
+    if model.input_tokenizer is None:
+        theirs, ours = _vocabulary(model.path), _vocabulary(policys)
+        if theirs is not None and ours is not None and theirs != ours:
+            sentence = (
+                f"says that the reward model reads the policy's token ids, and the tokenizers differ: {model.path} and"
+                f" {policys}. Type {key}={policys}, so that responses go over as text."
+            )
+            yield Problem(key, None, sentence, rests_on)
+        return
+    if not Path(model.input_tokenizer).is_dir():
+        yield _missing(key, model.input_tokenizer, "folder")
+        return
+    mine, ours = _vocabulary(model.input_tokenizer), _vocabulary(policys)
+    if mine is not None and ours is not None and mine != ours:
+        sentence = f"must be the tokenizer that the responses are in. Type {key}={policys}."
+        yield Problem(key, model.input_tokenizer, sentence, rests_on)
 
 
 def _vocabulary(path: str) -> Any:

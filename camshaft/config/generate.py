@@ -10,6 +10,7 @@ from pydantic import Field
 
 from camshaft.config.data import Truncation
 from camshaft.config.fields import Modules, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.place import PlaceConfig, RayConfig
 from camshaft.config.reward import CustomRewardConfig
 from camshaft.config.roles import GeneratorConfig
 
@@ -42,18 +43,10 @@ class GenerateModelConfig(Section):
     trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
 
 
-class GenerateTrainerConfig(Section):
+class GenerateTrainerConfig(PlaceConfig):
     """Where it runs."""
 
-    nnodes: int = Field(ge=1, description="Machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Processes per machine, one per device.")
-    device: Text = Field(description="Where the model lives: cpu, cuda, or another device that PyTorch knows.")
     seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
-
-    @property
-    def world_size(self) -> int:
-        """Processes of the whole run."""
-        return self.nnodes * self.n_gpus_per_node
 
 
 class GenerateConfig(Section):
@@ -64,6 +57,7 @@ class GenerateConfig(Section):
     rollout: GeneratorConfig = Field(description="Generation of responses.")
     custom_reward_function: CustomRewardConfig = Field(description="A scoring function for the responses.")
     trainer: GenerateTrainerConfig = Field(description="Where it runs; nothing is trained.")
+    ray_kwargs: RayConfig = Field(description="For trainer.controller=ray.")
 
     def tokenizer_path(self) -> str:
         """Folder of the tokenizer that prompts and responses are in."""

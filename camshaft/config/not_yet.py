@@ -36,14 +36,6 @@ def _is_set(value: Any) -> bool:
     return value is not None
 
 
-def _is_true(value: Any) -> bool:
-    return value is True
-
-
-def _above(limit: int) -> Asks:
-    return lambda value: value > limit
-
-
 _NO_PURE_BFLOAT16 = (
     "training in pure bfloat16 loses updates smaller than its rounding: keep float32 weights and compute in bfloat16."
     " Type {key}=float32 {section}.mixed_precision.param_dtype=bfloat16."
@@ -51,14 +43,9 @@ _NO_PURE_BFLOAT16 = (
 
 NOT_YET = (
     NotYet(
-        ("actor_rollout_ref.actor.strategy", "critic.strategy", "strategy"),
+        ("actor_rollout_ref.actor.strategy", "critic.strategy", "reward_model.strategy", "strategy"),
         _is("megatron", "torchtitan"),
         "is not there yet. Type {key}=fsdp, or {key}=reference: plain torch, one process.",
-    ),
-    NotYet(
-        ("trainer.nnodes",),
-        _above(1),
-        "many machines need the Ray controller, which is not there yet. Type {key}=1.",
     ),
     NotYet(
         (
@@ -68,16 +55,6 @@ NOT_YET = (
         ),
         _is("bfloat16"),
         _NO_PURE_BFLOAT16,
-    ),
-    NotYet(
-        ("reward_model.enable",),
-        _is_true,
-        "reward models are not there yet. Type {key}=false and score with custom_reward_function.",
-    ),
-    NotYet(
-        ("data.return_raw_input_ids", "data.return_raw_chat"),
-        _is_true,
-        "only a reward model reads this, and reward models are not there yet. Type {key}=false.",
     ),
     NotYet(
         ("data.prompt_id_key", "data.max_prompt_id_length"),
@@ -111,16 +88,7 @@ NOT_YET = (
     ),
 )
 
-_REWARD_MODEL = "the reward model"
-READ_LATER = {
-    "reward_model.model.input_tokenizer": _REWARD_MODEL,
-    "reward_model.model.path": _REWARD_MODEL,
-    "reward_model.model.external_lib": _REWARD_MODEL,
-    "reward_model.model.fsdp_config.min_num_params": _REWARD_MODEL,
-    "reward_model.model.fsdp_config.param_offload": _REWARD_MODEL,
-    "reward_model.micro_batch_size": _REWARD_MODEL,
-    "reward_model.max_length": _REWARD_MODEL,
-}
+READ_LATER: dict[str, str] = {}
 """Key -> the missing feature that will read it."""
 
 

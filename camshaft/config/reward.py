@@ -5,33 +5,54 @@ from typing import Any, Literal
 from pydantic import Field
 
 from camshaft.config.fields import Modules, Path, Section, Text
-
-
-class RewardFSDPConfig(Section):
-    """Sharding of the reward model."""
-
-    min_num_params: int = Field(ge=0, description="Wrap modules with so many parameters; 0: by layer class.")
-    param_offload: bool = Field(description="Keep parameters in host memory while they are not needed.")
+from camshaft.config.model import ForwardFSDPConfig
 
 
 class RewardModelModelConfig(Section):
     """Which model scores."""
 
     input_tokenizer: Path | None = Field(
-        description="The actor's tokenizer, if the reward model's chat template differs; null if it is the same."
+        description="The policy's tokenizer, where the reward model has another tokenizer or chat template: responses "
+        "become text by it, and the conversation is put through the reward model's template. null: the same ids."
     )
     path: Path = Field(description="Local folder of a sequence-classification model in the Hugging Face layout.")
     external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
-    fsdp_config: RewardFSDPConfig = Field(description="Sharding of the reward model.")
+    override_config: dict[str, Any] = Field(description="Entries that replace those of config.json.")
+    trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
+    fsdp_config: ForwardFSDPConfig = Field(description="Number format and sharding of the reward model.")
 
 
 class RewardModelConfig(Section):
     """A model that scores whole responses, beside or instead of the scoring functions."""
 
+    resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
     enable: bool = Field(description="Score with a model; false: with scoring functions alone.")
+    worker_cls: Text | None = Field(
+        description="A worker of your own, package.module:Class, with init_model and compute_rm_score; null: ours."
+    )
+    weight: float = Field(
+        description="What the model's score counts: score = function's + weight x model's. Without a function (null as "
+        "custom_reward_function.name) the model's alone."
+    )
+    strategy: Text = Field(description="Engine of the model: a name, or package.module:Class for one of your own.")
     model: RewardModelModelConfig = Field(description="Which model scores.")
     micro_batch_size: int = Field(ge=1, description="Sequences per forward pass, over all ranks.")
-    max_length: int | None = Field(ge=1, description="Longest sequence that is scored; null: prompt plus response.")
+    micro_batch_size_per_gpu: int | None = Field(
+        ge=1, description="Sequences per forward pass on one rank; wins over micro_batch_size."
+    )
+    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens, not sequences.")
+    forward_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per forward pass on one rank.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    max_length: int | None = Field(
+        ge=1,
+        description="Longest sequence that is scored, in the model's own tokens; of a longer one the beginning is left "
+        "out, and counted. null: prompt plus response.",
+    )
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute one row together."""
+        return self.ulysses_sequence_parallel_size * self.model.fsdp_config.tensor_parallel_size
 
 
 class CustomRewardConfig(Section):
@@ -40,7 +61,7 @@ class CustomRewardConfig(Section):
     path: Path | None = Field(description="Python file or module with the function; null: one of the functions here.")
     name: Text | None = Field(
         description="Name of the function; without a path, compute_score goes by data_source. null is compute_score, "
-        "but for camshaft generate without a path: there nothing is scored."
+        "but without a path it is no function in camshaft generate and where a reward model scores."
     )
     reward_kwargs: dict[str, Any] = Field(description="Further keyword arguments for every call.")
     timeout: float = Field(gt=0, description="Seconds that one call may take.")

@@ -139,6 +139,10 @@ class GeneratorConfig(Section):
 class RolloutConfig(GeneratorConfig):
     """Generation of responses in training."""
 
+    lora_weights: Literal["merged", "adapter"] = Field(
+        description="With model.lora_rank: hand over all weights with the adapter merged in, or (vllm) the base model"
+        " once and then the adapter alone."
+    )
     log_prob_micro_batch_size: int = Field(
         ge=1, description="Older: sequences per forward pass of the actor's old log-probs, over all ranks."
     )
@@ -153,6 +157,7 @@ class RolloutConfig(GeneratorConfig):
 class ActorRolloutRefConfig(Section):
     """Actor, rollout and reference: one model, three uses."""
 
+    resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
     hybrid_engine: bool = Field(description="Actor and rollout share devices and hand weights over; the only layout.")
     model: ModelConfig = Field(description="The model of actor, rollout and reference.")
     actor: ActorConfig = Field(description="Training of the policy.")
@@ -170,6 +175,7 @@ class CriticModelConfig(AnyModelConfig):
 class CriticConfig(Section):
     """The value function; built only when the advantage estimator needs it (gae)."""
 
+    resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
     strategy: Text = Field(description="Training engine: a name, or package.module:Class for one of your own.")
     optim: OptimSection = Field(description="Optimizer and schedule of the critic.")
     model: CriticModelConfig = Field(description="The critic's model.")

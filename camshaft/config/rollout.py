@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.engine import Frozen
+from camshaft.config.engine import Frozen, LoRAConfig
 
 
 class RolloutEngineConfig(Frozen):
@@ -32,6 +32,8 @@ class RolloutEngineConfig(Frozen):
     """`dummy...`: start without reading weights; anything else reads those of the folder first."""
     enable_prefix_caching: bool = True
     """Compute equal beginnings of prompts once."""
+    lora: LoRAConfig | None = None
+    """An adapter that comes by itself, beside base weights that came before; None: weights come whole."""
     update_weights_bucket_megabytes: int = Field(default=512, ge=1)
     """Weights for another process go in buckets of this size."""
     seed: int = 0

@@ -9,6 +9,7 @@ from pydantic import Field
 from camshaft.config.algorithm import AlgorithmConfig
 from camshaft.config.data import DataConfig
 from camshaft.config.fields import Section
+from camshaft.config.place import RayConfig, pool_sizes
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.roles import ActorRolloutRefConfig, CriticConfig
 from camshaft.config.topology import Topology, share
@@ -25,6 +26,7 @@ class PPOConfig(Section):
     custom_reward_function: CustomRewardConfig = Field(description="Scoring functions.")
     algorithm: AlgorithmConfig = Field(description="How rewards become advantages.")
     trainer: TrainerConfig = Field(description="The run as a whole.")
+    ray_kwargs: RayConfig = Field(description="For trainer.controller=ray.")
 
     def needs_critic(self) -> bool:
         """Whether advantages need values."""
@@ -38,6 +40,25 @@ class PPOConfig(Section):
         """Whether that policy is a model of its own; with an adapter it is the actor's model without it."""
         return self.needs_reference() and self.actor_rollout_ref.model.lora_rank == 0
 
+    def needs_function(self) -> bool:
+        """Whether a scoring function scores; only a reward model can do without one."""
+        return not self.reward_model.enable or self.custom_reward_function.is_named()
+
+    def needs_reward_engine(self) -> bool:
+        """Whether a reward model of ours scores, and not a worker of the user's own."""
+        return self.reward_model.enable and self.reward_model.worker_cls is None
+
+    def needs_raw_chat(self) -> bool:
+        """Whether prompts keep their messages: asked for, or what a reward model with another template reads."""
+        reward = self.reward_model
+        reads = reward.enable and reward.model.input_tokenizer is not None and not self.data.return_raw_input_ids
+        return self.data.return_raw_chat or reads
+
+    def longest_scored(self) -> int:
+        """Most tokens that the reward model reads of one row."""
+        longest = self.data.max_prompt_length + self.actor_rollout_ref.rollout.response_length
+        return self.reward_model.max_length or longest
+
     def data_seed(self) -> int:
         """Seed of the order of training prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
@@ -45,6 +66,21 @@ class PPOConfig(Section):
     def tokenizer_path(self) -> str:
         """Folder of the tokenizer that prompts and responses are in."""
         return self.data.tokenizer or self.actor_rollout_ref.model.path
+
+    def pools(self) -> dict[str, str]:
+        """The pool of each role that the run has."""
+        found = {"actor_rollout_ref": self.actor_rollout_ref.resource_pool}
+        if self.needs_critic():
+            found["critic"] = self.critic.resource_pool
+        if self.reward_model.enable:
+            found["reward_model"] = self.reward_model.resource_pool
+        return found
+
+    def topology(self) -> Topology:
+        """How many ranks each role has."""
+        sizes = pool_sizes(self.trainer, self.trainer.resource_pools)
+        ranks = {role: sizes.get(name, self.trainer).world_size for role, name in self.pools().items()}
+        return Topology(ranks["actor_rollout_ref"], ranks.get("critic"), ranks.get("reward_model"))
 
     def actor_dp_size(self, topology: Topology) -> int:
         """Ranks, or groups of ranks, that split the actor's batches."""
@@ -57,7 +93,11 @@ class PPOConfig(Section):
 
     def critic_dp_size(self, topology: Topology) -> int:
         """The same of the critic."""
-        return topology.dp_size(self.critic.ranks_per_row())
+        return topology.of_critic().dp_size(self.critic.ranks_per_row())
+
+    def reward_dp_size(self, topology: Topology) -> int:
+        """The same of the reward model."""
+        return topology.of_reward_model().dp_size(self.reward_model.ranks_per_row())
 
     def actor_mini_batch(self) -> int:
         """Sequences of one optimizer step of the actor, over all ranks."""

@@ -7,6 +7,7 @@ from pydantic import Field
 from camshaft.config.data import Truncation
 from camshaft.config.fields import Names, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.model import CheckpointConfig, FSDPConfig, ModelConfig, OptimSection
+from camshaft.config.place import PlaceConfig, RayConfig
 
 
 class SFTDataConfig(Section):
@@ -29,7 +30,7 @@ class SFTDataConfig(Section):
     train_max_samples: OffOrPositive = Field(description="Read at most so many training rows; -1 reads all.")
 
 
-class SFTTrainerConfig(Section):
+class SFTTrainerConfig(PlaceConfig):
     """The run as a whole."""
 
     total_epochs: int = Field(ge=1, description="Passes over the training rows.")
@@ -37,9 +38,6 @@ class SFTTrainerConfig(Section):
     project_name: Text = Field(description="Groups runs in the trackers and in the default folder of checkpoints.")
     experiment_name: Text = Field(description="Names this run.")
     logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
-    device: Text = Field(description="Where the model lives: cpu, cuda, or another device that PyTorch knows.")
-    nnodes: int = Field(ge=1, description="Machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Training processes per machine, one per device.")
     save_freq: OffOrPositive = Field(description="Steps between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Steps between validations; -1 for none.")
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
@@ -56,11 +54,6 @@ class SFTTrainerConfig(Section):
     )
     seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
 
-    @property
-    def world_size(self) -> int:
-        """Training processes of the whole run."""
-        return self.nnodes * self.n_gpus_per_node
-
 
 class SFTConfig(Section):
     """Everything that a supervised run reads."""
@@ -75,6 +68,7 @@ class SFTConfig(Section):
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
     checkpoint: CheckpointConfig = Field(description="How checkpoints are written.")
     trainer: SFTTrainerConfig = Field(description="The run as a whole.")
+    ray_kwargs: RayConfig = Field(description="For trainer.controller=ray.")
 
     def ranks_per_row(self) -> int:
         """Ranks that compute one row together."""

@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from camshaft.config.derive import PLAIN, forward_options, training_options
 from camshaft.config.fsdp_options import FSDPOptions
 from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig
+from camshaft.config.place import PlaceConfig
 from camshaft.config.problems import ABSENT, Problem, grouped
+from camshaft.config.readers import BUILT_IN
+from camshaft.config.reward import RewardModelConfig
 from camshaft.config.roles import ActorConfig, CriticConfig, RefConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.errors import EngineError
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+WHOLE_WEIGHTS = tuple(name for name in BUILT_IN if name != "vllm")
+"""Generators that take no adapter by itself; those of other packages say so themselves."""
 OURS = ("fsdp", "fsdp2", "fsdp1")
 """Engines whose options are known here; what those of other packages can do is theirs to say."""
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -30,18 +36,26 @@ class Part:
 
     strategy: str
     strategy_key: str
-    section: ActorConfig | RefConfig | CriticConfig | SFTConfig
+    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SFTConfig
     key: str
     """With its dot; empty for a section that is the whole config."""
     fsdp: FSDPConfig | ForwardFSDPConfig
     fsdp_key: str
-    model: AnyModelConfig
-    model_key: str
+    model: AnyModelConfig | None = None
+    """None: one that is never trained, and knows neither adapters nor activations to keep."""
+    model_key: str = ""
+
+    def trained(self) -> tuple[FSDPConfig, ActorConfig | CriticConfig | SFTConfig, AnyModelConfig] | None:
+        """The sections of one that is trained."""
+        fsdp, section, model = self.fsdp, self.section, self.model
+        if model is None or not isinstance(fsdp, FSDPConfig) or isinstance(section, RefConfig | RewardModelConfig):
+            return None
+        return fsdp, section, model
 
 
 def ppo_sharding(config: PPOConfig) -> Iterator[Problem]:
     """Everything that is wrong with the layouts of an RL run."""
-    roles, critic, world = config.actor_rollout_ref, config.critic, config.trainer.world_size
+    roles, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     strategy, strategy_key = roles.actor.strategy, f"{ACTOR}.strategy"
 
     def part(section: ActorConfig | RefConfig, key: str) -> Part:
@@ -51,23 +65,32 @@ def ppo_sharding(config: PPOConfig) -> Iterator[Problem]:
     policy = [part(roles.actor, ACTOR)]
     if config.needs_reference_model():
         policy.append(part(roles.ref, REF))
-    groups = [policy]
+    groups = [(policy, topology.world_size)]
     if config.needs_critic():
         fsdp, key = critic.model.fsdp_config, "critic.model.fsdp_config"
         groups.append(
-            [Part(critic.strategy, "critic.strategy", critic, "critic.", fsdp, key, critic.model, "critic.model")]
+            (
+                [Part(critic.strategy, "critic.strategy", critic, "critic.", fsdp, key, critic.model, "critic.model")],
+                topology.of_critic().world_size,
+            )
         )
-    yield from _one_process([group[0] for group in groups], config.trainer.n_gpus_per_node)
-    for group in groups:
-        yield from _group(group, world)
+    if config.needs_reward_engine():
+        reward, key = config.reward_model, "reward_model"
+        fsdp, fsdp_key = reward.model.fsdp_config, f"{key}.model.fsdp_config"
+        ranks = topology.of_reward_model().world_size
+        groups.append(([Part(reward.strategy, f"{key}.strategy", reward, f"{key}.", fsdp, fsdp_key)], ranks))
+    yield from _one_process([group[0] for group, ranks in groups if ranks > 1], config.trainer)
+    for group, ranks in groups:
+        yield from _group(group, ranks)
     if config.needs_reference() and not config.needs_reference_model():
         yield from _no_layout_of_its_own(config)
+    yield from _by_itself(config)
 
 
 def sft_sharding(config: SFTConfig) -> Iterator[Problem]:
     """The same of a supervised run."""
     part = Part(config.strategy, "strategy", config, "", config.fsdp_config, "fsdp_config", config.model, "model")
-    yield from _one_process([part], config.trainer.n_gpus_per_node)
+    yield from _one_process([part] if config.trainer.world_size > 1 else [], config.trainer)
     yield from _group([part], config.trainer.world_size)
 
 
@@ -88,12 +111,14 @@ def _group(group: list[Part], world: int) -> Iterator[Problem]:
 # -- the plain engine -----------------------------------------------------------------------------
 
 
-def _one_process(parts: list[Part], ranks: int) -> Iterator[Problem]:
+def _one_process(parts: list[Part], trainer: PlaceConfig) -> Iterator[Problem]:
     keys = [part.strategy_key for part in parts if part.strategy == PLAIN]
-    if keys and ranks > 1:
+    if keys:
         typed = " ".join(f"{key}=fsdp" for key in keys)
-        sentence = f"strategy={PLAIN} is plain torch in one process. Type {typed}, or trainer.n_gpus_per_node=1."
-        yield Problem("trainer.n_gpus_per_node", ranks, sentence, tuple(keys))
+        key = "trainer.nnodes" if trainer.nnodes > 1 else "trainer.n_gpus_per_node"
+        value = trainer.nnodes if trainer.nnodes > 1 else trainer.n_gpus_per_node
+        sentence = f"strategy={PLAIN} is plain torch in one process. Type {typed}, or {key}=1."
+        yield Problem(key, value, sentence, tuple(keys))
 
 
 def _refused_by_plain(group: list[Part]) -> Iterator[Problem]:
@@ -126,13 +151,15 @@ def _asked(part: Part) -> Iterator[tuple[str, object, str]]:
         (sequence > 1, f"{part.key}ulysses_sequence_parallel_size", sequence, "sequence parallelism"),
         (section.use_torch_compile, f"{part.key}use_torch_compile", True, "compilation"),
     ]  # fmt: skip
-    if isinstance(fsdp, FSDPConfig) and not isinstance(section, RefConfig):
+    trained = part.trained()
+    if trained is not None:
+        fsdp, section, model = trained
         summed = fsdp.mixed_precision.reduce_dtype
         asked += [
             (summed == "bfloat16", f"{key}.mixed_precision.reduce_dtype", summed, "mixed precision"),
             (fsdp.grad_offload, f"{key}.grad_offload", True, "offloading"),
             (fsdp.optimizer_offload, f"{key}.optimizer_offload", True, "offloading"),
-            (part.model.enable_activation_offload, f"{part.model_key}.enable_activation_offload", True, "offloading"),
+            (model.enable_activation_offload, f"{part.model_key}.enable_activation_offload", True, "offloading"),
             (section.checkpoint.async_save, f"{part.key}checkpoint.async_save", True, "saving in the background"),
         ]
     yield from ((name, value, what) for asks, name, value, what in asked if asks)
@@ -166,26 +193,28 @@ def _layout(part: Part, world: int) -> Iterator[Problem]:
 
 def _pairs(part: Part) -> Iterator[Problem]:
     """Options that exclude each other, in the engine's own words."""
-    fsdp, section, model = part.fsdp, part.section, part.model
-    if isinstance(fsdp, FSDPConfig) and not isinstance(section, RefConfig):
+    trained = part.trained()
+    if trained is not None:
+        fsdp, section, model = trained
         options = training_options(part.strategy, fsdp, section, model.enable_activation_offload)
     else:
-        options = forward_options(part.strategy, fsdp, section)
+        options = forward_options(part.strategy, part.fsdp, part.section)
     try:
         found = FSDPOptions.of(options)
     except EngineError as error:
         yield Problem(part.fsdp_key, ABSENT, f"{error}.")
     else:
-        refused = found.beyond_fsdp1(lora=bool(model.lora_rank)) if part.strategy == "fsdp1" else None
+        lora = part.model is not None and part.model.lora_rank > 0
+        refused = found.beyond_fsdp1(lora) if part.strategy == "fsdp1" else None
         if refused:
             yield Problem(part.strategy_key, part.strategy, f"{refused}.")
-    if not isinstance(section, RefConfig):
-        yield from _selective(part)
+    if trained is not None:
+        yield from _selective(part, trained[2])
 
 
-def _selective(part: Part) -> Iterator[Problem]:
+def _selective(part: Part, model: AnyModelConfig) -> Iterator[Problem]:
     """What does not go with keeping the results of single operators."""
-    model, key = part.model, f"{part.model_key}.gradient_checkpointing_mode"
+    key = f"{part.model_key}.gradient_checkpointing_mode"
     if not model.enable_gradient_checkpointing or model.gradient_checkpointing_mode != "selective":
         return
     if part.section.use_torch_compile:
@@ -207,6 +236,8 @@ def _sum(whole: int, part: int) -> str:
 
 def _adapter(part: Part) -> Iterator[Problem]:
     model, key = part.model, part.model_key
+    if model is None:
+        return
     if model.lora_adapter_path is not None and not model.lora_rank:
         sentence = f"is not read with {key}.lora_rank=0. Type {key}.lora_rank=<the rank of that adapter>."
         yield Problem(f"{key}.lora_adapter_path", model.lora_adapter_path, sentence, (f"{key}.lora_rank",))
@@ -220,6 +251,22 @@ def _adapter(part: Part) -> Iterator[Problem]:
     if model.lora_rank and not model.target_modules:
         sentence = f"names no layer for the adapters. Type {key}.target_modules=all-linear."
         yield Problem(f"{key}.target_modules", None, sentence, (f"{key}.lora_rank",))
+
+
+def _by_itself(config: PPOConfig) -> Iterator[Problem]:
+    """Adapters that are handed over without the weights that they belong to."""
+    model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"
+    if rollout.lora_weights == "merged":
+        return
+    if not model.lora_rank:
+        sentence = f"is not read with {MODEL}.lora_rank=0: there is no adapter. Type {key}=merged."
+        yield Problem(key, rollout.lora_weights, sentence, (f"{MODEL}.lora_rank",))
+    if rollout.name in WHOLE_WEIGHTS:
+        sentence = (
+            f"{ROLLOUT}.name={rollout.name} takes whole weights and has no adapters of its own. Type {key}=merged, or"
+            f" {ROLLOUT}.name=vllm."
+        )
+        yield Problem(key, rollout.lora_weights, sentence, (f"{ROLLOUT}.name",))
 
 
 def _no_layout_of_its_own(config: PPOConfig) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ these the micro-batches that a rank computes at once.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob
+from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob, reward_infer
 from camshaft.config.root import PPOConfig
 from camshaft.config.topology import Topology
 
@@ -22,13 +22,14 @@ class BatchRow:
     actor: int | str
     ref: int | str | None
     critic: int | str | None
+    reward: int | str | None
     how: str
 
 
 def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
     """The rows, from an iteration's prompts to its optimizer steps. Of a config that was checked.
 
-    The reference has a column where it is a model of its own.
+    The reference has a column where it is a model of its own, and so has a reward model.
     """
     actor: dict[str, int | str] = {RANKS: config.actor_dp_size(topology)} | _column(
         config,
@@ -49,14 +50,24 @@ def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
             config.critic.ppo_epochs,
             (critic_train(config, topology), critic_infer(config, topology)),
         )
-    return [BatchRow(what, actor[what], ref.get(what), critic.get(what), how) for what, how in _ROWS.items()]
+    reward: dict[str, int | str] = {}
+    if config.needs_reward_engine():
+        reward = {RANKS: config.reward_dp_size(topology), FORWARD: _size(reward_infer(config, topology))}
+    return [
+        BatchRow(what, actor[what], ref.get(what), critic.get(what), reward.get(what), how)
+        for what, how in _ROWS.items()
+    ]
 
 
 def render_batch_table(rows: Sequence[BatchRow]) -> str:
     """The table as text."""
-    cells = [("", "actor", "ref", "critic", "")]
-    cells += [(row.what, _cell(row.actor), _cell(row.ref), _cell(row.critic), row.how) for row in rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(4)]
+    cells = [("", "actor", "ref", "critic", "reward", "")]
+    cells += [
+        (row.what, _cell(row.actor), _cell(row.ref), _cell(row.critic), _cell(row.reward), row.how) for row in rows
+    ]
+    if all(row.reward is None for row in rows):
+        cells = [(*cell[:4], cell[5]) for cell in cells]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]) - 1)]
     lines = [
         "  ".join([f"{what:<{widths[0]}}", *(f"{n:>{w}}" for n, w in zip(numbers, widths[1:], strict=True)), how])
         for what, *numbers, how in cells
@@ -79,7 +90,7 @@ _ROWS = {
     "mini-batch per rank": "sequences of a mini-batch / ranks with rows of their own",
     "micro-batch per rank": "one forward and backward pass",
     "micro-batches per mini-batch": "passes of a rank for one optimizer step",
-    FORWARD: "one pass that computes log-probs, or values",
+    FORWARD: "one pass that computes log-probs, values, or scores",
     "epochs": "ppo_epochs",
     "optimizer steps per iteration": "mini-batches x epochs",
 }

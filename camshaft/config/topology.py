@@ -14,10 +14,21 @@ class Topology:
     """The ranks of a run. How many of them compute one row together is a matter of each role."""
 
     world_size: int = 1
+    """Of the actor's pool, and of every role that has no other."""
+    critic: int | None = None
+    reward_model: int | None = None
 
     def dp_size(self, ranks_per_row: int = 1) -> int:
         """Ranks, or groups of ranks, with rows of their own."""
         return max(1, self.world_size // ranks_per_row)
+
+    def of_critic(self) -> "Topology":
+        """The ranks of the critic's pool."""
+        return Topology(self.critic or self.world_size)
+
+    def of_reward_model(self) -> "Topology":
+        """The ranks of the reward model's pool."""
+        return Topology(self.reward_model or self.world_size)
 
 
 def share(count_global: int, dp_size: int, what: str) -> int:

@@ -4,20 +4,21 @@ from typing import Literal
 
 from pydantic import Field
 
-from camshaft.config.fields import Names, OffOrPositive, Path, Section, Text
+from camshaft.config.fields import Names, OffOrPositive, Path, Text
+from camshaft.config.place import PlaceConfig, PoolConfig
 
 
-class TrainerConfig(Section):
+class TrainerConfig(PlaceConfig):
     """The run as a whole."""
 
+    resource_pools: dict[str, PoolConfig] = Field(
+        description="Further pools of devices, which roles may name: {critic_pool: {nnodes: 1, n_gpus_per_node: 4}}."
+    )
     total_epochs: int = Field(ge=1, description="Passes over the training prompts.")
     total_training_steps: int | None = Field(ge=1, description="Stop after so many iterations; null: after the epochs.")
     project_name: Text = Field(description="Groups runs in the trackers and in the default folder of checkpoints.")
     experiment_name: Text = Field(description="Names this run.")
     logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
-    nnodes: int = Field(ge=1, description="Machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Training processes per machine, one per device.")
-    device: Text = Field(description="Where models live: cpu, cuda, or another device that PyTorch knows.")
     save_freq: OffOrPositive = Field(description="Iterations between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Iterations between validations; -1 for none.")
     val_before_train: bool = Field(description="Validate once before the first iteration.")
@@ -38,8 +39,3 @@ class TrainerConfig(Section):
         description="There is one implementation: auto, disable and false are accepted, enable and true are not."
     )
     seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
-
-    @property
-    def world_size(self) -> int:
-        """Training processes of the whole run."""
-        return self.nnodes * self.n_gpus_per_node

@@ -8,15 +8,37 @@
 
     scaler = spawn(Scaler, world_size=2)      # for a type checker this is a Scaler
     out = scaler.scale(batch)                 # split by seat, run on both ranks, merged in order
+    later = submit(scaler.scale, batch)       # the same, without waiting: later.result()
     shutdown(scaler)
 
-`dispatch.py` splits and merges (pure functions of the ranks' seats), `worker.py` is the base class of
-roles, `group.py` the proxy, `local.py` the backend for one machine (`serve.py` and `wire.py` are its
-worker process and its pipe). Nothing here knows of reinforcement learning.
+`dispatch.py` splits and merges (pure functions of the ranks' seats), `worker.py` is the base class of roles, `group.py`
+the proxy. `pool.py` says what a pool of processes is, `resources.py` what it asks of the machines, `processes.py` how
+requests and answers go and what is done when something goes wrong, `host.py` how a worker process answers. There are
+two backends: `local.py` for one machine (`serve.py` and `wire.py` are its worker process and its socket) and `ray.py`
+for a cluster. Nothing here knows of reinforcement learning.
 """
 
 from camshaft.controller.dispatch import Dispatch, register
-from camshaft.controller.group import shutdown, spawn, workers
+from camshaft.controller.group import shutdown, spawn, submit, workers
+from camshaft.controller.pool import Options, Pending, Pool, pool, pools, start_pools
+from camshaft.controller.resources import GLOBAL_POOL, PoolSpec
 from camshaft.controller.worker import Place, Worker
 
-__all__ = ["Dispatch", "Place", "Worker", "register", "shutdown", "spawn", "workers"]
+__all__ = [
+    "GLOBAL_POOL",
+    "Dispatch",
+    "Options",
+    "Pending",
+    "Place",
+    "Pool",
+    "PoolSpec",
+    "Worker",
+    "pool",
+    "pools",
+    "register",
+    "shutdown",
+    "spawn",
+    "start_pools",
+    "submit",
+    "workers",
+]

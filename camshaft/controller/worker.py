@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.device import backend_for
 from camshaft.seat import Seat
@@ -33,10 +34,16 @@ class Place:
     world: int = 1
     device: str = "cpu"
     """The accelerator that is this rank's to use, "cuda:1" say; "cpu" where there is none."""
-    rendezvous: str | None = None
-    """Where the ranks meet, as an init_method of torch.distributed; None for a rank that is alone."""
     timeout: float = 3600.0
     """Seconds that a collective may take."""
+    local_rank: int = 0
+    local_world: int = 1
+    """The rank among those of its machine, and how many these are."""
+    address: str = "127.0.0.1"
+    """Of its machine, as the others reach it."""
+    pool: str = "workers"
+    log_folder: str | None = None
+    """Where what the process writes goes; None: where the driver's goes."""
 
 
 class Worker:
@@ -75,16 +82,27 @@ def build_worker(role_class: type[R], place: Place, args: Sequence[Any], kwargs:
     return role
 
 
-def init_process_group(place: Place) -> None:
-    """Meet the other ranks."""
-    assert place.rendezvous is not None
+def open_store(place: Place) -> tuple[TCPStore, str]:
+    """A store that the ranks can meet through, in this process, and its address."""
+    wait = timedelta(seconds=place.timeout)
+    store = TCPStore(place.address, 0, place.world, is_master=True, timeout=wait, wait_for_workers=False)
+    return store, f"tcp://{place.address}:{store.port}"
+
+
+def init_process_group(place: Place, rendezvous: str, store: TCPStore | None = None) -> None:
+    """Meet the other ranks at `rendezvous`, an init_method of torch.distributed; `store` if it is in this process."""
     device = torch.device(place.device)
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)  # a barrier uses the current one
+    wait = timedelta(seconds=place.timeout)
+    if store is None and rendezvous.startswith("tcp://"):
+        host, port = rendezvous.removeprefix("tcp://").rsplit(":", 1)
+        store = TCPStore(host, int(port), place.world, is_master=False, timeout=wait)
     dist.init_process_group(
         backend_for(device),
-        init_method=place.rendezvous,
+        init_method=rendezvous if store is None else None,
+        store=store,
         rank=place.rank,
         world_size=place.world,
-        timeout=timedelta(seconds=place.timeout),
+        timeout=wait,
     )

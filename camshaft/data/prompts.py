@@ -1,7 +1,7 @@
 """Prompts for reinforcement learning: parquet rows to the columns that a step begins with.
 
     rows = load_prompts("train.parquet", tokenizer, PromptOptions(max_prompt_length=512))
-    rows.batch            # prompts, uid, data_source, ground_truth, extra_info
+    rows.batch            # prompts, uid, data_source, ground_truth, extra_info, and raw_... where asked for
     rows.num_dropped      # how many were too long, with filter_overlong
 
 `StatefulLoader` deals the batch out. Everything is tokenised once, before training starts, so that a bad
@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from camshaft.data.chat import Truncation, check_prompt, cut, encode_prompts
+import torch
+
+from camshaft.data.chat import Prompt, Truncation, check_prompt, cut, encode, encode_prompts
 from camshaft.data.parquet import Paths, Table, read_parquet
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
@@ -37,6 +39,10 @@ class PromptOptions:
     prompt_key: str = "prompt"
     reward_fn_key: str | None = "data_source"
     """The column that says which data set a row is from; None: nothing asks for it, and it is empty."""
+    return_raw_chat: bool = False
+    """Keep the prompt as the file has it, whatever is cut from its ids: a column `raw_prompt`."""
+    return_raw_input_ids: bool = False
+    """Keep the ids of its text without chat template: a column `raw_input_ids`; prompts of one message."""
     length_key: str = "data.max_prompt_length"
     """What the config calls `max_prompt_length`."""
 
@@ -80,6 +86,11 @@ def load_prompts(
         "ground_truth": [_ground_truth(table.rows[i]) for i in kept],
         "extra_info": [table.rows[i].get("extra_info") or {} for i in kept],
     }
+    if options.return_raw_chat:
+        columns["raw_prompt"] = [prompts[i] for i in kept]
+    if options.return_raw_input_ids:
+        texts = [_one_text(prompts[i], places[i]) for i in kept]
+        columns["raw_input_ids"] = Ragged.from_rows(encode(texts, tokenizer, special_tokens=False), torch.int64)
     truncated = sum(len(ids[i]) > limit for i in kept)
     found = PromptSet(DataProto.from_dict(columns), len(table), len(table) - len(kept), truncated)
     logger.info("%s from %s", found, ", ".join(map(str, table.files)))
@@ -108,6 +119,18 @@ def _fitting(ids: list[list[int]], table: Table, options: PromptOptions) -> list
             "or cut them with data.truncation=left, right or middle"
         )
     return list(range(len(ids)))
+
+
+def _one_text(prompt: Prompt, place: str) -> str:
+    """The text of a prompt that is one text; of several messages, ids would not say who says what."""
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) != 1:
+        raise BatchError(
+            f"{place}: data.return_raw_input_ids keeps the text of one message, and the prompt has {len(prompt)}. "
+            "Type data.return_raw_input_ids=false data.return_raw_chat=true, which keeps messages"
+        )
+    return prompt[0]["content"]
 
 
 def _ground_truth(row: Mapping[str, Any]) -> Any:

@@ -131,6 +131,18 @@ def adapter_weights(hf: PreTrainedModel, full: Full = lambda tensor: tensor) -> 
             yield PREFIX + name.replace(f".{ADAPTER}.", "."), full(parameter.detach())
 
 
+def with_scaling(weights: Iterable[tuple[str, Tensor]], config: LoRAConfig) -> Iterator[tuple[str, Tensor]]:
+    """What `adapter_weights` gave, alpha / rank multiplied into B: a layer then computes base + B A."""
+    for name, tensor in weights:
+        yield name, tensor * (config.alpha / config.rank) if name.endswith(".lora_B.weight") else tensor
+
+
+def adapter_shapes(hf: PreTrainedModel, config: LoRAConfig) -> dict[str, tuple[int, int]]:
+    """What `adapter_weights` would give of the plain model `hf` with such an adapter: names and shapes."""
+    shapes = _shapes(hf, _targets(hf, config), config.rank)
+    return {PREFIX + name.replace(f".{ADAPTER}.", "."): shape for name, shape in shapes.items()}
+
+
 def save_adapter(
     weights: Iterable[tuple[str, Tensor]], folder: str | Path, config: LoRAConfig, base_model_path: str
 ) -> None:

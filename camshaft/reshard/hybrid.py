@@ -9,13 +9,15 @@
           -> rollout.sleep: that memory is given back
 
 Weights are handed over at every entry, and each hand-over has a number. A rollout that can share the engine's
-storage makes that a matter of pointers; one that cannot pays for a copy, and the report says how much.
+storage makes that a matter of pointers; one that cannot pays for a copy, and the report says how much. Where the
+rollout is told of an adapter (`config.lora`), base weights go over once, and then the adapter alone.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from camshaft.device import peak_memory, release_cache
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
+from camshaft.models.lora import with_scaling
 from camshaft.rollout import BaseRollout
 from camshaft.rollout.digest import digest
 
@@ -93,7 +96,7 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
     with contextlib.ExitStack() as parameters:
         parameters.enter_context(engine.eval_mode())
         try:
-            sync = hand_over(engine.named_weights(), rollout, engine.config.device)
+            sync = _hand_over_of(engine, rollout)
             if not (rollout.keeps_tensors and sync.as_it_is):
                 parameters.close()
             yield sync
@@ -105,13 +108,40 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
 
 def hand_over(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
     """Wake `rollout`, give it `weights`, whose owner is on `device`, and see that it has them."""
+    with _handing_over(rollout, device) as sync:
+        rollout.load_weights(sync.sent(weights, rollout))
+    return sync
+
+
+def _hand_over_of(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+    """All weights of `engine`; or its adapter, the first time behind the base weights, which are there ever after."""
+    lora = rollout.config.lora
+    if lora is None:
+        return hand_over(engine.named_weights(), rollout, engine.config.device)
+    with _handing_over(rollout, engine.config.device) as sync:
+        base = rollout.base_sent if rollout.base_owner is not None and rollout.base_owner() is engine else None
+        rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)
+        if base is None:
+            with engine.disable_adapter():
+                rollout.load_weights(sync.sent(engine.named_weights(), rollout))
+            base = dict(sync.digests)
+        sync.digests.update(base)
+        adapter = with_scaling(engine.named_weights(adapter_only=True), lora)
+        rollout.load_adapter(sync.sent(adapter, rollout))
+    rollout.base_sent = base
+    return sync
+
+
+@contextlib.contextmanager
+def _handing_over(rollout: BaseRollout, device: str) -> Iterator[Sync]:
+    """Around what gives weights to `rollout`: awake before it, and seen to have them after it."""
     start = time.perf_counter()
     if not rollout.keeps_tensors:
         release_cache(torch.device(device))  # what wakes up has another allocator
     rollout.wake_up()
     rollout.weights_version += 1
     sync = Sync(rollout.weights_version)
-    rollout.load_weights(sync.sent(weights, rollout))
+    yield sync
     loaded = time.perf_counter()
     before, rollout.weights_sent = rollout.weights_sent, sync.digests
     sync.check(rollout.weight_digests(), before)
@@ -119,7 +149,6 @@ def hand_over(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, devic
     sync.check_seconds += end - loaded
     sync.seconds = end - start
     sync.peak_memory = peak_memory(device)
-    return sync
 
 
 def _sleep_after(error: BaseException, rollout: BaseRollout) -> None:

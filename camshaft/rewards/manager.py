@@ -24,6 +24,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
+from camshaft.rewards.last_token import on_last_token
 from camshaft.rewards.pool import Outcome, WorkerPool
 from camshaft.rewards.wire import Sample, Spec
 
@@ -128,7 +129,7 @@ class RewardManager:
         _warn(failures, len(settled))
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
         return RewardResult(
-            token_level_scores=_on_last_token(scores, chosen),
+            token_level_scores=on_last_token(scores, chosen),
             scores=scores,
             metrics=_metrics(settled),
             failures=tuple(failures[:_NUM_SHOWN]),
@@ -145,17 +146,6 @@ class RewardManager:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _on_last_token(scores: Tensor, chosen: Ragged) -> Ragged:
-    """Each row's score on its last token that counts; a row without one has no place for it."""
-    counted = chosen.values.nonzero().squeeze(-1).cpu()
-    rows = chosen.row_ids()[counted].cpu()
-    ends = torch.ones(len(counted), dtype=torch.bool)
-    ends[:-1] = rows[1:] != rows[:-1]  # the last counted token before those of another row
-    values = torch.zeros(len(chosen.values), dtype=torch.float32)
-    values[counted[ends]] = scores[rows[ends]]
-    return chosen.like(values.to(chosen.values.device))
 
 
 def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -3,6 +3,7 @@
     actor.py    the policy that is trained: compute_log_prob, update_actor
     critic.py   the value function: compute_values, update_critic
     ref.py      the policy that the KL is measured from: compute_ref_log_prob
+    reward_model.py  a model that scores responses: compute_rm_score; reward_input.py what it reads of them
     rollout.py  generation with the actor's weights: generate_sequences
     generate.py generation with the weights of a folder, for `camshaft generate`
     hybrid.py   ActorRolloutRefWorker, which composes actor, rollout and reference
@@ -18,6 +19,7 @@ from camshaft.roles.critic import CriticWorker
 from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
 from camshaft.roles.ref import RefWorker
+from camshaft.roles.reward_model import RewardModelWorker, reward_worker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.roles.sft import SFTWorker
 
@@ -27,6 +29,8 @@ __all__ = [
     "CriticWorker",
     "GenerateWorker",
     "RefWorker",
+    "RewardModelWorker",
     "RolloutWorker",
     "SFTWorker",
+    "reward_worker",
 ]

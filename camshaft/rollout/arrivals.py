@@ -1,6 +1,6 @@
 """What weights have to arrive at a generator, and whether they do.
 
-    expected = Expected.of_folder(config)          # from config.json, without storage
+    expected = Expected.of_folder(config)          # from config.json, without storage; or adapter_of_folder
     for name, tensor in expected.checked(weights):
         copy(name, tensor)                         # all that comes out fits, and all came when the loop has ended
 
@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import DTYPES, import_external, load_config, model_folder, quiet_transformers
+from camshaft.models.lora import adapter_shapes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +40,32 @@ class Weight:
     is_parameter: bool
 
 
+@dataclass(frozen=True, eq=False)
 class Expected:
     """The weights of one model, by every name under which each may come."""
 
-    def __init__(self, hf: PreTrainedModel):
-        self.model = type(hf).__name__
-        self.weights = _weights_of(hf)
+    model: str
+    weights: Mapping[str, Weight]
+    call: str = "load_weights"
+    """What they are given to, and the engine's call that gives all of them; for messages."""
+    source: str = "engine.named_weights()"
+
+    @classmethod
+    def of_model(cls, hf: PreTrainedModel) -> Expected:
+        return cls(type(hf).__name__, _weights_of(hf))
 
     @classmethod
     def of_folder(cls, config: RolloutEngineConfig) -> Expected:
         """Those of the model in `config.model_path`."""
-        return cls(empty_model(config, attention="eager"))
+        return cls.of_model(empty_model(config, attention="eager"))
+
+    @classmethod
+    def adapter_of_folder(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> Expected:
+        """Those of an adapter by itself, beside that model."""
+        shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
+        empty = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
+        weights = {name: Weight((name,), tensor, True) for name, tensor in empty.items()}
+        return cls("the adapter", weights, "load_adapter", "engine.named_weights(adapter_only=True)")
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """What the model computes with, for the parameters `config.dtype`; None for a name it does not know."""
@@ -61,7 +78,7 @@ class Expected:
         for name, tensor in weights:
             weight = self._fitting(name, tensor)
             if name in came:
-                raise RolloutError(f"load_weights: '{name}' came twice; send each weight once")
+                raise RolloutError(f"{self.call}: '{name}' came twice; send each weight once")
             _compare_with_twin(weight, name, tensor, came)
             came[name] = tensor.detach() if len(weight.names) > 1 else None
             yield name, tensor
@@ -69,8 +86,8 @@ class Expected:
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             raise RolloutError(
-                f"load_weights: {len(missing)} weights did not come: {', '.join(missing[:8])}{more}; "
-                "send all of engine.named_weights(), each under its transformers name"
+                f"{self.call}: {len(missing)} weights did not come: {', '.join(missing[:8])}{more}; "
+                f"send all of {self.source}, each under its own name there"
             )
 
     @property
@@ -83,10 +100,10 @@ class Expected:
         if weight is None:
             close = difflib.get_close_matches(name, self.weights, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
-            raise RolloutError(f"load_weights: {self.model} has no weight '{name}'{hint}")
+            raise RolloutError(f"{self.call}: {self.model} has no weight '{name}'{hint}")
         if tensor.shape != weight.empty.shape:
             raise RolloutError(
-                f"load_weights: '{name}' came with shape {tuple(tensor.shape)}, "
+                f"{self.call}: '{name}' came with shape {tuple(tensor.shape)}, "
                 f"but the model wants {tuple(weight.empty.shape)}; are engine and rollout built from one config?"
             )
         return weight

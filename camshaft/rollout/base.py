@@ -11,6 +11,7 @@ is the log-probability in the very distribution that it sampled from.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -93,8 +94,15 @@ class BaseRollout(ABC):
 
     keeps_tensors = True
     """Whether it may keep the tensors of `load_weights` and use this process' allocator. False if it copies."""
+    takes_adapter = False
+    """Whether it generates with `config.lora`: base weights that come once, and an adapter that comes each time."""
 
     def __init__(self, config: RolloutEngineConfig):
+        if config.lora is not None and not self.takes_adapter:
+            raise RolloutError(
+                f"{type(self).__name__} takes whole weights and has no adapters of its own; type "
+                "actor_rollout_ref.rollout.lora_weights=merged, or actor_rollout_ref.rollout.name=vllm"
+            )
         self.config = config
         self.weights_version = 0
         """The number of the hand-over that the weights belong to; who hands over counts, before `load_weights`.
@@ -103,6 +111,9 @@ class BaseRollout(ABC):
         """
         self.weights_sent: Mapping[str, int] = {}
         """Digests of what that hand-over sent, by name; likewise."""
+        self.base_sent: Mapping[str, int] | None = None
+        """With `config.lora`: those of the base weights that are there, and the engine that they are of; likewise."""
+        self.base_owner: weakref.ref[object] | None = None
         self._calls = 0
 
     # -- what a generator implements --------------------------------------------------------------
@@ -114,6 +125,7 @@ class BaseRollout(ABC):
         All of them must come; one that is missing, unknown or misshapen is an error that names it. A tied
         weight may come under one of its names or under all. The rollout may keep a tensor instead of copying
         it, and then sees what is written into it later; the engine's rule for `named_weights` allows it.
+        With `config.lora` these are the base weights, which outlast `sleep`, and an adapter must come behind them.
         """
 
     @abstractmethod
@@ -140,6 +152,14 @@ class BaseRollout(ABC):
     @abstractmethod
     def wake_up(self) -> None:
         """Be ready to take weights and generate again; weights must be loaded after it."""
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """With `config.lora`: take this adapter from now on, in the place of the one before.
+
+        Names are those of PEFT's files, and the scaling is in B already: a layer computes base + B A. All of it must
+        come; `sleep` forgets it. `weight_digests` has its tensors beside the base weights.
+        """
+        raise RolloutError(f"{type(self).__name__} takes no adapter by itself; hand over merged weights")
 
     # -- written once, for all of them ------------------------------------------------------------
 

@@ -39,7 +39,7 @@ class BorrowedModel:
         self._folder, self._trust = model_folder(config.model_path), config.trust_remote_code
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.stop_ids = stop_ids_of(self._folder, self.hf.config, self._trust)
-        self.expected = Expected(self.hf)
+        self.expected = Expected.of_model(self.hf)
         self._came: set[str] | None = None
         self._asleep = False
 

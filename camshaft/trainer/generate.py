@@ -23,14 +23,15 @@ from typing import Any
 from rich.table import Table
 
 from camshaft.config import GenerateConfig, unread_by
-from camshaft.controller import shutdown, spawn
+from camshaft.controller import GLOBAL_POOL, spawn
 from camshaft.data import PromptOptions, ResponseFile, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, model_folder
 from camshaft.roles import GenerateWorker
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
-from camshaft.trainer.parts import build_rewards, check_scorable
+from camshaft.trainer.places import global_pool, run_pools
+from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.seeds import VALIDATION, sampling_seeds
 from camshaft.trainer.validate import Scored, at_n_metrics
 
@@ -72,7 +73,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> GenerateRun:
-        config, ranks = self.config, self.config.trainer.world_size
+        config = self.config
         with self._exit as undo:  # if a later part fails, the earlier ones are ended
             self.parts = undo.enter_context(self.file.parts())
             if self.parts.num_done:
@@ -82,8 +83,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
                 self.rewards = undo.enter_context(build_rewards(config.custom_reward_function))
             self.generator: GenerateWorker | None = None
             if self._is_open():
-                self.generator = spawn(GenerateWorker, config, world_size=ranks, name="generate")
-                undo.callback(shutdown, self.generator)
+                specs = [global_pool(config.trainer, "generate")]
+                pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, None))
+                self.generator = spawn(GenerateWorker, config, pool=pools[GLOBAL_POOL], name="generate")
                 self.generator.init_model()
             self._exit = undo.pop_all()
         return self

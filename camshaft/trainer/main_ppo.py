@@ -21,13 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_ppo(config: PPOConfig) -> int:
     """One run. Nothing heavy is imported before the config was found good."""
-    from camshaft.config import Topology, batch_table, render_batch_table
+    from camshaft.config import batch_table, render_batch_table
     from camshaft.trainer.parts import PPOParts
+    from camshaft.trainer.places import pool_specs
     from camshaft.trainer.ppo import PPOTrainer
     from camshaft.trainer.session import session
 
-    with session(config.trainer) as run, PPOParts(config) as parts:
-        run.say(render_batch_table(batch_table(config, Topology(config.trainer.world_size))))
+    ranks = sum(spec.world_size for spec in pool_specs(config))
+    with session(config.trainer, ranks) as run, PPOParts(config) as parts:
+        run.say(render_batch_table(batch_table(config, config.topology())))
         for rule, (low, high) in config.algorithm.rollout_correction.rejections():
             run.say(f"rollout_rs={rule} keeps what lies in {low:g} .. {high:g}")
         trainer = PPOTrainer(config, parts)

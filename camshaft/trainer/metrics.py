@@ -33,10 +33,10 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a whole phase of the step."""
-        start = time.perf_counter()
+        """Time a phase of the step; one that is gone on with later has the sum."""
+        start, key = time.perf_counter(), f"timing_s/{name}"
         yield
-        self.values[f"timing_s/{name}"] = time.perf_counter() - start
+        self.values[key] = self.values.get(key, 0.0) + time.perf_counter() - start
 
     def add(self, values: Mapping[str, float]) -> None:
         self.values.update(values)

@@ -4,9 +4,10 @@
         trainer = PPOTrainer(config, parts)
 
 In this order: tokenizer and data (a bad row ends the run before a model is loaded), the reward function
-(loaded in a worker process), then the roles. One worker process per rank
-holds actor, rollout and reference together, a second one the critic; a single rank lives in this process. Leaving the
-context waits for checkpoints that are still being written and ends every process that was started.
+(loaded in a worker process), then the pools of processes and the roles in them. One worker process per device holds
+actor, rollout and reference together, and the critic and the reward model unless they have pools of their own; a
+single rank lives in this process. Leaving the context waits for checkpoints that are still being written and ends every
+process that was started.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.checkpoint import CheckpointManager
-from camshaft.config import CustomRewardConfig, PPOConfig, Topology
-from camshaft.controller import shutdown, spawn
+from camshaft.config import PPOConfig
+from camshaft.controller import spawn
 from camshaft.data import PromptOptions, StatefulLoader, load_prompts
 from camshaft.dataproto import DataProto
-from camshaft.errors import RewardError
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.auto import SOURCES
-from camshaft.rewards.manager import RewardManager
-from camshaft.roles import ActorRolloutRefWorker, CriticWorker
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
+from camshaft.trainer.places import pool_specs, run_pools
+from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
 from camshaft.trainer.session import finish_saving, run_length
 
 
@@ -42,29 +42,46 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             seed=config.data_seed(),
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        for prompts in (self.loader.data, self.val_prompts):
-            check_scorable(prompts, config.custom_reward_function)
+        if config.needs_function():
+            for prompts in (self.loader.data, self.val_prompts):
+                check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
         self.total_steps = run_length(config.trainer, self.loader)
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
-        topology, ranks = Topology(config.trainer.world_size), config.trainer.world_size
+        topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
         """Ranks, or groups of ranks, that split what the actor's worker is given."""
         self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as undo:  # if a later part fails, the earlier ones are ended
-            self.rewards = build_rewards(config.custom_reward_function)
+            self.rewards = run_rewards(config)
             undo.callback(self.rewards.close)
+            logs = Path(config.trainer.default_local_dir) / "logs"
+            places = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
+            pools = undo.enter_context(places)
+            home = {role: pools[name] for role, name in config.pools().items()}
             arguments = (config, topology, self.total_steps)
-            self.actor = spawn(ActorRolloutRefWorker, *arguments, world_size=ranks, name="actor_rollout_ref")
-            undo.callback(shutdown, self.actor)
+            first = home["actor_rollout_ref"]
+            self.actor = spawn(ActorRolloutRefWorker, *arguments, pool=first, name="actor_rollout_ref")
             self.critic: CriticWorker | None = None
             if config.needs_critic():
-                self.critic = spawn(CriticWorker, *arguments, world_size=ranks, name="critic")
-                undo.callback(shutdown, self.critic)
+                self.critic = spawn(CriticWorker, *arguments, pool=home["critic"], name="critic")
+            self.reward_model: RewardModelWorker | None = None
+            self.reward_model_ranks = topology.of_reward_model().world_size
+            if config.reward_model.enable:
+                scorer = reward_worker(config.reward_model)
+                self.reward_model = spawn(scorer, config, topology, pool=home["reward_model"], name="reward_model")
             self._exit = undo.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._exit:
             finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed=kind is not None)
+
+    def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
+        """All that the run has."""
+        return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
+
+    def model_scored(self, batch: DataProto) -> DataProto:
+        """`batch` with the reward model's scores, if the run has one."""
+        return model_scores(batch, self.reward_model, self.reward_model_ranks)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Texts of token ids, without special tokens."""
@@ -78,38 +95,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
             reward_fn_key=data.reward_fn_key,
+            return_raw_chat=config.needs_raw_chat(),
+            return_raw_input_ids=data.return_raw_input_ids,
         )
         paths, most = (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
         return load_prompts([Path(path) for path in paths], self.tokenizer, options, None if most == -1 else most).batch
-
-
-def build_rewards(custom: CustomRewardConfig) -> RewardManager:
-    """The scoring function of the config, loaded in a process of its own."""
-    return RewardManager(
-        custom.path,
-        custom.function_name(),
-        custom.reward_kwargs,
-        timeout=custom.timeout,
-        num_workers=custom.num_workers,
-        on_error=custom.on_error,
-    )
-
-
-def check_scorable(prompts: DataProto, custom: CustomRewardConfig) -> None:
-    """Can a scoring function of ours score these rows? One of the user's own is not second-guessed."""
-    if custom.path is not None or not len(prompts):
-        return
-    own = "custom_reward_function.path=my_reward.py for a function of your own"
-    unknown = sorted({str(source) for source in prompts["data_source"] if source not in SOURCES})
-    if custom.function_name() == "auto" and unknown:
-        raise RewardError(
-            f"no scoring function goes with data_source {', '.join(unknown[:5])} (known: {', '.join(SOURCES)}). Type "
-            f"custom_reward_function.name=exact_match to compare with the ground truth, or {own}"
-        )
-    without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
-    if without:
-        raise RewardError(
-            f"{len(without)} of {len(prompts)} rows have nothing to compare a response with, first row "
-            f"{without[0]}: give the files a struct 'reward_model' with 'ground_truth', or a column 'ground_truth'; or "
-            f"type {own}"
-        )

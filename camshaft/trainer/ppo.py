@@ -16,6 +16,7 @@ from pathlib import Path
 
 from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig
+from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
@@ -29,6 +30,13 @@ from camshaft.trainer.validate import save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """The columns that a role needs to run its model over the batch."""
+
+
+DRIVER_ONLY = (
+    *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
+    *("raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated"),
+)
+"""Columns that nobody learns from: they need not travel to the ranks."""
 
 
 class PPOTrainer:
@@ -49,18 +57,7 @@ class PPOTrainer:
             batch = self._one_row_per_response(prompts)
             asked = batch.select("prompts", "sampling_seed")
             batch = metrics.union(batch, self.actor.generate_sequences(asked, recompute_log_prob=False))
-        with metrics.phase("reward"):
-            scored = self.rewards.score(batch, self.parts.decode)
-            batch = batch.with_columns(token_level_scores=scored.token_level_scores)
-            metrics.add(scored.metrics)
-        with metrics.phase("old_log_prob"):
-            batch = metrics.union(batch, self.actor.compute_log_prob(batch.select(*SEQUENCES)))
-        if config.needs_reference():
-            with metrics.phase("ref"):
-                batch = metrics.union(batch, self.actor.compute_ref_log_prob(batch.select(*SEQUENCES)))
-        if self.critic is not None:
-            with metrics.phase("values"):
-                batch = metrics.union(batch, self.critic.compute_values(batch.select(*SEQUENCES)))
+        batch = self._evaluated(batch, metrics)
         with metrics.phase("adv"):
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
@@ -68,15 +65,50 @@ class PPOTrainer:
             corrected, told = correct(batch, config.algorithm.rollout_correction)
             batch = batch.union(corrected)
             metrics.add(penalty | told)
-        learn = batch.drop("uid", "data_source", "ground_truth", "extra_info", "sampling_seed")
-        if self.critic is not None:
-            with metrics.phase("update_critic"):
-                metrics.add(self.critic.update_critic(self._for_critic(learn), dealt=True).meta_info["metrics"])
-        if self.global_step > config.trainer.critic_warmup:
-            with metrics.phase("update_actor"):
-                metrics.add(self.actor.update_actor(self._for_actor(learn), dealt=True).meta_info["metrics"])
+        learn = batch.drop(*DRIVER_ONLY)
+        self._update(learn, metrics)
         metrics.add(batch_metrics(batch))
         return metrics.finished(batch)
+
+    def _evaluated(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """The batch with scores, old log-probs, and the reference's and the critic's opinion of it.
+
+        Nobody here waits for another: roles on devices of their own work at the same time, and the scoring functions,
+        which run beside the driver, while all of them do. A phase's time is what the driver waited for it.
+        """
+        sequences = batch.select(*SEQUENCES)
+        pending: dict[str, Pending[DataProto]] = {}
+        with metrics.phase("old_log_prob"):
+            pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
+        if self.config.needs_reference():
+            with metrics.phase("ref"):
+                pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
+        if self.critic is not None:
+            with metrics.phase("values"):
+                pending["values"] = submit(self.critic.compute_values, sequences)
+        with metrics.phase("reward"):
+            batch = self.parts.model_scored(batch)
+            scored = self.rewards.score(batch, self.parts.decode)
+            batch = batch.with_columns(token_level_scores=scored.token_level_scores)
+            metrics.add(scored.metrics)
+        for phase, evaluation in pending.items():
+            with metrics.phase(phase):
+                batch = metrics.union(batch, evaluation.result())
+        return batch
+
+    def _update(self, learn: DataProto, metrics: StepMetrics) -> None:
+        """Train critic and actor, at the same time where they have devices of their own."""
+        critic = None
+        if self.critic is not None:
+            with metrics.phase("update_critic"):
+                critic = submit(self.critic.update_critic, self._for_critic(learn), dealt=True)
+        if self.global_step > self.config.trainer.critic_warmup:
+            with metrics.phase("update_actor"):
+                actor = submit(self.actor.update_actor, self._for_actor(learn), dealt=True)
+                metrics.add(actor.result().meta_info["metrics"])
+        if critic is not None:
+            with metrics.phase("update_critic"):
+                metrics.add(critic.result().meta_info["metrics"])
 
     def _one_row_per_response(self, prompts: DataProto) -> DataProto:
         """Each prompt `rollout.n` times, with a seed for each response."""
@@ -101,9 +133,9 @@ class PPOTrainer:
 
     def prepare(self) -> Saved | None:
         """Build the models and, if there is something to resume from, load it."""
-        self.actor.init_model()
-        if self.critic is not None:
-            self.critic.init_model()
+        building = [submit(role.init_model) for role in self.parts.roles()]
+        for model in building:
+            model.result()
         saved = self._saved()
         if saved is not None:
             self.actor.load_checkpoint(saved.role("actor"))

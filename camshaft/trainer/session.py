@@ -55,9 +55,9 @@ class Session:
 
 
 @contextlib.contextmanager
-def session(trainer: TrainerConfig | SFTTrainerConfig) -> Iterator[Session]:
-    """A run in its folder, which no other run may write to at the same time."""
-    _check_place(trainer)
+def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
+    """A run of so many processes in its folder, which no other run may write to at the same time."""
+    _check_place(trainer, trainer.world_size if ranks is None else ranks)
     lock = _locked(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
     try:
@@ -124,9 +124,10 @@ def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader
     return there
 
 
-def _check_place(trainer: TrainerConfig | SFTTrainerConfig) -> None:
+def _check_place(trainer: TrainerConfig | SFTTrainerConfig, ranks: int) -> None:
     """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
-    check_device(trainer.device, trainer.n_gpus_per_node)
+    if trainer.backend() == "local":
+        check_device(trainer.device, ranks)
     folder = Path(trainer.default_local_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)

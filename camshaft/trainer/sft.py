@@ -19,12 +19,13 @@ from typing import Any
 
 from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
 from camshaft.config import SFTConfig, Topology
-from camshaft.controller import shutdown, spawn
+from camshaft.controller import GLOBAL_POOL, spawn
 from camshaft.data import SFTOptions, StatefulLoader, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SFTWorker
 from camshaft.tracking import Tracking
+from camshaft.trainer.places import global_pool, run_pools
 from camshaft.trainer.session import finish_saving, run_length, told_resume
 
 
@@ -46,15 +47,18 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
         self.total_steps = run_length(config.trainer, self.loader)
         ranks = config.trainer.world_size
         self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
-        self.model = spawn(SFTWorker, config, self.total_steps, world_size=ranks, name="model")
+        logs = Path(config.trainer.default_local_dir) / "logs"
+        specs = [global_pool(config.trainer, "model")]
+        with contextlib.ExitStack() as undo:
+            pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
+            self.model = spawn(SFTWorker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
+            self._exit = undo.pop_all()
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.global_step = 0
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
+        with self._exit:
             finish_saving([self.model], failed=kind is not None)
-        finally:
-            shutdown(self.model)
 
     def _rows(self, paths: tuple[str, ...], most: int) -> DataProto:
         data = self.config.data

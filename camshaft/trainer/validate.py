@@ -50,6 +50,10 @@ CORE = ("reward", "acc")
 """The values whose mean@n, best@n and maj@n, over all n responses, stand in `val-core`; all else is in `val-aux`."""
 
 
+COUNTED = ("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/model/truncated")
+"""What scoring counts, where it scores with what has it."""
+
+
 def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
     """(metrics named `val-core/<data_source>/reward/mean` and so on, the first `log_val_generations` samples)."""
     rows: list[Scored] = []
@@ -59,13 +63,14 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     prompts = parts.val_prompts.repeat(config.actor_rollout_ref.rollout.val_kwargs.n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
-        batch = _generate(parts, batch)
+        batch = parts.model_scored(_generate(parts, batch))
         result = parts.rewards.score(batch, parts.decode)
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
         rows += [Scored(*row) for row in zip(*columns, strict=True)]
-        for name in ("errors", "invalid", "timeouts", "crashes"):
-            counts[f"val-aux/reward/{name}"] += result.metrics[f"reward/{name}"]
+        for name in COUNTED:
+            if name in result.metrics:
+                counts[f"val-aux/{name}"] += result.metrics[name]
         samples += _samples(parts, batch, result, config.trainer.log_val_generations - len(samples))
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:

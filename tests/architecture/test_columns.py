@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.ppo_runs import run_ppo
+from support.reward_models import make_tiny_reward_model
 
 from camshaft.columns import COLUMNS
 from camshaft.dataproto import DataProto, Ragged
@@ -21,6 +22,8 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
     correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
+    asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True}
     run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **asked}, steps=1)
     batch = as_sequences(seen[0])
     assert set(batch.columns) == set(COLUMNS)

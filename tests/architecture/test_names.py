@@ -28,7 +28,9 @@ PUBLIC = {
     "camshaft.engine": {"BaseEngine", "EngineConfig", "StepContext", "StepResult", "build_engine", "ENGINES"},
     "camshaft.rollout": {"BaseRollout", "SamplingParams", "Generation", "build_rollout", "ROLLOUTS"},
     "camshaft.controller": {"Dispatch", "Worker", "register", "spawn"},
-    "camshaft.roles": {"ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RolloutWorker"},
+    "camshaft.roles": {
+        *("ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RewardModelWorker", "RolloutWorker")
+    },
     "camshaft.config": {"PPOConfig", "SFTConfig", "load_ppo", "load_sft"},
     "camshaft.reshard": {"rollout_mode"},
     "camshaft.rewards.manager": {"RewardManager", "RewardResult"},
@@ -75,6 +77,13 @@ ROLE_METHODS = {
         "wait_for_checkpoint": "ONE_TO_ALL",
         "load_checkpoint": "ONE_TO_ALL",
         "export": "ONE_TO_ALL",
+    },
+    "RewardModelWorker": {
+        "init_model": "ONE_TO_ALL",
+        "compute_rm_score": "DP_COMPUTE_PROTO",
+        "save_checkpoint": "ONE_TO_ALL",
+        "wait_for_checkpoint": "ONE_TO_ALL",
+        "load_checkpoint": "ONE_TO_ALL",
     },
 }
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from support.command_line import camshaft, sft_words
 from support.interrupting import NAME, run_until
-from support.ppo_runs import Step, ppo_words, run_ppo, saved_weights
+from support.ppo_runs import ppo_words, run_ppo, saved_weights
 from support.processes import start_fork_server
+from support.same_run import ACTOR, RANKS, SHUFFLED, close, compare
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -24,25 +25,6 @@ from camshaft.trainer.sft import SFTTrainer
 
 pytestmark = pytest.mark.timeout(200)
 
-ACTOR = "actor_rollout_ref.actor"
-RANKS: dict[str, Any] = {
-    f"{ACTOR}.strategy": "fsdp",
-    "critic.strategy": "${actor_rollout_ref.actor.strategy}",
-    "trainer.n_gpus_per_node": 2,
-}
-SHUFFLED: dict[str, Any] = {
-    "algorithm.use_kl_in_reward": True,
-    "actor_rollout_ref.rollout.n": 2,
-    f"{ACTOR}.ppo_epochs": 2,
-    f"{ACTOR}.entropy_coeff": 0.01,
-    # Nothing can hide behind rounding, and Adam's division by small gradients does not blow it up.
-    f"{ACTOR}.fsdp_config.model_dtype": "float64",
-    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": "null",
-    "actor_rollout_ref.rollout.dtype": "float64",
-    "critic.model.fsdp_config.model_dtype": "float64",
-    "critic.model.fsdp_config.mixed_precision.reduce_dtype": "null",
-}
-"""Two mini-batches an epoch, in another order in each."""
 LORA: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
     "actor_rollout_ref.rollout.n": 4,
@@ -54,30 +36,6 @@ LORA: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def server() -> None:
     start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
-
-
-MEASURED = ("timing_s/", "perf/", "rollout/")
-"""Of the machine, or (the mismatch with the rollout) nothing but rounding."""
-
-
-def compare(found: list[Step], wanted: list[Step], rel: float) -> None:
-    """The same tokens, metrics and weights, step by step."""
-    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), start=1):
-        assert ours.batch["responses"].values.tolist() == theirs.batch["responses"].values.tolist(), f"step {number}"
-        assert ours.metrics.keys() == theirs.metrics.keys()
-        for name, value in theirs.metrics.items():
-            if not name.startswith(MEASURED):
-                assert ours.metrics[name] == pytest.approx(value, rel=rel, abs=rel / 10), f"step {number}: {name}"
-        assert ours.metrics["rollout/response_tokens"] == theirs.metrics["rollout/response_tokens"]
-        assert ours.metrics["rollout/log_prob_diff_max"] < 1e-4
-        close(ours.actor, theirs.actor, 10 * rel)
-        close(ours.critic, theirs.critic, 10 * rel)
-
-
-def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rel: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=rel, atol=rel / 10, msg=name)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from camshaft.data import write_arithmetic
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import make_tiny_model
+from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
 from camshaft.trainer.parts import PPOParts
@@ -123,7 +124,7 @@ def _make_tiny_critic(folder: Path) -> None:
 class _WatchedRewards:
     """Keeps the batch that was scored last."""
 
-    def __init__(self, rewards: RewardManager):
+    def __init__(self, rewards: RewardManager | CombinedRewards):
         self.rewards = rewards
         self.batch = DataProto()
 

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 
-from camshaft.controller import Dispatch, Worker, register
-from camshaft.controller.group import Launch
-from camshaft.controller.local import PRELOAD, Processes
+from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
+from camshaft.controller.local import PRELOAD, processes
 from camshaft.errors import WorkerError
 
 # A test module is known as tests.unit....; ranks find it under that name from the root of the checkout.
@@ -43,11 +42,13 @@ class _Runner(Worker):
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """`function(*args)` on each rank of a gloo group (of one, too); the results in the order of ranks."""
     try:
-        ranks = Processes(Launch(_Runner, (), {}, world_size, function.__name__, timeout))
+        options = Options(timeout=timeout, preload=(__name__,))
+        pool = processes(PoolSpec(function.__name__, ranks_per_node=world_size), options)
         try:
-            return ranks.call("run", [((function, args), {})] * world_size, [True] * world_size)
+            runner = spawn(_Runner, pool=pool, name=function.__name__, timeout=timeout)
+            return runner.run([function] * world_size, [args] * world_size)
         finally:
-            ranks.shutdown()
+            pool.shutdown()
     except WorkerError as error:
         if error.__cause__ is None:
             raise

@@ -55,7 +55,9 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
     with PPOParts(config) as parts:
         trainer = PPOTrainer(config, parts)
         trainer.prepare()
-        listener = _Listener(parts, folder / "actor", config.data.max_response_length)
+        model = config.actor_rollout_ref.model
+        scaling = model.lora_alpha / max(model.lora_rank, 1)
+        listener = _Listener(parts, folder / "actor", config.data.max_response_length, scaling)
         trainer.fit(listener)  # pyright: ignore[reportArgumentType]
     return listener.said
 
@@ -63,8 +65,8 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
 class _Listener:
     """A tracker; called at the end of each step."""
 
-    def __init__(self, parts: PPOParts, model: Path, length: int):
-        self.parts, self.model, self.length = parts, model, length
+    def __init__(self, parts: PPOParts, model: Path, length: int, scaling: float):
+        self.parts, self.model, self.length, self.scaling = parts, model, length, scaling
         random = torch.Generator().manual_seed(0)
         self.prompts = [torch.randint(3, 90, (n,), generator=random) for n in (3, 5, 8, 5, 12, 7)]
         self.said: list[Said] = []
@@ -79,9 +81,16 @@ class _Listener:
     def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
         with quiet_transformers():
             plain = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
-        missing, unexpected = plain.load_state_dict(weights, strict=False)
-        assert set(missing) <= {"lm_head.weight"}, missing
-        assert not unexpected, unexpected
+        adapter = {name: weight for name, weight in weights.items() if ".lora_" in name}
+        if adapter:  # a checkpoint has nothing else then
+            assert adapter.keys() == weights.keys()
+            for name in filter(lambda name: ".lora_A." in name, adapter):
+                delta = adapter[name.replace(".lora_A.", ".lora_B.")] @ adapter[name]
+                plain.get_submodule(name.partition(".lora_A.")[0]).weight += self.scaling * delta
+        else:
+            missing, unexpected = plain.load_state_dict(weights, strict=False)
+            assert set(missing) <= {"lm_head.weight"}, missing
+            assert not unexpected, unexpected
         plain.tie_weights()
         said = []
         for prompt in self.prompts:

@@ -3,6 +3,7 @@
 rollout.py     what the contract asks for, in terms of vLLM
 base.py        what this and vLLM's server have in common
 engine.py      one vLLM engine, through its public API
+adapters.py    an adapter by itself, beside base weights that stay
 inside.py      what is not public, each against a mistake that would go unnoticed
 installed.py   which versions are known, and what to say without one
 process.py     leaving the process as it was

@@ -2,6 +2,7 @@
 
 engine = VLLMEngine.take(config)       # an idle one of this config, or a new one
 engine.load(weights)                   # names and tensors; the caller has checked them
+engine.load_adapter(weights)           # with `config.lora`, each time; the weights above stay
 answers = engine.generate(requests, sampling, stop_ids)
 engine.give_back()
 """
@@ -22,6 +23,7 @@ from camshaft.models.loader import has_tokenizer, model_folder
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
 from camshaft.rollout.vllm_rollout import inside
+from camshaft.rollout.vllm_rollout.adapters import adapter_arguments, adapter_digests, peft_folder
 from camshaft.rollout.vllm_rollout.installed import check_platform, hint, import_vllm
 from camshaft.rollout.vllm_rollout.process import own_random_state, starting
 
@@ -46,7 +48,9 @@ class VLLMEngine:
         self._asleep = False
         self._failed = ""
         self._cache_sizes: list[int] = []
-        arguments = arguments_of(config) | _arguments_of_ranks(config)
+        self._adapters = 0
+        self._adapter: Any = None
+        arguments = arguments_of(config) | _arguments_of_ranks(config) | adapter_arguments(config)
         refuse_own(config.engine_kwargs, arguments)
         with starting(config.device):
             vllm = import_vllm()
@@ -89,7 +93,33 @@ class VLLMEngine:
         left = [text for text in warnings if "not loaded from checkpoint" in text]
         if left:
             raise RolloutError(f"vLLM {self.version} did not take all weights: {'; '.join(left)}{hint(self.version)}")
-        # Keys and values of the old weights must not serve new prompts.
+        self._adapter = None  # vLLM has thrown it away
+        self._forget_prefixes()
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace the adapter; each has a number of its own, and vLLM never has two."""
+        self._usable()
+        self._forget_adapter()
+        self._adapters += 1
+        with peft_folder(weights, self._config) as folder:
+            from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+            request = LoRARequest(f"adapter {self._adapters}", self._adapters, folder)
+            try:
+                self._llm.llm_engine.add_lora(request)
+            except Exception as error:  # of vLLM's own kinds, and those of Python
+                told = f"vLLM {self.version} does not take the adapter: {type(error).__name__}: {error}"
+                raise RolloutError(f"{told}{hint(self.version)}") from error
+        self._adapter = request
+        self._forget_prefixes()
+
+    def _forget_adapter(self) -> None:
+        adapter, self._adapter = self._adapter, None
+        if adapter is not None:
+            self._llm.llm_engine.remove_lora(adapter.lora_int_id)
+
+    def _forget_prefixes(self) -> None:
+        """Keys and values of the old weights must not serve new prompts."""
         if not self._llm.reset_prefix_cache():
             raise RolloutError("vLLM keeps keys and values of the weights before: it is still generating")
 
@@ -100,16 +130,22 @@ class VLLMEngine:
         )
         return found
 
+    def adapter_digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
+        """Of all tensors of the adapter, and of what is there beside them; by name."""
+        (found,) = self._llm.apply_model(adapter_digests(expected, self._adapters))
+        return found
+
     # -- memory ---------------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """Free keys and values, and the weights where vLLM can (on a GPU)."""
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Free keys and values, and the weights where vLLM can (on a GPU); those to keep go to the host's memory."""
         if self._asleep or self._failed:
             return
         if not self._llm.reset_prefix_cache():
             raise RolloutError("vLLM cannot sleep while it generates")
+        self._forget_adapter()
         if self._llm.llm_engine.model_config.enable_sleep_mode:
-            self._llm.sleep(level=2)
+            self._llm.sleep(level=1 if keep_weights else 2)
         elif self._config.free_cache_engine:
             (self._cache_sizes,) = self._llm.collective_rpc(inside.free_caches)
         self._asleep = True
@@ -147,7 +183,7 @@ class VLLMEngine:
         try:
             # It draws from the process' random state, and then overwrites it with each row's seed.
             with own_random_state(self._config.device):
-                outputs = self._llm.generate(prompts, params, use_tqdm=False)
+                outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
             if isinstance(error, Exception):

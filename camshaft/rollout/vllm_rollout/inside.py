@@ -81,6 +81,7 @@ def digests_of(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], d
     def held(model: Any) -> dict[str, int]:
         found: dict[str, int] = {}
         for name, parameter in model.named_parameters():
+            name = name.replace(".base_layer.", ".")  # a layer that takes an adapter has the plain one inside
             wanted = expected.get(name)
             if wanted is None or parameter.dtype != wanted.dtype or parameter.ndim != wanted.ndim:
                 continue

@@ -6,7 +6,8 @@
 
 This file says what the contract asks for in terms of vLLM; `engine.py` is the one that talks to it. With
 `tensor_model_parallel_size` above 1, that many consecutive ranks are one generator: they put their rows together,
-generate them all, and each keeps its own.
+generate them all, and each keeps its own. With `config.lora`, `load_weights` brings the base model once, and
+`load_adapter` what is added to it, each time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here, world_size
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout.arrivals import each_once
+from camshaft.rollout.arrivals import Expected, each_once
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.digest import noted
 from camshaft.rollout.external import Request
@@ -35,11 +36,15 @@ from camshaft.rollout.vllm_rollout.engine import VLLMEngine
 class VLLMRollout(VLLMBase):
     """See the map above. `seeds` decide each row's samples."""
 
+    takes_adapter = True
+
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
         self._came: dict[str, int] | None = None
+        self._adapter = None if config.lora is None else Expected.adapter_of_folder(config, config.lora)
+        self._adapter_came = False
         self.engine = VLLMEngine.take(config)
         self.engine.wake_up()
         weakref.finalize(self, self.engine.give_back).atexit = False
@@ -48,28 +53,50 @@ class VLLMRollout(VLLMBase):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.ready_to_load()
-        self._came = None
+        self._came, self._adapter_came = None, False
         came: dict[str, int] = {}
         arriving = noted(self.expected.checked(weights), came)
         self.engine.load(each_once(arriving, self.expected.own_names, set()))
         self._came = came
 
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        if self._adapter is None:
+            raise RolloutError("load_adapter: this generator was built without config.lora; hand over merged weights")
+        self.ready_to_load()
+        if self._came is None:
+            raise RolloutError("load_adapter: the base weights are not there; call load_weights() with them before")
+        self._adapter_came = False
+        self.engine.load_adapter(self._adapter.checked(weights))
+        self._adapter_came = True
+
     def weight_digests(self) -> Mapping[str, int]:
-        """Of what vLLM holds, and for weights that it fuses, splits or packs, of what arrived at its loader."""
+        """Of what vLLM holds, and for weights that it fuses, splits or packs, of what arrived at its loader.
+
+        Of an adapter, always of what it holds.
+        """
         self.ready()
         assert self._came is not None
         weights = self.expected.weights
         held = self.engine.digests({name: weight.empty for name, weight in weights.items()})
-        return {name: held.get(weights[name].names[0], arrived) for name, arrived in self._came.items()}
+        digests = {name: held.get(weights[name].names[0], arrived) for name, arrived in self._came.items()}
+        if self._adapter is not None:
+            digests |= self.engine.adapter_digests({name: w.empty for name, w in self._adapter.weights.items()})
+        return digests
+
+    def ready(self) -> None:
+        if self._came is not None and not self._asleep and not self.has_weights():
+            raise RolloutError("the rollout has its base weights, but no adapter: call load_adapter() after wake_up()")
+        super().ready()
 
     def has_weights(self) -> bool:
-        return self._came is not None
+        return self._came is not None and (self._adapter is None or self._adapter_came)
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        self.engine.sleep()
-        self._asleep, self._came = True, None
+        keep = self._adapter is not None and self._came is not None
+        self.engine.sleep(keep_weights=keep)
+        self._asleep, self._came, self._adapter_came = True, self._came if keep else None, False
 
     def wake_up(self) -> None:
         self.engine.wake_up()

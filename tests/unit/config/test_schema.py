@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from camshaft import algorithms, engine, rewards, rollout, tracking
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, load_ppo
 from camshaft.config.algorithm import GROUP_ESTIMATORS, Estimator
-from camshaft.config.checks import ENGINES, REWARDS, ROLLOUTS, TRACKERS
 from camshaft.config.fields import KLPenalty, LossAggMode
 from camshaft.config.loader import raw_defaults, resolved_defaults
+from camshaft.config.part_names import ENGINES, REWARDS, ROLLOUTS, TRACKERS
 from camshaft.config.tree import fields, flatten, get, leaf_fields
 
 SCHEMAS = [PPOConfig, SFTConfig, GenerateConfig]
@@ -44,7 +44,8 @@ def test_a_config_cannot_be_changed(words):
         config.trainer.seed = 2
 
 
-# Keys and defaults as the specification lists them. Left out: `warmup_style` (an older name here),
+# Keys and defaults as the specification lists them. Left out: `warmup_style` (an older name here, and so is the reward
+# model's `fsdp_config.min_num_params`, which all models have in `wrap_policy`),
 # `trainer.logger` (its `tracking` is not there yet), `trainer.project_name`.
 SPECIFIED = {
     "data.tokenizer": None,
@@ -106,7 +107,7 @@ SPECIFIED = {
     "reward_model.model.input_tokenizer": "~/models/deepseek-llm-7b-chat",
     "reward_model.model.path": "~/models/Anomy-RM-v0.1",
     "reward_model.model.external_lib": None,
-    "reward_model.model.fsdp_config.min_num_params": 0,
+    "reward_model.model.fsdp_config.wrap_policy.min_num_params": 0,
     "reward_model.model.fsdp_config.param_offload": False,
     "reward_model.micro_batch_size": 64,
     "reward_model.max_length": None,

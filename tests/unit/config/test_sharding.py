@@ -2,11 +2,23 @@
 
 import pytest
 
-from camshaft.config import PPOConfig, Topology, actor_engine, critic_engine, load_ppo, load_sft, ref_engine, sft_engine
+from camshaft.config import (
+    PPOConfig,
+    Topology,
+    actor_engine,
+    critic_engine,
+    load_ppo,
+    load_sft,
+    ref_engine,
+    rollout_engine,
+    sft_engine,
+)
 from camshaft.config.fsdp_options import FSDPOptions
 from camshaft.errors import ConfigError
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+ROLLOUT = "actor_rollout_ref.rollout"
+BY_ITSELF = (f"{ROLLOUT}.lora_weights=adapter", f"{ROLLOUT}.tensor_model_parallel_size=1")
 PER_GPU = (
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
@@ -331,6 +343,13 @@ def test_an_adapter_is_asked_for_by_its_rank(words, tmp_path):
     assert (actor.lora, actor.gradient_checkpointing_mode) == (None, "selective")
 
 
+def test_a_generator_is_told_of_an_adapter_that_comes_by_itself(words):
+    adapter = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{ROLLOUT}.name=vllm", *BY_ITSELF]
+    assert rollout_engine(load_ppo([*words, *adapter])).lora == _lora(load_ppo([*words, *adapter]))
+    assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.lora_weights=merged"])).lora is None
+    assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.name=my.package:Mine"])).lora is not None
+
+
 def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
     config = load_ppo([*words, "algorithm.use_kl_in_reward=true", f"{MODEL}.lora_rank=4"])
     assert (config.needs_reference(), config.needs_reference_model()) == (True, False)
@@ -354,6 +373,12 @@ def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
             [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
             "adapters beside matrices that are cut over ranks are not supported",
         ),
+        ([f"{ROLLOUT}.name=vllm", *BY_ITSELF], f"there is no adapter. Type {ROLLOUT}.lora_weights=merged."),
+        *(
+            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} takes whole weights")
+            for name in ("hf", "process", "server", "sglang", "torch")
+        ),
+        ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.lora_weights=both"], "must be one of merged, adapter"),
     ],
 )
 def test_adapters_that_cannot_be_are_told(words, more, expected):

@@ -106,7 +106,7 @@ def test_shutdown_refuses_what_is_no_proxy():
 def test_wrong_arguments_of_spawn_are_named():
     with pytest.raises(ConfigError, match="world_size=0"):
         spawn(Toy, world_size=0)
-    with pytest.raises(ConfigError, match="no controller backend 'lokal'; known: local"):
+    with pytest.raises(ConfigError, match="no controller backend 'lokal'; known: local, ray"):
         spawn(Toy, backend="lokal")
 
 

@@ -14,7 +14,7 @@ from support import ranks  # noqa: F401  (for what it makes the fork server impo
 from support.processes import still_running
 from support.toy_roles import Toy
 
-from camshaft.controller import Worker, local, shutdown, spawn, workers
+from camshaft.controller import Worker, processes, shutdown, spawn, workers
 from camshaft.errors import WorkerError
 
 ROOT = Path(__file__).parents[3]
@@ -105,7 +105,7 @@ def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pyt
 
 
 def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(local, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "NOTICE_SECONDS", 0.3)
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
         toy.stall(1, seconds=1.0)
     told = [record.getMessage() for record in caplog.records]

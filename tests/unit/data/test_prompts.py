@@ -122,6 +122,33 @@ def test_filtering_everything_is_an_error(load):
         load([row("abc"), row("abcd")], max_prompt_length=1, filter_overlong=True)
 
 
+# -- for a reward model with another template -------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompts", [[user("1+2="), [{"role": "system", "content": "be brief"}, *user("30+4=")]], ["11+2=", "30+40="]]
+)
+def test_prompts_are_kept_as_they_are_where_somebody_asks(load, prompts):
+    batch = load([row(p) for p in prompts], return_raw_chat=True, max_prompt_length=4, truncation="left").batch
+    assert batch["raw_prompt"].tolist() == prompts  # whole, though their ids are cut
+    assert batch["prompts"].lengths.tolist() == [4, 4]
+    assert not {"raw_prompt", "raw_input_ids"} & set(load([row("1+2=")]).batch.columns)
+
+
+@pytest.mark.parametrize("of", [user, str], ids=["one message", "text"])
+def test_ids_without_template_are_those_of_the_text(load, tokenizer, of):
+    texts = ["1+2=", "x" * 30, "10+20="]
+    options = {"return_raw_input_ids": True, "max_prompt_length": 20, "filter_overlong": True}
+    batch = load([row(of(text)) for text in texts], **options).batch
+    wanted = [tokenizer("1+2=").input_ids, tokenizer("10+20=").input_ids]
+    assert [ids.tolist() for ids in batch["raw_input_ids"].rows()] == wanted
+
+
+def test_ids_of_several_messages_would_not_say_who_speaks(load):
+    with pytest.raises(BatchError, match=r"row 1: .*has 2\. Type .*data\.return_raw_chat=true"):
+        load([row(user("x")), row([*user("a"), *user("b")])], return_raw_input_ids=True)
+
+
 # -- bad rows ---------------------------------------------------------------------------------------
 
 

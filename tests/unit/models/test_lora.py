@@ -22,11 +22,13 @@ from camshaft.errors import EngineError
 from camshaft.models.loader import load_model, save_pretrained, skeleton
 from camshaft.models.lora import (
     adapter_layers,
+    adapter_shapes,
     adapter_weights,
     add_adapter,
     disable_adapter,
     merged_weights,
     save_adapter,
+    with_scaling,
 )
 from camshaft.models.packed import PackedModel
 
@@ -391,6 +393,26 @@ def test_a_value_model_may_begin_with_the_adapter_of_a_policy(tmp_path: Path):
     found, expected = dict(adapter_weights(value.hf)), dict(adapter_weights(policy.hf))
     assert found.keys() - expected.keys() == {"base_model.model.score.weight", "base_model.model.score.bias"}
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_and_shapes_of_an_adapter_are_known_from_the_plain_model(family: str):
+    lora = LORA.model_copy(update={"exclude_modules": ("0.self_attn.q_proj",)})
+    hf = load(family, lora=lora).hf
+    assert adapter_shapes(load(family, lora=None).hf, lora) == {n: tuple(w.shape) for n, w in adapter_weights(hf)}
+
+
+def test_with_the_scaling_in_b_a_layer_adds_their_product():
+    hf = load().hf
+    name = "model.layers.0.mlp.down_proj"
+    with torch.no_grad():
+        hf.get_submodule(f"{name}.lora_B.default").weight.fill_(0.5)
+    scaled = dict(with_scaling(adapter_weights(hf), LORA))
+    a, b = (scaled[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+    with disable_adapter(hf):
+        base = dict(merged_weights(hf))[f"{name}.weight"]
+    torch.testing.assert_close(base + b @ a, dict(merged_weights(hf))[f"{name}.weight"])
+    assert torch.equal(a, hf.get_parameter(f"{name}.lora_A.default.weight"))
 
 
 # -- adapters that do not fit -------------------------------------------------------------------------

@@ -7,7 +7,8 @@ import torch
 
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError, RewardError
-from camshaft.rewards.manager import RewardManager, _on_last_token
+from camshaft.rewards.last_token import on_last_token
+from camshaft.rewards.manager import RewardManager
 
 FAIL_AT_B = "if solution_str == 'b': {}\nreturn 1.0"
 
@@ -293,5 +294,5 @@ def test_no_workers_or_no_time_is_an_error(options):
 def test_the_score_stands_on_the_last_token_that_the_policy_chose():
     # Rows of 3, 2 and 1 tokens; the tokens of a tool (mask 0) end the first, and are all there is of the third.
     chosen = Ragged(torch.tensor([1, 1, 0, 1, 1, 0]).bool(), torch.tensor([3, 2, 1]))
-    placed = _on_last_token(torch.tensor([5.0, 7.0, 9.0]), chosen)
+    placed = on_last_token(torch.tensor([5.0, 7.0, 9.0]), chosen)
     assert placed.values.tolist() == [0.0, 5.0, 0.0, 0.0, 7.0, 0.0]

@@ -8,11 +8,13 @@ from support.tiny import tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.rollout.arrivals import Expected
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
+ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,25 @@ def test_shapes_are_known_without_storage(weights: dict[str, Tensor]) -> None:
 def test_what_does_not_fit_is_named(change: Any, told: str, weights: dict[str, Tensor]) -> None:
     with pytest.raises(RolloutError, match=told):
         list(expected().checked(change(weights).items()))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda w: {n: t for n, t in w.items() if n != ADAPTED}, f"load_adapter: 1 weights did not come: {ADAPTED}"),
+        (lambda w: w | {ADAPTED: w[ADAPTED].t()}, r"lora_A.weight' came with shape \(64, 4\), but .* \(4, 64\)"),
+        (lambda w: w | {ADAPTED + "s": w[ADAPTED]}, f"no weight '{ADAPTED}s'; did you mean '{ADAPTED}'"),
+    ],
+)
+def test_what_does_not_fit_an_adapter_is_named(change: Any, told: str) -> None:
+    lora = LoRAConfig(rank=4, exclude_modules=("o_proj",))
+    known = Expected.adapter_of_folder(RolloutEngineConfig(model_path=str(tiny_folder()), dtype="bfloat16"), lora)
+    fitting = {name: torch.zeros(weight.empty.shape) for name, weight in known.weights.items()}
+    assert len(fitting) == 2 * 2 * 6
+    assert known.dtype_of(ADAPTED) == torch.bfloat16
+    assert dict(known.checked(fitting.items())).keys() == fitting.keys()
+    with pytest.raises(RolloutError, match=told):
+        list(known.checked(change(fitting).items()))
 
 
 def test_a_weight_that_comes_twice_is_named_before_it_is_passed_on(weights: dict[str, Tensor]) -> None:

@@ -12,8 +12,8 @@ import pytest
 from support.ranks import _Runner, run_ranks
 
 from camshaft import storage
-from camshaft.controller.group import Launch
-from camshaft.controller.local import Processes
+from camshaft.controller import Options, PoolSpec, spawn
+from camshaft.controller.local import processes
 from camshaft.engine.fsdp import FSDPEngine
 from camshaft.engine.lab import Lab
 from camshaft.errors import CheckpointError, WorkerError
@@ -52,22 +52,24 @@ def _newest(run: Path) -> int:
 
 def _killed(folder: Path, in_background: bool, pause: float) -> None:
     """Start training and kill all ranks `pause` seconds after the third save has begun."""
-    ranks = Processes(Launch(_Runner, (), {}, 2, "killed", 60.0))
+    pool = processes(PoolSpec("killed", ranks_per_node=2), Options(timeout=60.0))
+    runner = spawn(_Runner, pool=pool, name="killed", timeout=60.0)
 
     def kill() -> None:
         deadline = time.monotonic() + 60
         while not list(folder.glob("run/global_step_*3/actor*")) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(pause)
-        for link in ranks._links:
-            os.kill(link.process.pid, signal.SIGKILL)
+        for link in pool.links:
+            assert link.pid is not None
+            os.kill(link.pid, signal.SIGKILL)
 
     threading.Thread(target=kill).start()
     try:
         with pytest.raises(WorkerError, match="died"):
-            ranks.call("run", [((_train, (str(folder), in_background)), {})] * 2, [True] * 2)
+            runner.run([_train] * 2, [(str(folder), in_background)] * 2)
     finally:
-        ranks.shutdown()
+        pool.shutdown()
 
 
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in the background"])

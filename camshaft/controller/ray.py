@@ -1,0 +1,328 @@
+"""Pools on a Ray cluster: a placement group for each, an actor for each rank.
+
+    BACKENDS["ray"] = "camshaft.controller.ray:start"
+
+Ray places the processes, moves the bytes and says who died. A request goes as one list of a small pickle and flat
+buffers; a large one is put into the object store once for all ranks that get the same, and read there without a copy
+(a batch makes itself writable again when it is rebuilt). Before anything is asked for, what all pools need is held
+against what the cluster has (`resources.py`). While an answer is awaited, the cluster's own daemons are watched as
+well: their ports are tried, which tells in a second what the cluster itself notices in fifteen.
+
+Without a cluster to join (`ray_init.address`, RAY_ADDRESS, or one that runs on this machine) one is started here. It
+is told that it has as many CPUs as the pools ask for, so that on a small machine ranks share the cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import signal
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.exceptions
+from ray._private.state import available_resources_per_node
+from ray.util import get_node_ip_address
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from camshaft.controller.host import Host, log_to_file, set_environment
+from camshaft.controller.machine import interface_of, lead_group, read_stacks, stacks_on_signal
+from camshaft.controller.pool import Options, Pool
+from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
+from camshaft.controller.resources import Node, PoolSpec, shortage
+from camshaft.controller.watch import Watch, answers
+from camshaft.controller.wire import Frames
+from camshaft.controller.worker import Place
+from camshaft.errors import ConfigError, WorkerError
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 64 * 1024
+"""Smaller requests travel in the call itself; larger ones through the object store."""
+RELEASE_SECONDS = 10.0
+"""How long what is in use is waited for: it may be a run that has just ended."""
+PLACEMENT_SECONDS = 60.0
+"""How long a place that the cluster has may take to be given."""
+STACK_SECONDS = 10.0
+"""How long a machine may take to read the stacks of one of its processes."""
+
+CARRIED = re.compile(
+    r"(CAMSHAFT|HF|TRANSFORMERS|TOKENIZERS|TORCH|TORCHINDUCTOR|NCCL|GLOO|OMP|MKL|VLLM|SGLANG|SGL|WANDB|MLFLOW|CUBLAS)_"
+    r"|TMPDIR$|PYTORCH_|PYTHONHASHSEED$"
+)
+"""The driver's variables that workers on other machines get too. For others see `ray_init.runtime_env`."""
+
+
+def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+    connect(specs, options.ray_init)
+    told = shortage(specs, _nodes())
+    deadline = time.monotonic() + RELEASE_SECONDS
+    while told is not None and time.monotonic() < deadline and shortage(specs, _emptied(_nodes())) is None:
+        time.sleep(0.2)
+        told = shortage(specs, _nodes())
+    if told is not None:
+        raise ConfigError(
+            f"{told}\n\nType less for trainer.nnodes and trainer.n_gpus_per_node (or for the pool of "
+            "trainer.resource_pools), or a smaller trainer.cpus_per_rank; or wait for what is in use"
+        )
+    pools: list[RayPool] = []
+    try:
+        for spec in specs:
+            pools.append(RayPool(spec, options))
+            pools[-1].begin()
+        for pool in pools:
+            pool.meet()
+    except BaseException:
+        for pool in pools:
+            pool.shutdown()
+        raise
+    return list(pools)
+
+
+_WATCH = Watch()
+"""Of the cluster that this process has joined."""
+
+
+def connect(specs: Sequence[PoolSpec], asked: Mapping[str, Any]) -> None:
+    """Join the cluster, or start one on this machine that has room for `specs`."""
+    if ray.is_initialized():
+        return
+    init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **asked}
+    address = init.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_here()
+    try:
+        if address in (None, "local"):
+            os.environ.setdefault("RAY_worker_niceness", "0")  # else workers yield to everything else on the machine
+            cpus = sum(spec.cpus_per_rank * spec.world_size for spec in specs)
+            cores = len(os.sched_getaffinity(0))
+            if cpus > cores and "num_cpus" not in init:
+                logger.info("%g CPUs are asked for and this machine has %d: the ranks share them", cpus, cores)
+            ray.init(address="local", **{"num_cpus": max(cores, int(-(-cpus // 1))), **init})
+        else:
+            init.pop("num_cpus", None)  # a running cluster has what it has
+            ray.init(address=address, **init)
+    except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. See ray_kwargs.ray_init") from error
+
+
+def disconnect() -> None:
+    """Leave the cluster; one that was started here ends."""
+    _WATCH.clear()
+    ray.shutdown()
+
+
+def _running_here() -> str | None:
+    """The address of a cluster that was started on this machine and still answers."""
+    file = Path("/tmp/ray/ray_current_cluster")
+    address = file.read_text(encoding="utf-8").strip() if file.exists() else ""
+    host, _, port = address.rpartition(":")
+    return address if port.isdigit() and answers(host, int(port)) else None
+
+
+def _nodes() -> list[Node]:
+    free = available_resources_per_node()
+    return [
+        Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _emptied(nodes: Sequence[Node]) -> list[Node]:
+    """The machines without anybody else on them."""
+    return [replace(node, free=node.total) for node in nodes]
+
+
+def _watch_machines(names: set[str]) -> None:
+    """Watch the cluster's head and the daemons of these nodes, and of the one that this process is on."""
+    context = ray.get_runtime_context()
+    head, _, port = context.gcs_address.rpartition(":")
+    _WATCH.add("the head of the Ray cluster", head, int(port))
+    for node in ray.nodes():
+        if node["NodeID"] in names | {context.get_node_id()}:
+            host = node["NodeManagerAddress"]
+            _WATCH.add(f"the Ray daemon of machine {host}", host, node["NodeManagerPort"])
+
+
+class RayPool(Processes):
+    """Actors on a placement group with one bundle for each machine."""
+
+    def __init__(self, spec: PoolSpec, options: Options):
+        super().__init__(spec, options)
+        self._group: PlacementGroup | None = None
+
+    def start(self) -> None:
+        spec = self.spec
+        strategy = "STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK"
+        name = f"camshaft/{spec.name}/{uuid.uuid4().hex[:8]}"  # a name is taken but once in a cluster
+        self._group = placement_group([spec.per_node()] * spec.nnodes, strategy=strategy, name=name)
+        if not self._group.wait(PLACEMENT_SECONDS):
+            raise WorkerError(
+                f"pool '{spec.name}': Ray gave no place within {PLACEMENT_SECONDS:g} s, though the cluster has one; "
+                "another job may have taken it meanwhile. Look at `ray status`"
+            )
+        for rank in range(self.world_size):
+            self.links.append(RayLink(self._place(rank), self._options(rank), self.inbox))
+
+    def meet(self) -> None:
+        super().meet()
+        _watch_machines({link.node() for link in self.links if isinstance(link, RayLink)})
+
+    def rendezvous(self) -> str:
+        return self.ask("__init__", ("open_rendezvous",), ranks={0})[0]
+
+    def parcel(self, frames: Frames) -> Any:
+        arrays = as_arrays(frames)
+        return arrays if sum(map(len, frames)) < INLINE_BYTES else ray.put(arrays)
+
+    def troubled(self) -> str | None:
+        return _WATCH.trouble()
+
+    def tidy(self) -> None:
+        # A cluster without a head would keep the driver waiting, and has nothing to give back.
+        if self._group is not None and ray.is_initialized() and not self.troubled():
+            remove_placement_group(self._group)
+
+    def _place(self, rank: int) -> Place:
+        spec = self.spec
+        return Place(
+            rank,
+            self.world_size,
+            "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray shows it no other
+            self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
+            local_rank=rank % spec.ranks_per_node,
+            local_world=spec.ranks_per_node,
+            pool=spec.name,
+            log_folder=self.options.log_folder,
+        )
+
+    def _options(self, rank: int) -> dict[str, Any]:
+        spec = self.spec
+        assert self._group is not None
+        return {
+            "num_cpus": spec.cpus_per_rank,
+            "num_gpus": 0 if spec.device in (None, "cpu") else 1,
+            "max_restarts": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=rank // spec.ranks_per_node
+            ),
+        }
+
+
+class RayLink(Link):
+    """One actor."""
+
+    def __init__(self, place: Place, options: Mapping[str, Any], inbox: Inbox):
+        self.rank = place.rank
+        self._inbox = inbox
+        self._gone: str | None = None
+        carried = {name: value for name, value in os.environ.items() if CARRIED.match(name)}
+        found = [entry for entry in sys.path if entry]
+        self._actor = _ACTOR.options(**options).remote(place, carried, found, os.getcwd())
+        self._node = self._actor.node.remote()
+
+    def node(self) -> str:
+        """The cluster's name of the machine that it is on."""
+        return ray.get(self._node, timeout=STACK_SECONDS)
+
+    def post(self, parcel: Any) -> None:
+        self._actor.answer.remote(parcel).future().add_done_callback(self._arrived)
+
+    def _arrived(self, future: Any) -> None:
+        """In a thread of Ray's."""
+        error = future.exception()
+        if error is None:
+            self._inbox.put((self.rank, future.result()))
+            return
+        self._gone = self._gone or how_it_died(error)
+        self._inbox.put((self.rank, None))
+
+    def ended(self) -> str | None:
+        return self._gone
+
+    def stacks(self) -> str:
+        if self.pid is None:
+            return ""
+        if self._is_here():
+            return read_stacks(self.pid)
+        with contextlib.suppress(ray.exceptions.RayError):  # the machine does not answer either
+            there = NodeAffinitySchedulingStrategy(self.node(), soft=False)
+            task = ray.remote(read_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            return ray.get(task.remote(self.pid), timeout=STACK_SECONDS)
+        return ""
+
+    def stop(self) -> None:
+        """A process that has answered everything may as well be killed."""
+
+    def kill(self) -> None:
+        if self.pid is not None and self._is_here():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)  # Ray gives a process five seconds, a frozen one too
+        if not _WATCH.trouble():
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
+
+    def join(self, seconds: float) -> None:
+        """Its group ends with it; nobody waits for a process of another machine."""
+
+    def _is_here(self) -> bool:
+        try:
+            return self.node() == ray.get_runtime_context().get_node_id()
+        except ray.exceptions.RayError:
+            return False
+
+
+class ActorHost:
+    """A rank: the `Host` of `host.py` in an actor. Its methods run in the main thread, one after the other."""
+
+    def __init__(self, place: Place, environment: dict[str, str], path: list[str], folder: str):
+        lead_group()
+        stacks_on_signal()
+        sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
+        with contextlib.suppress(OSError):  # another machine may not have it
+            os.chdir(folder)
+        place = replace(place, address=get_node_ip_address())
+        interface = interface_of(place.address)
+        if interface is not None and place.world > place.local_world:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        set_environment(place, environment)
+        log_to_file(place)
+        self._host = Host(place)
+
+    def node(self) -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    def answer(self, frames: Frames) -> list[Any]:
+        return as_arrays(self._host.answer(frames))
+
+
+_ACTOR = ray.remote(ActorHost)
+
+
+def as_arrays(frames: Frames) -> list[Any]:
+    """The pickle as bytes and its buffers as arrays, which the object store takes as they lie in memory."""
+    head, *buffers = frames
+    return [bytes(head), *(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers)]
+
+
+def how_it_died(error: BaseException) -> str:
+    """What Ray knows, without the lines that repeat themselves in each of its errors."""
+    text = str(error)
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        return f"Ray killed it because memory ran out: {text.splitlines()[0]}"
+    if "node has died" in text or "node was terminated" in text:
+        return "its machine has died or is cut off"
+    if "creation task" in text:
+        return f"it could not be built: {text}"
+    if "End of file" in text:
+        return "without a word, as after SIGKILL, which is what the kernel sends when memory runs out"
+    return " ".join(text.split())

@@ -1,0 +1,71 @@
+"""The same PPO run on Ray: one rank bit for bit, several within rounding, roles on pools of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cluster import ray_here
+from support.ppo_runs import Step, run_ppo
+from support.same_run import RANKS, SHUFFLED, compare
+
+pytestmark = pytest.mark.timeout(280)
+
+RAY: dict[str, Any] = {"trainer.controller": "ray"}
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with ray_here(num_cpus=8):
+        yield
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+    """A run in this process, and its folder."""
+    home = tmp_path_factory.mktemp("home")
+    return home, run_ppo(home, SHUFFLED, steps=2)
+
+
+def told(step: Step) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
+
+
+@pytest.mark.usefixtures("cluster")
+def test_one_rank_on_ray_is_bit_for_bit_the_run_in_this_process(tmp_path: Path) -> None:
+    here, there = (run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **more}, steps=2) for more in ({}, RAY))
+    for ours, theirs in zip(there, here, strict=True):
+        assert told(ours) == told(theirs)
+        assert all(torch.equal(ours.actor[name], weight) for name, weight in theirs.actor.items())
+        assert all(torch.equal(ours.critic[name], weight) for name, weight in theirs.critic.items())
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, alone: tuple[Path, list[Step]]) -> None:
+    home, steps = alone
+    compare(run_ppo(home, {**SHUFFLED, **RANKS, **RAY, "trainer.n_gpus_per_node": ranks}, steps=2), steps, rel=1e-6)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_two_ranks_on_ray_are_bit_for_bit_two_local_ranks(tmp_path: Path) -> None:
+    local, there = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
+    for ours, theirs in zip(there, local, strict=True):
+        assert told(ours) == told(theirs)
+
+
+@pytest.mark.parametrize("controller", ["ray", "local"])
+@pytest.mark.usefixtures("cluster")
+def test_roles_on_pools_of_their_own(controller: str, alone: tuple[Path, list[Step]]) -> None:
+    """The actor on two ranks, the critic on one, the reward model on another."""
+    home, _ = alone
+    pools = {
+        "actor_rollout_ref.resource_pool": "a",
+        "critic.resource_pool": "b",
+        "+trainer.resource_pools.a.n_gpus_per_node": 2,
+        "+trainer.resource_pools.b.n_gpus_per_node": 1,
+        "trainer.controller": controller,
+    }
+    steps = run_ppo(home, SHUFFLED, steps=2)
+    compare(run_ppo(home, {**SHUFFLED, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2), steps, rel=1e-6)

@@ -1,0 +1,129 @@
+"""Runs that are scored by a reward model, beside a function and alone, on one rank and on two."""
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+from support.command_line import camshaft
+from support.ppo_runs import ppo_words, run_ppo
+from support.processes import start_fork_server
+from support.reward_models import NEWLINE, make_tiny_reward_model, plain_scores
+from transformers import AutoTokenizer
+
+from camshaft.controller.local import PRELOAD
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(200)
+
+MODEL = "reward_model.model"
+RANKS: dict[str, Any] = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": 2}
+PLAIN: dict[str, Any] = {"actor_rollout_ref.rollout.n": 2, "algorithm.use_kl_in_reward": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    roles = ("transformers.models.qwen2.modeling_qwen2", "transformers.models.llama.modeling_llama")
+    start_fork_server(*PRELOAD, "camshaft.roles", *roles)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a reward model in `rm` that has other tokens and another template than the policy."""
+    home = tmp_path_factory.mktemp("home")
+    make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True)
+    return home
+
+
+def scored_by(home: Path, **more: Any) -> dict[str, Any]:
+    return {
+        "reward_model.enable": True,
+        f"{MODEL}.path": home / "rm",
+        "reward_model.micro_batch_size_per_gpu": 3,
+        "reward_model.max_length": 60,
+        **{f"reward_model.{key}": value for key, value in more.items()},
+    }
+
+
+def test_function_and_model_score_together_and_as_much_on_two_ranks(home: Path) -> None:
+    asked = {**PLAIN, **scored_by(home, weight=0.5)}
+    (step,) = run_ppo(home, asked, steps=1)
+    tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
+    own: Any = AutoTokenizer.from_pretrained(home / "rm")
+    batch, chats = step.batch, []
+    responses = tokenizer.batch_decode([row.tolist() for row in batch["responses"].rows()], skip_special_tokens=True)
+    for prompt, response in zip(batch["raw_prompt"], responses, strict=True):
+        assert prompt[0]["role"] == "user"
+        chats.append(own.apply_chat_template([*prompt, {"role": "assistant", "content": response}])["input_ids"])
+    wanted, metrics = plain_scores(home / "rm", chats), step.metrics
+    assert batch["rm_scores"].sum().tolist() == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
+    assert metrics["reward/model/mean"] == pytest.approx(float(wanted.mean()), rel=1e-4, abs=1e-6)
+    together = metrics["reward/function/mean"] + 0.5 * metrics["reward/model/mean"]
+    assert metrics["critic/score/mean"] == pytest.approx(together, rel=1e-5)
+    assert metrics["reward/model/truncated"] == 0
+    (ranks,) = run_ppo(home, {**asked, **RANKS}, steps=1)
+    assert ranks.metrics.keys() == metrics.keys()
+    for name, value in metrics.items():
+        if not name.startswith(("timing_s/", "perf/", "rollout/")):
+            assert ranks.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+
+
+def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
+    # Without a function, rows need no ground truth and no data_source that anybody knows.
+    alone = {"custom_reward_function.path": "null", "custom_reward_function.name": "null", **scored_by(home)}
+    validated = {"trainer.val_before_train": True, "data.val_max_samples": 5, "reward_model.max_length": 20}
+    before, step = run_ppo(home, {**PLAIN, **alone, **validated}, steps=1)
+    assert step.metrics["critic/score/mean"] == pytest.approx(step.metrics["reward/model/mean"], rel=1e-5)
+    assert step.metrics["reward/model/truncated"] == 16  # of 8 prompts x 2
+    assert "reward/function/mean" not in step.metrics
+    source = "camshaft/arithmetic"
+    score = before.metrics[f"val-core/{source}/reward/mean"]
+    assert score == pytest.approx(before.metrics[f"val-aux/{source}/model/mean@1"])
+    assert before.metrics["val-aux/reward/model/truncated"] == 5
+    (_, ranks) = run_ppo(home, {**PLAIN, **alone, **validated, **RANKS}, steps=1)
+    assert ranks.metrics["reward/model/mean"] == pytest.approx(step.metrics["reward/model/mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("more", [{}, RANKS], ids=["one rank", "two ranks"])
+def test_a_class_of_ones_own_scores(more: dict[str, Any], home: Path) -> None:
+    own = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:Longest"}
+    (step,) = run_ppo(home, {**PLAIN, **own, **more}, steps=1)
+    assert step.metrics["reward/model/mean"] == pytest.approx(float(step.batch["responses"].lengths.float().mean()))
+    assert "reward/model/truncated" not in step.metrics
+
+
+def test_the_command_line_tells_what_the_model_gave(home: Path, tmp_path: Path) -> None:
+    here = {"trainer.logger": "[jsonl]", "trainer.default_local_dir": tmp_path, "trainer.total_training_steps": 1}
+    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **here}))
+    assert run.status == 0, run.err
+    assert ["actor", "ref", "critic", "reward"] in [line.split()[:4] for line in run.out.splitlines()]
+    assert "reward/model/mean" in read_metrics(tmp_path / "metrics.jsonl")[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status", "said"),
+    [
+        ({f"{MODEL}.path": "/nowhere/rm"}, 2, f"{MODEL}.path = /nowhere/rm"),
+        ({f"{MODEL}.input_tokenizer": "null"}, 2, "the tokenizers differ"),
+        ({f"{MODEL}.path": "{home}/actor"}, 1, "score.weight is missing"),
+        ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "no registered method compute_rm_score"),
+    ],
+)
+def test_what_is_wrong_is_one_error(overrides: dict[str, str], status: int, said: str, home: Path) -> None:
+    there = {key: value.format(home=home) for key, value in overrides.items()}
+    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **there}))
+    assert run.status == status, run.err
+    assert said in run.err
+    assert "Traceback" not in run.err
+
+
+def test_rows_that_no_function_knows_are_told_of_the_model_alone(home: Path) -> None:
+    table = parquet.read_table(home / "data" / "train.parquet")
+    place = table.column_names.index("data_source")
+    unknown = home / "unknown.parquet"
+    parquet.write_table(table.set_column(place, "data_source", pyarrow.array(["mine"] * len(table))), unknown)
+    auto = {"custom_reward_function.path": "null", "data.train_files": unknown, "data.val_files": "null"}
+    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **auto}))
+    assert run.status == 1
+    assert "custom_reward_function.name=null to score with the reward model alone" in run.err

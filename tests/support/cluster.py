@@ -1,0 +1,44 @@
+"""A Ray cluster on this machine, for the length of a block.
+
+with ray_here(num_cpus=4): ...
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from camshaft.controller.ray import disconnect
+
+
+@contextlib.contextmanager
+def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
+    """`num_cpus` is what Ray believes the machine to have."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+    ray.init(address="local", num_cpus=num_cpus, object_store_memory=2**28, **(quiet | options))
+    try:
+        yield
+    finally:
+        disconnect()
+
+
+@contextlib.contextmanager
+def two_machines(num_cpus: int = 2) -> Iterator[Any]:
+    """Two nodes of Ray's on this machine, each of which it takes for a machine; `worker` is the one without a head."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    node = {"num_cpus": num_cpus, "object_store_memory": 2**28}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    try:
+        cluster.worker = cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        yield cluster
+    finally:
+        disconnect()
+        cluster.shutdown()

@@ -1,0 +1,166 @@
+"""Two machines with Ray on them, as far as one kernel can play two: own networks, processes, host names, shared memory.
+
+    with two_namespaces() as (head, worker):
+        steps = head.call(run_ppo, folder, {"trainer.nnodes": 2}, 2)     # a driver on the head's machine
+        worker.unplug()
+
+A cable (a pair of virtual interfaces) joins the two, and nothing else: no route further, no names of each other. Files
+are the one thing that they share. Everything lives in namespaces of processes that end with this one, so nothing is
+left, also after SIGKILL. `why_not()` says what is missing where this cannot be had.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SPACES = ("--net", "--pid", "--mount", "--uts")
+PORT = 6379
+"""Of the head; nobody else is in its network."""
+
+_FIRST = "echo ready; while sleep 1; do :; done"
+"""The first process of a machine: it takes leave of orphans."""
+_PREPARE = """
+set -e
+hostname {name}
+ip link set lo up
+ip address add {address}/24 dev eth0
+ip link set eth0 up
+mkdir -p /tmp/ray
+mount -t tmpfs tmpfs /tmp/ray
+mount -t tmpfs tmpfs /dev/shm
+"""
+_DRIVER = "from support.namespaces import answer; answer()"
+_DIE_WITH_PARENT = 1
+
+
+class Machine:
+    """The namespaces of a process, which is the first one there."""
+
+    def __init__(self, pid: int, address: str):
+        self.pid, self.address = pid, address
+
+    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+        """A command there."""
+        enter = ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={ROOT}"]
+        return subprocess.Popen([*enter, *words], env=_environment(), text=True, **options)
+
+    def run(self, *words: str, seconds: float = 60.0) -> str:
+        """A command there and what it printed."""
+        with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            try:
+                out, _ = process.communicate(timeout=seconds)
+            finally:
+                process.kill()
+        assert process.returncode == 0, f"{' '.join(words)}: {out}"
+        return out
+
+    def call(self, function: Callable[..., Any], *args: Any, seconds: float = 150.0) -> Any:
+        """What a function of an importable module gives in a new process there."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "task").write_bytes(pickle.dumps((function, args)))
+            self.run(sys.executable, "-c", _DRIVER, str(folder), seconds=seconds)
+            return pickle.loads((folder / "answer").read_bytes())
+
+    def unplug(self) -> None:
+        """Pull its cable."""
+        self.run("ip", "link", "set", "eth0", "down")
+
+
+def answer() -> None:
+    """The other side of `Machine.call`."""
+    folder = Path(sys.argv[1])
+    function, args = pickle.loads((folder / "task").read_bytes())
+    (folder / "answer").write_bytes(pickle.dumps(function(*args)))
+
+
+@contextlib.contextmanager
+def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
+    """Machines with `num_cpus` each, joined in a cluster; the first is its head."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}")
+    with two_bare_machines() as (head, worker):
+        own = (f"--node-ip-address={head.address}", f"--port={PORT}", "--include-dashboard=false")
+        head.run(ray, "start", "--head", *own, *size)
+        worker.run(ray, "start", f"--address={head.address}:{PORT}", *size)
+        yield head, worker
+
+
+@contextlib.contextmanager
+def two_bare_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Machines with a cable between them and nothing that runs there."""
+    with _first_process() as one, _first_process() as two:
+        machines = Machine(one, "192.0.2.1"), Machine(two, "192.0.2.2")
+        _cable(one, two)
+        for machine, name in zip(machines, ("one", "two"), strict=True):
+            machine.run("bash", "-c", _PREPARE.format(address=machine.address, name=name))
+        yield machines
+
+
+def why_not() -> str | None:
+    """Why there can be no such machines here, None if there can."""
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "hostname") if shutil.which(tool) is None]
+    if missing:
+        return f"there is no {', '.join(missing)} here"
+    try:
+        with two_bare_machines():
+            return None
+    except (AssertionError, OSError, subprocess.SubprocessError) as error:
+        return f"no namespaces can be made here: {error}"
+
+
+@contextlib.contextmanager
+def _first_process() -> Iterator[int]:
+    """A process in namespaces of its own. All that is started in them ends with it."""
+    command = ["unshare", *SPACES, "--mount-proc", "--fork", "--kill-child", "bash", "-c", _FIRST]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_die_with_parent
+    )
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        if said != "ready\n":
+            raise OSError(said + process.stdout.read())
+        yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8"))
+    finally:
+        process.kill()
+        process.communicate()  # its child holds the other end of the pipe, and has ended when this returns
+
+
+def _cable(one: int, other: int) -> None:
+    """From the network of one process to that of another; called eth0 in both."""
+    ends = [f"cs{uuid.uuid4().hex[:8]}" for _ in range(2)]
+    _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
+    try:
+        for end, pid in zip(ends, (one, other), strict=True):
+            _ip("link", "set", end, "netns", str(pid), "name", "eth0")
+    except subprocess.SubprocessError:
+        _ip("link", "delete", ends[0])  # the other end goes with it
+        raise
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+def _environment() -> dict[str, str]:
+    """Ray's own settings aside, that of this process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT / "tests")}
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)

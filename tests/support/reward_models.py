@@ -1,0 +1,90 @@
+"""Tiny reward models, what transformers says of them, and workers of a user's own.
+
+make_tiny_reward_model(folder)                            # reads the tokens of the other tiny models
+make_tiny_reward_model(folder, template=NEWLINE, turned=True)     # numbers them otherwise, with another template
+plain_scores(folder, [[3, 4, 5], [6]])
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.models.loader import quiet_transformers
+from camshaft.models.tiny import CHARACTERS, make_tiny_model
+from camshaft.rewards.last_token import on_last_token
+from camshaft.roles import RewardModelWorker
+
+SPREAD = 0.1
+
+NEWLINE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}: {{ message['content'] }}<|im_end|>\n{% endfor %}"
+)
+"""Whole names of roles, and a newline behind each turn: the last token is none that ends a turn."""
+
+
+def make_tiny_reward_model(
+    folder: Path, template: str | None = None, turned: bool = False, seed: int = 5, **config: Any
+) -> Path:
+    """A sequence classifier with one label; `turned` numbers the characters from the other end."""
+    make_tiny_model(folder, "llama", hidden=32, seed=seed, initializer_range=SPREAD, **config)
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).save_pretrained(folder)
+    if turned:
+        path = folder / "tokenizer.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        held = content["model"]["vocab"]
+        numbers = [held[character] for character in CHARACTERS]
+        held.update(zip(CHARACTERS, reversed(numbers), strict=True))
+        path.write_text(json.dumps(content), encoding="utf-8")
+    if template is not None:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def plain_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
+    """(B,) logits of transformers, each row by itself."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        return torch.stack([model(torch.tensor([list(row)])).logits[0, 0] for row in rows])
+
+
+class Longest(Worker):
+    """No engine and no model: the score is the number of tokens."""
+
+    def __init__(self, config: Any, topology: Any):
+        self.scale = 0.0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        self.scale = 1.0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        lengths = data.ragged("responses").lengths.float()
+        return DataProto.from_dict({"rm_scores": on_last_token(self.scale * lengths, data.ragged("response_mask"))})
+
+
+class Negated(RewardModelWorker):
+    """Ours, with another sign."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        found = super().compute_rm_score(data)
+        return found.with_columns(rm_scores=found.ragged("rm_scores").map(Tensor.neg))
+
+
+class Halfway(Worker):
+    """Lacks the method that scores."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None: ...

@@ -1,0 +1,57 @@
+"""Is it the same run? For runs of other layouts, on the numbers that do not depend on them.
+
+alone, ranks = run_ppo(tmp_path, SHUFFLED), run_ppo(tmp_path, {**SHUFFLED, **RANKS})
+compare(ranks, alone, rel=1e-6)
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.ppo_runs import Step
+
+ACTOR = "actor_rollout_ref.actor"
+RANKS: dict[str, Any] = {
+    f"{ACTOR}.strategy": "fsdp",
+    "critic.strategy": "${actor_rollout_ref.actor.strategy}",
+    "trainer.n_gpus_per_node": 2,
+}
+SHUFFLED: dict[str, Any] = {
+    "algorithm.use_kl_in_reward": True,
+    "actor_rollout_ref.rollout.n": 2,
+    f"{ACTOR}.ppo_epochs": 2,
+    f"{ACTOR}.entropy_coeff": 0.01,
+    # Nothing can hide behind rounding, and Adam's division by small gradients does not blow it up.
+    f"{ACTOR}.fsdp_config.model_dtype": "float64",
+    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": "null",
+    "actor_rollout_ref.rollout.dtype": "float64",
+    "critic.model.fsdp_config.model_dtype": "float64",
+    "critic.model.fsdp_config.mixed_precision.reduce_dtype": "null",
+}
+"""Two mini-batches an epoch, in another order in each."""
+
+MEASURED = ("timing_s/", "perf/", "rollout/")
+"""Of the machine, or (the mismatch with the rollout) nothing but rounding."""
+
+
+def compare(found: list[Step], wanted: list[Step], rel: float) -> None:
+    """The same tokens, metrics and weights, step by step."""
+    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), start=1):
+        assert ours.batch["responses"].values.tolist() == theirs.batch["responses"].values.tolist(), f"step {number}"
+        assert ours.metrics.keys() == theirs.metrics.keys()
+        for name, value in theirs.metrics.items():
+            if not name.startswith(MEASURED):
+                assert ours.metrics[name] == pytest.approx(value, rel=rel, abs=rel / 10), f"step {number}: {name}"
+        assert ours.metrics["rollout/response_tokens"] == theirs.metrics["rollout/response_tokens"]
+        assert ours.metrics["rollout/log_prob_diff_max"] < 1e-4
+        close(ours.actor, theirs.actor, 10 * rel)
+        close(ours.critic, theirs.critic, 10 * rel)
+
+
+def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rel: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=rel, atol=rel / 10, msg=name)

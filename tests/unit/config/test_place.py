@@ -1,0 +1,60 @@
+"""Where roles live: pools, who starts them, and what is refused."""
+
+import pytest
+
+from camshaft.config import Topology, load_ppo, load_sft
+from camshaft.errors import ConfigError
+
+FSDP = ("actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=fsdp")
+
+
+def test_all_roles_share_the_global_pool(words: list[str]) -> None:
+    config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=2"])
+    assert config.pools() == {"actor_rollout_ref": "global_pool", "critic": "global_pool"}
+    assert config.topology() == Topology(2, 2)
+    assert config.trainer.backend() == "local"
+
+
+def test_a_role_on_a_pool_of_its_own_has_the_ranks_of_that_pool(words: list[str]) -> None:
+    pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c"]
+    config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=2", *pool])
+    assert config.topology() == Topology(2, 1)
+    assert (config.actor_dp_size(config.topology()), config.critic_dp_size(config.topology())) == (2, 1)
+
+
+def test_many_machines_are_for_ray(words: list[str]) -> None:
+    assert load_ppo([*words, *FSDP, "trainer.nnodes=2"]).trainer.backend() == "ray"
+    assert load_ppo([*words, "trainer.controller=ray"]).trainer.backend() == "ray"
+    with pytest.raises(
+        ConfigError, match=r"(?s)trainer.controller = local.*this machine alone.*trainer.controller=ray"
+    ):
+        load_ppo([*words, *FSDP, "trainer.nnodes=2", "trainer.controller=local"])
+
+
+def test_the_plain_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
+    pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c", "critic.strategy=reference"]
+    load_ppo([*words, FSDP[0], "trainer.n_gpus_per_node=2", *pool])
+    with pytest.raises(ConfigError, match=r"strategy=reference is plain torch"):
+        load_ppo([*words, FSDP[0], "trainer.n_gpus_per_node=2", "critic.strategy=reference"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        (["critic.resource_pool=c"], r"(?s)critic.resource_pool = c.*no such pool \(known: global_pool\)"),
+        (["+trainer.resource_pools.c.n_gpus_per_node=1"], "no role lives there"),
+        (["+trainer.resource_pools.c.nodes=1"], "there is no such key"),
+        (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Give yours another name"),
+        (["trainer.cpus_per_rank=0"], "above 0"),
+        (["trainer.controller=slurm"], "one of auto, local, ray"),
+    ],
+)
+def test_what_is_wrong_with_a_place_is_told(words: list[str], typed: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_ppo([*words, *typed])
+
+
+def test_supervised_runs_have_the_same_keys(sft_words: list[str]) -> None:
+    assert load_sft([*sft_words, "trainer.controller=ray"]).trainer.backend() == "ray"
+    with pytest.raises(ConfigError, match="this machine alone"):
+        load_sft([*sft_words, "trainer.nnodes=2", "trainer.controller=local"])

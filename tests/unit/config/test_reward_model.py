@@ -1,0 +1,149 @@
+"""The reward model's keys: what follows from them, and what is wrong with them before anything is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from camshaft.config import Topology, batch_table, load_ppo, render_batch_table, reward_engine
+from camshaft.errors import ConfigError
+
+MODEL, INPUT = "reward_model.model", "reward_model.model.input_tokenizer"
+
+
+@pytest.fixture
+def on(words: list[str], tmp_path: Path) -> list[str]:
+    """Words of a run with a reward model in `rm`."""
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "config.json").write_text("{}")
+    return [*words, "reward_model.enable=true", f"{MODEL}.path={tmp_path}/rm"]
+
+
+def error(words: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(words)
+    return str(caught.value)
+
+
+def with_tokenizer(folder: Path, *tokens: str) -> None:
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+
+
+# -- what follows from the keys -------------------------------------------------------------------
+
+
+def test_without_enable_nothing_of_it_is_looked_at(words):
+    config = load_ppo([*words, f"{MODEL}.path=/nowhere", "reward_model.strategy=referense", f"{INPUT}=/nowhere"])
+    assert (config.needs_function(), config.needs_reward_engine(), config.needs_raw_chat()) == (True, False, False)
+
+
+def test_the_engine_is_told_a_forward_only_model_with_a_reward_head(on, tmp_path):
+    engine = reward_engine(load_ppo([*on, f"+{MODEL}.override_config.attention_dropout=0.0"]), Topology(8))
+    assert (engine.model.path, engine.model.head, engine.optim) == (f"{tmp_path}/rm", "reward", None)
+    assert engine.model.override_config == {"attention_dropout": 0.0}
+    assert (engine.infer_micro_batch_size, engine.infer_max_tokens, engine.options) == (8, None, {})  # 64 / 8
+    engine = reward_engine(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology(8))
+    assert engine.infer_micro_batch_size == 3
+    engine = reward_engine(load_ppo([*on, "reward_model.use_dynamic_bsz=true"]), Topology(8))
+    assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (None, 32768)
+
+
+def test_its_layout_is_its_own(on):
+    words = [*on, "actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=4"]
+    words += ["reward_model.ulysses_sequence_parallel_size=2", f"{MODEL}.fsdp_config.param_offload=true"]
+    config = load_ppo([*words, f"{MODEL}.fsdp_config.wrap_policy.min_num_params=7"])
+    engine = reward_engine(config, Topology(4))
+    assert (config.reward_model.strategy, engine.options["ulysses_sequence_parallel_size"]) == ("fsdp", 2)
+    assert (engine.options["param_offload"], engine.options["wrap_policy"]["min_num_params"]) == (True, 7)
+    assert engine.infer_micro_batch_size == 32  # 64 over 4 / 2 groups
+
+
+def test_the_specifications_name_of_the_smallest_unit_is_taken(on):
+    words = [*on, "actor_rollout_ref.actor.strategy=fsdp", f"+{MODEL}.fsdp_config.min_num_params=9"]
+    assert load_ppo(words).reward_model.model.fsdp_config.wrap_policy.min_num_params == 9
+
+
+def test_messages_are_kept_where_the_model_reads_them_or_somebody_asks(on, words):
+    assert load_ppo(on).needs_raw_chat()  # the default has a tokenizer of the policy
+    assert not load_ppo([*on, f"{INPUT}=null"]).needs_raw_chat()
+    assert not load_ppo([*on, "data.return_raw_input_ids=true"]).needs_raw_chat()
+    assert load_ppo([*words, "data.return_raw_chat=true"]).needs_raw_chat()
+
+
+def test_a_reward_model_can_do_without_a_function_and_nothing_else_can(on, words):
+    assert load_ppo(on).needs_function()
+    assert not load_ppo([*on, "custom_reward_function.name=null"]).needs_function()
+    assert load_ppo([*words, "custom_reward_function.name=null"]).needs_function()
+
+
+def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
+    text = render_batch_table(batch_table(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology()))
+    lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
+    assert lines[""][:4] == ["actor", "ref", "critic", "reward"]
+    assert lines["forward micro-batch per rank"][:4] == ["128", "-", "64", "3"]
+    assert "reward" not in render_batch_table(batch_table(load_ppo(words), Topology()))
+
+
+# -- what is wrong --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([f"{MODEL}.path=/nowhere/rm"], [f"{MODEL}.path = /nowhere/rm", "no such folder"]),
+        (["reward_model.strategy=fdsp"], ["reward_model.strategy = fdsp", "Did you mean fsdp"]),
+        (["reward_model.strategy=megatron"], ["reward_model.strategy", "not there yet", "reward_model.strategy=fsdp"]),
+        (["reward_model.worker_cls=Mine"], ["reward_model.worker_cls = Mine", "must be package.module:Class"]),
+        ([f"{INPUT}=/nowhere"], [f"{INPUT} = /nowhere", "no such folder"]),
+        ([f"{INPUT}=null", "data.return_raw_input_ids=true"], ["data.return_raw_input_ids", "is not read", INPUT]),
+        (
+            ["reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1023"],
+            ["data.max_prompt_length + rollout.response_length = 1024", "=1024 or more"],
+        ),
+        (
+            [
+                "reward_model.use_dynamic_bsz=true",
+                "reward_model.forward_max_token_len_per_gpu=1024",
+                "reward_model.max_length=2000",
+            ],
+            ["reward_model.max_length = 2000", "Type reward_model.forward_max_token_len_per_gpu=2000 or more"],
+        ),
+        (["reward_model.ulysses_sequence_parallel_size=2"], ["has no sequence parallelism", "reward_model.strategy"]),
+        ([f"{MODEL}.fsdp_config.param_offload=true"], [f"{MODEL}.fsdp_config.param_offload", "has no offloading"]),
+        (["custom_reward_function.name=gsm"], ["custom_reward_function.name = gsm", "Did you mean gsm8k?"]),
+    ],
+)
+def test_what_is_wrong_is_told_with_what_to_type(on, more, said):
+    text = error([*on, *more])
+    assert "One thing is wrong" in text
+    assert [words for words in said if words not in text] == [], text
+
+
+def test_on_several_ranks_its_sums_must_come_out_even(on):
+    many = ["actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=4"]
+    text = error([*on, *many, "reward_model.micro_batch_size=6"])
+    assert "reward_model.micro_batch_size = 6" in text
+    assert "6 = 4 ranks x 1 + 2" in text
+    assert "Type reward_model.micro_batch_size_per_gpu=1" in text
+    text = error([*on, *many, f"{MODEL}.fsdp_config.tensor_parallel_size=3"])
+    assert f"{MODEL}.fsdp_config.tensor_parallel_size = 3" in text
+    assert "strategy=reference is plain torch" in error([*on, *many, "reward_model.strategy=reference"])
+
+
+def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
+    with_tokenizer(tmp_path / "model", "a", "b")
+    with_tokenizer(tmp_path / "rm", "a", "b")
+    load_ppo([*on, f"{INPUT}=null"])
+    with_tokenizer(tmp_path / "rm", "b", "a")
+    load_ppo(on)
+    text = error([*on, f"{INPUT}=null"])
+    assert "the tokenizers differ" in text
+    assert f"Type {INPUT}={tmp_path}/model" in text
+    text = error([*on, f"{INPUT}={tmp_path}/rm"])
+    assert "must be the tokenizer that the responses are in" in text
+
+
+def test_of_a_class_of_ones_own_nothing_is_asked_but_its_name(on):
+    own = ["reward_model.worker_cls=my_pkg.judge:Judge", f"{MODEL}.path=/nowhere", "reward_model.strategy=mine"]
+    assert not load_ppo([*on, *own]).needs_reward_engine()

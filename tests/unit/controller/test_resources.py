@@ -1,0 +1,55 @@
+"""What pools ask of machines, worked by hand."""
+
+from camshaft.controller.resources import Node, PoolSpec, shortage
+
+
+def machines(count: int, gpus: float = 8, cpus: float = 64, busy: float = 0) -> list[Node]:
+    return [
+        Node(f"10.0.0.{number}", {"GPU": gpus, "CPU": cpus}, {"GPU": gpus - busy, "CPU": cpus})
+        for number in range(1, count + 1)
+    ]
+
+
+def test_pools_fit_beside_each_other() -> None:
+    asked = [PoolSpec("a", 1, 6, "cuda"), PoolSpec("b", 1, 2, "cuda")]
+    assert shortage(asked, machines(1)) is None
+    assert shortage([*asked, PoolSpec("c", 1, 1, "cuda")], machines(1)) is not None
+    assert shortage([*asked, PoolSpec("c", 1, 1, "cuda")], machines(2)) is None
+
+
+def test_a_pool_of_several_nodes_needs_several_machines() -> None:
+    assert shortage([PoolSpec("a", 2, 4, "cuda")], machines(1)) is not None
+    assert shortage([PoolSpec("a", 2, 4, "cuda")], machines(2)) is None
+
+
+def test_machines_of_one_address_are_several() -> None:
+    assert shortage([PoolSpec("a", 2, 8, "cuda")], machines(1) * 2) is None
+
+
+def test_ranks_on_the_cpu_need_no_accelerator() -> None:
+    assert shortage([PoolSpec("a", 1, 8, "cpu", cpus_per_rank=0.25)], machines(1, gpus=0, cpus=2)) is None
+    assert shortage([PoolSpec("a", 1, 9, "cpu", cpus_per_rank=0.25)], machines(1, gpus=0, cpus=2)) is not None
+
+
+def test_the_message_has_both_sides_of_the_sum() -> None:
+    asked = [
+        PoolSpec("global_pool", 2, 8, "cuda", roles=("actor_rollout_ref",)),
+        PoolSpec("critics", 1, 4, "cuda", roles=("critic",)),
+    ]
+    told = shortage(asked, machines(2))
+    assert told is not None
+    lines = [line.split() for line in told.splitlines()]
+    assert told.startswith(
+        "the cluster has no room for pool 'critics': it asks for 1 machine(s) with 4 GPU, 4 CPU free"
+    )
+    assert "and 0 can give that, the rest is in use or promised to the pools above." in told
+    assert ["global_pool", "actor_rollout_ref", "2", "x", "8", "16", "GPU,", "16", "CPU"] in lines
+    assert ["sum", "20", "GPU,", "20", "CPU"] in lines
+    assert ["10.0.0.2", "8", "GPU,", "64", "CPU", "8", "GPU,", "64", "CPU"] in lines
+
+
+def test_what_others_use_is_not_there() -> None:
+    told = shortage([PoolSpec("a", 1, 8, "cuda")], machines(1, busy=2))
+    assert told is not None
+    assert "is in use" in told
+    assert "is in use" not in (shortage([PoolSpec("a", 1, 9, "cuda")], machines(1, busy=2)) or "")

@@ -1,0 +1,161 @@
+"""An adapter by itself: the base weights go over once and stay, and both are seen to be there each time.
+
+The rollout here only keeps what it is given; `tests/vllm_rollout/test_adapters.py` has a real one.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import pytest
+import torch
+from support.tiny import tiny_folder
+from torch import Tensor
+
+from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
+from camshaft.config.engine import LoRAConfig
+from camshaft.dataproto import Ragged
+from camshaft.engine import BaseEngine, build_engine
+from camshaft.errors import RolloutError
+from camshaft.reshard import rollout_mode
+from camshaft.rollout import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.digest import digest
+
+LORA = LoRAConfig(rank=4, alpha=6, target_modules=("q_proj", "down_proj"))
+A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+B = A.replace("lora_A", "lora_B")
+NORM = "model.norm.weight"
+
+
+class Keeps(BaseRollout):
+    """Keeps what it is given; `calls` has what was asked of it."""
+
+    keeps_tensors = False
+    takes_adapter = True
+
+    def __init__(self, lora: LoRAConfig | None = LORA):
+        super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), lora=lora))
+        self.calls: list[str] = []
+        self.base: dict[str, Tensor] = {}
+        self.adapter: dict[str, Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls.append("base")
+        self.base = {name: weight.clone() for name, weight in weights}
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls.append("adapter")
+        self.adapter = {name: weight.clone() for name, weight in weights}
+
+    def weight_digests(self) -> Mapping[str, int]:
+        return {name: digest(weight) for name, weight in (self.base | self.adapter).items()}
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        raise ZeroDivisionError
+
+    def sleep(self) -> None:
+        self.adapter = {}
+
+    def wake_up(self) -> None:
+        pass
+
+
+def engine_with(lora: LoRAConfig | None = LORA) -> BaseEngine:
+    engine = build_engine("reference", EngineConfig(model=EngineModel(path=str(tiny_folder()), lora=lora)))
+    engine.init_model()
+    return engine
+
+
+@pytest.fixture
+def engine() -> BaseEngine:
+    engine = engine_with()
+    update(engine)
+    return engine
+
+
+def update(engine: BaseEngine) -> None:
+    """What an optimizer does."""
+    for name, weight in engine.named_weights(adapter_only=True):
+        weight.add_(torch.full_like(weight, 0.01 if ".lora_A." in name else 0.02))
+
+
+def test_the_base_goes_over_once_and_the_adapter_each_time(engine: BaseEngine) -> None:
+    rollout = Keeps()
+    with engine.disable_adapter():
+        base = {name: weight.clone() for name, weight in engine.named_weights()}
+    adapter = sum(weight.numel() * 4 for _, weight in engine.named_weights(adapter_only=True))
+    sent = []
+    for _ in range(3):
+        with rollout_mode(engine, rollout) as sync:
+            sent.append(sync.bytes)
+            assert sync.digests.keys() == rollout.base.keys() | rollout.adapter.keys()
+            assert all(torch.equal(rollout.base[name], weight) for name, weight in base.items())
+        update(engine)
+    assert rollout.calls == ["base", "adapter", "adapter", "adapter"]
+    assert sent == [sum(weight.numel() * 4 for weight in base.values()) + adapter, adapter, adapter]
+
+
+def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
+    """The scaling is in B, so that nobody has to know of it."""
+    rollout = Keeps()
+    with rollout_mode(engine, rollout):
+        name = "model.layers.0.self_attn.q_proj.weight"
+        made = rollout.base[name] + rollout.adapter[B] @ rollout.adapter[A]
+    merged = dict(engine.named_weights())[name]
+    assert not torch.allclose(merged, rollout.base[name])
+    torch.testing.assert_close(made, merged)
+
+
+def test_another_engine_sends_its_own_base(engine: BaseEngine) -> None:
+    rollout = Keeps()
+    for each in (engine, engine_with(), engine):
+        with rollout_mode(each, rollout):
+            pass
+    assert rollout.calls == ["base", "adapter"] * 3
+
+
+class Drops(Keeps):
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        super().load_adapter((name, weight) for name, weight in weights if name != A)
+
+
+def test_a_hand_over_that_failed_is_begun_anew_with_the_base(engine: BaseEngine) -> None:
+    rollout = Drops()
+    for _ in range(2):
+        with pytest.raises(RolloutError, match=rf"{A}: not there"), rollout_mode(engine, rollout):
+            pytest.fail("it was let generate")
+    assert rollout.calls == ["base", "adapter"] * 2
+
+
+def test_a_base_that_did_not_stay_as_it_was_is_named(engine: BaseEngine) -> None:
+    rollout = Keeps()
+    with rollout_mode(engine, rollout):
+        pass
+    rollout.base[NORM] += 1
+    with (
+        pytest.raises(RolloutError, match=rf"hand-over 2: .*{NORM}: other than what was sent"),
+        rollout_mode(engine, rollout),
+    ):
+        pytest.fail("it was let generate")
+    with rollout_mode(engine, rollout):
+        pass
+    assert rollout.calls == ["base", "adapter", "adapter", "base", "adapter"]
+
+
+def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollout = Keeps()
+    with rollout_mode(engine, rollout):
+        old = dict(rollout.adapter)
+    update(engine)
+    monkeypatch.setattr(rollout, "load_adapter", lambda weights: rollout.adapter.update({**dict(weights), B: old[B]}))
+    told = rf"{B}: stale, still as the hand-over before sent it"
+    with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
+        pytest.fail("it was let generate")
+
+
+def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
+    class Whole(Keeps):
+        takes_adapter = False
+
+    with pytest.raises(RolloutError, match=r"Whole takes whole weights.*rollout\.lora_weights=merged.*name=vllm"):
+        Whole()
+    with pytest.raises(RolloutError, match="hand over merged weights"):
+        BaseRollout.load_adapter(Whole(lora=None), [])

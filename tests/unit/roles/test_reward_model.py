@@ -1,0 +1,285 @@
+"""The reward model on its own, compared with plain transformers on the ids that it is meant to read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config
+from support.processes import start_fork_server
+from support.reward_models import NEWLINE, Longest, Negated, make_tiny_reward_model, plain_scores
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from camshaft.config import PPOConfig, Topology
+from camshaft.controller import shutdown, spawn
+from camshaft.controller.local import PRELOAD
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import BatchError, ConfigError, EngineError
+from camshaft.models.tiny import END
+from camshaft.roles import RewardModelWorker, reward_worker
+
+pytestmark = pytest.mark.timeout(200)
+
+PATH, INPUT = "reward_model.model.path", "reward_model.model.input_tokenizer"
+QUESTIONS = ["1+2=", "10+20=", "3+", "7+8="]
+ANSWERS = ["3", "30!", "", "fifteen"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With reward models in `same` (the policy's tokens) and `other` (numbered otherwise, and another template)."""
+    home = tmp_path_factory.mktemp("reward")
+    make_tiny_reward_model(home / "same")
+    make_tiny_reward_model(home / "other", template=NEWLINE, turned=True)
+    return home
+
+
+def config_of(home: Path, model: str = "same", **overrides: Any) -> PPOConfig:
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    where = {"reward_model.enable": True, PATH: home / model, INPUT: "null" if model == "same" else home / "actor"}
+    return ppo_config(home, {**where, "reward_model.micro_batch_size_per_gpu": 2, **keys})
+
+
+def built(config: PPOConfig) -> RewardModelWorker:
+    worker = reward_worker(config.reward_model)(config, Topology(1))
+    worker.init_model()
+    return worker
+
+
+def rows(*lengths: int, seed: int = 0) -> Ragged:
+    generator = torch.Generator().manual_seed(seed)
+    return Ragged.from_rows([torch.randint(3, 90, (length,), generator=generator) for length in lengths], torch.int64)
+
+
+def batch_of(prompts: Ragged, responses: Ragged, **columns: Any) -> DataProto:
+    mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+    return DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": mask, **columns})
+
+
+def plain_rows(batch: DataProto) -> list[list[int]]:
+    return [row.tolist() for row in Ragged.join(batch.ragged("prompts"), batch.ragged("responses")).rows()]
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+# -- the policy's own tokens ----------------------------------------------------------------------
+
+
+def test_scores_are_the_logits_of_transformers_on_the_same_ids(home: Path) -> None:
+    batch = batch_of(rows(3, 5, 2, 4), rows(4, 6, 1, 3, seed=1))
+    found = built(config_of(home)).compute_rm_score(batch)
+    wanted = plain_scores(home / "same", plain_rows(batch))
+    assert float(wanted.std()) > 0.01
+    close(found["rm_scores"].sum(), wanted)
+    assert found["rm_scores"].lengths.tolist() == [4, 6, 1, 3]
+    assert found["rm_truncated"].tolist() == [False] * 4
+
+
+def test_the_score_stands_on_the_last_token_that_the_policy_chose(home: Path) -> None:
+    batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
+    mask = batch.ragged("response_mask")
+    mask.values[3] = False  # of the first row a tool wrote the last token
+    found = built(config_of(home)).compute_rm_score(batch)["rm_scores"].values
+    close(found[[2, 5]], plain_scores(home / "same", plain_rows(batch)))
+    assert found[[0, 1, 3, 4]].tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"reward_model__micro_batch_size_per_gpu": 1},
+        {"reward_model__micro_batch_size_per_gpu": "null", "reward_model__micro_batch_size": 3},
+        {"reward_model__use_dynamic_bsz": True, "reward_model__forward_max_token_len_per_gpu": 24},
+    ],
+    ids=["one by one", "older key", "by tokens"],
+)
+def test_scores_do_not_depend_on_micro_batches(cut: dict[str, Any], home: Path) -> None:
+    batch = batch_of(rows(3, 5, 2, 4, 9), rows(4, 6, 1, 3, 2, seed=1))
+    found = built(config_of(home, **cut)).compute_rm_score(batch)["rm_scores"].sum()
+    close(found, plain_scores(home / "same", plain_rows(batch)))
+
+
+@pytest.mark.parametrize("pads_with", [0, 2], ids=["its own pad token", "the token that ends a turn"])
+def test_the_last_token_is_that_of_transformers_also_where_a_response_ends_with_the_pad_token(
+    pads_with: int, home: Path, tmp_path: Path
+) -> None:
+    folder = make_tiny_reward_model(tmp_path / "rm", pad_token_id=pads_with)
+    end: Any = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(END)
+    assert end == 2
+    responses = Ragged.from_rows([[10, 11, end], [12, end, end], [13, 14, 15]])
+    batch = batch_of(rows(3, 5, 2), responses)
+    found = built(config_of(home, reward_model__model__path=folder)).compute_rm_score(batch)["rm_scores"].sum()
+    close(found, plain_scores(folder, plain_rows(batch)))
+    # And so it is in a padded batch of transformers, where there are such tokens for other reasons.
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    whole = Ragged.join(batch.ragged("prompts"), responses)
+    padded = whole.padded("right", value=model.config.pad_token_id)
+    with torch.no_grad():
+        logits = model(padded, attention_mask=whole.mask("right")).logits[:, 0]
+    close(found, logits)
+    without = plain_scores(folder, [row[: row.index(end)] for row in plain_rows(batch)[:2]])
+    assert torch.allclose(found[:2], without, atol=1e-4) == (pads_with == end)
+
+
+def test_of_too_long_a_row_the_beginning_is_left_out_and_that_is_counted(home: Path) -> None:
+    batch = batch_of(rows(3, 5, 2), rows(4, 6, 1, seed=1))
+    found = built(config_of(home, reward_model__max_length=7)).compute_rm_score(batch)
+    assert found["rm_truncated"].tolist() == [False, True, False]
+    close(found["rm_scores"].sum(), plain_scores(home / "same", [row[-7:] for row in plain_rows(batch)]))
+
+
+def test_without_a_limit_of_its_own_a_row_may_be_as_long_as_prompt_and_response(home: Path) -> None:
+    assert config_of(home).longest_scored() == 16 + 8
+    assert config_of(home, reward_model__max_length=9).longest_scored() == 9
+
+
+# -- another tokenizer and template ---------------------------------------------------------------
+
+
+def conversations(home: Path, **columns: Any) -> DataProto:
+    """What the policy saw and wrote, ended by itself but for the last."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
+    end = tokenizer.convert_tokens_to_ids(END)
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
+        for text in QUESTIONS
+    ]
+    responses = [tokenizer(text)["input_ids"] + [end] for text in ANSWERS[:-1]] + [tokenizer(ANSWERS[-1])["input_ids"]]
+    return batch_of(Ragged.from_rows(prompts, torch.int64), Ragged.from_rows(responses, torch.int64), **columns)
+
+
+def templated(folder: Path) -> list[list[int]]:
+    """The ids that the reward model was trained to read, newline at the end and all."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        assert tokenizer.apply_chat_template(chat, tokenize=False).endswith("<|im_end|>\n")
+        found.append(tokenizer.apply_chat_template(chat)["input_ids"])
+    return found
+
+
+def chats() -> list[Any]:
+    return [[{"role": "user", "content": text}] for text in QUESTIONS]
+
+
+@pytest.mark.parametrize("kept", ["messages", "text", "ids"])
+def test_the_conversation_goes_through_the_reward_models_own_template_and_tokenizer(kept: str, home: Path) -> None:
+    config = config_of(home, "other", reward_model__max_length=80)
+    tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
+    columns = {
+        "messages": {"raw_prompt": chats()},
+        "text": {"raw_prompt": QUESTIONS},
+        "ids": {"raw_input_ids": Ragged.from_rows([tokenizer(text)["input_ids"] for text in QUESTIONS])},
+    }
+    batch = conversations(home, **columns[kept])
+    wanted = templated(home / "other")
+    assert tokenizer(QUESTIONS[0])["input_ids"] != AutoTokenizer.from_pretrained(home / "other")(QUESTIONS[0]).input_ids
+    found = built(config).compute_rm_score(batch)
+    close(found["rm_scores"].sum(), plain_scores(home / "other", wanted))
+    assert found["rm_scores"].lengths.tolist() == batch["responses"].lengths.tolist()
+    assert not bool(found["rm_truncated"].any())
+
+
+def test_a_templated_conversation_that_is_too_long_keeps_its_end(home: Path) -> None:
+    wanted = templated(home / "other")
+    limit = sorted(map(len, wanted))[1]
+    found = built(config_of(home, "other", reward_model__max_length=limit)).compute_rm_score(
+        conversations(home, raw_prompt=chats())
+    )
+    assert found["rm_truncated"].tolist() == [len(row) > limit for row in wanted]
+    close(found["rm_scores"].sum(), plain_scores(home / "other", [row[-limit:] for row in wanted]))
+
+
+def test_a_token_that_begins_all_sequences_stays_where_the_beginning_is_cut(home: Path, tmp_path: Path) -> None:
+    folder = make_tiny_reward_model(tmp_path / "rm", template="{{ bos_token }}" + NEWLINE)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.bos_token = "0"
+    tokenizer.save_pretrained(folder)
+    worker = built(config_of(home, "other", reward_model__model__path=folder, reward_model__max_length=20))
+    read = worker.reads(conversations(home, raw_prompt=chats()))
+    assert read.truncated.all()
+    assert [row[0].item() for row in read.ids.rows()] == [tokenizer.bos_token_id] * 4
+    whole = templated(folder)
+    assert [row[1:].tolist() for row in read.ids.rows()] == [row[-19:] for row in whole]
+
+
+# -- ranks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"reward_model__model__fsdp_config__param_offload": True},
+        {"reward_model__ulysses_sequence_parallel_size": 2},
+        {"reward_model__model__fsdp_config__tensor_parallel_size": 2},
+    ],
+    ids=["rows", "sequence", "tensor"],
+)
+def test_scores_do_not_depend_on_the_number_of_ranks(layout: dict[str, Any], home: Path) -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.llama.modeling_llama")
+    two = {"actor_rollout_ref__actor__strategy": "fsdp2", "trainer__n_gpus_per_node": 2}
+    config = config_of(home, "other", reward_model__max_length=80, **two, **layout)
+    worker = spawn(RewardModelWorker, config, Topology(2), world_size=2)
+    try:
+        worker.init_model()
+        found = worker.compute_rm_score(conversations(home, raw_prompt=chats()))
+    finally:
+        shutdown(worker)
+    close(found["rm_scores"].sum(), plain_scores(home / "other", templated(home / "other")))
+
+
+# -- what goes wrong ------------------------------------------------------------------------------
+
+
+def test_a_model_without_a_head_for_scores_is_an_error(home: Path) -> None:
+    with pytest.raises(EngineError, match=r"head=reward\): score.weight is missing"):
+        built(config_of(home, reward_model__model__path=home / "actor"))
+
+
+def test_a_tokenizer_without_a_template_is_an_error_before_the_model_is_loaded(home: Path, tmp_path: Path) -> None:
+    folder = make_tiny_reward_model(tmp_path / "rm", template="")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"no chat template .*input_tokenizer=null"):
+        built(config_of(home, "other", reward_model__model__path=folder))
+
+
+def test_a_template_that_refuses_a_conversation_is_an_error_with_its_row(home: Path, tmp_path: Path) -> None:
+    folder = make_tiny_reward_model(tmp_path / "rm", template="{{ raise_exception('no thanks') }}")
+    worker = built(config_of(home, "other", reward_model__model__path=folder))
+    with pytest.raises(BatchError, match=r"row 0: .*no thanks"):
+        worker.compute_rm_score(conversations(home, raw_prompt=chats()))
+
+
+def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
+    with pytest.raises(BatchError, match=r"raw_input_ids.*data/prompts"):
+        built(config_of(home, "other")).compute_rm_score(conversations(home))
+
+
+# -- a class of one's own -------------------------------------------------------------------------
+
+
+def test_a_class_of_ones_own_scores(home: Path) -> None:
+    batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
+    own = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
+    assert reward_worker(own.reward_model) is Longest
+    assert built(own).compute_rm_score(batch)["rm_scores"].sum().tolist() == [4, 2]
+    derived = config_of(home, reward_model__worker_cls="support.reward_models:Negated")
+    assert reward_worker(derived.reward_model) is Negated
+    close(built(derived).compute_rm_score(batch)["rm_scores"].sum(), -plain_scores(home / "same", plain_rows(batch)))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("support.reward_models:Halfway", "no registered method compute_rm_score"),
+        ("support.reward_models:make_tiny_reward_model", "is not a Worker class"),
+        ("support.reward_models:Nobody", "has no 'Nobody'"),
+        ("no_such_module:Mine", "no module 'no_such_module'"),
+    ],
+)
+def test_a_class_that_cannot_score_is_told(name: str, said: str, home: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        reward_worker(config_of(home, reward_model__worker_cls=name).reward_model)
