@@ -22,7 +22,7 @@ from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR1
 _SIOCGIFADDR = 0x8915
-_GUARD = 'read _; kill -9 -- "-$0"; sleep 10; rm -f "$1"'
+_GUARD = 'read _; kill -s KILL -- "-$0"; sleep 10; rm -f "$1"'
 """Waits until the pipe from the process breaks, then ends its group; its stacks may be read a little longer."""
 
 _KEPT: list[object] = []

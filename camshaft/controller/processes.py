@@ -30,6 +30,7 @@ from camshaft.controller.host import Failure
 from camshaft.controller.pool import Launch, Options, Pool
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.wire import Frames, pack, unpack
+from camshaft.controller.worker import Worker
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
 
@@ -144,6 +145,10 @@ class Processes(Pool):
         """What a link posts; made once for all ranks that get the same."""
         return frames
 
+    def sendable(self, role_class: type[Worker]) -> Any:
+        """What becomes the class again where it is unpickled."""
+        return role_class
+
     def troubled(self) -> str | None:
         """What is wrong with the machines under the pool; None if nothing is. Asked while an answer is awaited."""
         return None
@@ -156,7 +161,7 @@ class Processes(Pool):
     def build(self, launch: Launch) -> int:
         self._next_key += 1
         key = self._next_key
-        request = ("build", key, launch.name, launch.role_class, launch.args, launch.kwargs)
+        request = ("build", key, launch.name, self.sendable(launch.role_class), launch.args, launch.kwargs)
         sent = self._send(launch.name, "__init__", launch.timeout, [request] * self.world_size)
         self._wait(sent)
         self._roles[key] = launch
@@ -309,9 +314,8 @@ class Processes(Pool):
             how = link.ended()
             if how is not None:
                 raise self._died(link, how)
-        trouble = self.troubled()
-        if trouble is not None:
-            sent = next(asked[0] for asked in self._asked if asked)
+        sent, trouble = next((asked[0] for asked in self._asked if asked), None), self.troubled()
+        if sent is not None and trouble is not None:
             raise WorkerError(f"{sent.what}: {trouble}")
 
     def _check_times(self) -> None:

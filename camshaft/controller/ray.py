@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import ray
 import ray.exceptions
+from ray import cloudpickle
 from ray._private.state import available_resources_per_node
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -42,7 +43,7 @@ from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link,
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.watch import Watch, answers
 from camshaft.controller.wire import Frames
-from camshaft.controller.worker import Place
+from camshaft.controller.worker import Place, Worker
 from camshaft.errors import ConfigError, WorkerError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,8 @@ RELEASE_SECONDS = 10.0
 """How long what is in use is waited for: it may be a run that has just ended."""
 PLACEMENT_SECONDS = 60.0
 """How long a place that the cluster has may take to be given."""
+HEAD_SECONDS = 30.0
+"""How long the head of a cluster may take to come up."""
 STACK_SECONDS = 10.0
 """How long a machine may take to read the stacks of one of its processes."""
 
@@ -99,6 +102,7 @@ def connect(specs: Sequence[PoolSpec], asked: Mapping[str, Any]) -> None:
         return
     init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **asked}
     address = init.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_here()
+    _check_address(address)
     try:
         if address in (None, "local"):
             os.environ.setdefault("RAY_worker_niceness", "0")  # else workers yield to everything else on the machine
@@ -120,12 +124,36 @@ def disconnect() -> None:
     ray.shutdown()
 
 
+def _check_address(address: str | None) -> None:
+    """Ray itself tries for minutes, in silence, where nobody is."""
+    if address is not None and "://" in address:
+        raise ConfigError(
+            f"the cluster's address is {address}, and a run joins one at <host>:<port>, from one of its machines, not "
+            "through an API. Unset RAY_ADDRESS there, or start the run with "
+            f"`ray job submit --address {address} -- camshaft ppo ...`"
+        )
+    deadline = time.monotonic() + HEAD_SECONDS
+    while not _answers(address):
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"no Ray cluster answers at {address} (ray_kwargs.ray_init.address, or RAY_ADDRESS in the environment) "
+                f"within {HEAD_SECONDS:g} s. Is its head running (`ray start --head`), and is the port open?"
+            )
+        time.sleep(0.2)
+
+
+def _answers(address: str | None) -> bool:
+    """False if the address names a place where nobody is."""
+    host, _, port = (address or "").rpartition(":")
+    return not port.isdigit() or answers(host.strip("[]"), int(port))
+
+
 def _running_here() -> str | None:
     """The address of a cluster that was started on this machine and still answers."""
-    file = Path("/tmp/ray/ray_current_cluster")
-    address = file.read_text(encoding="utf-8").strip() if file.exists() else ""
-    host, _, port = address.rpartition(":")
-    return address if port.isdigit() and answers(host, int(port)) else None
+    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    file = Path(temporary) / "ray" / "ray_current_cluster"
+    address = file.read_text(encoding="utf-8").strip() if file.exists() else None
+    return address if address and _answers(address) else None
 
 
 def _nodes() -> list[Node]:
@@ -183,6 +211,10 @@ class RayPool(Processes):
     def parcel(self, frames: Frames) -> Any:
         arrays = as_arrays(frames)
         return arrays if sum(map(len, frames)) < INLINE_BYTES else ray.put(arrays)
+
+    def sendable(self, role_class: type[Worker]) -> Any:
+        # Of the driver's script a worker knows nothing, so what it defines travels whole.
+        return _Whole(role_class) if role_class.__module__ == "__main__" else role_class
 
     def troubled(self) -> str | None:
         return _WATCH.trouble()
@@ -294,6 +326,8 @@ class ActorHost:
         interface = interface_of(place.address)
         if interface is not None and place.world > place.local_world:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        chosen = ray.get_runtime_context().runtime_env.env_vars()  # these win over what the driver happens to have
+        environment.update({name: os.environ[name] for name in chosen if name in os.environ})
         set_environment(place, environment)
         log_to_file(place)
         self._host = Host(place)
@@ -306,6 +340,16 @@ class ActorHost:
 
 
 _ACTOR = ray.remote(ActorHost)
+
+
+class _Whole:
+    """A class that is pickled with its code."""
+
+    def __init__(self, role_class: type):
+        self._code = cloudpickle.dumps(role_class)  # pyright: ignore[reportPrivateImportUsage]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return cloudpickle.loads, (self._code,)
 
 
 def as_arrays(frames: Frames) -> list[Any]:

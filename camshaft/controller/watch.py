@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 0.5
 """How often each port is tried."""
 MISSED_HEARTBEATS = 3
 """So many failures in a row, and what was there is taken for dead."""

@@ -7,12 +7,15 @@ with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, l
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from camshaft.config import PlaceConfig, PPOConfig, pool_sizes
 from camshaft.controller import GLOBAL_POOL, Options, Pool, PoolSpec, pools
+
+logger = logging.getLogger(__name__)
 
 ROLE_MODULES = ("camshaft.roles",)
 """What worker processes import while they start."""
@@ -49,5 +52,11 @@ def run_pools(
     """The running pools by name; the workers write to files of `log_folder`."""
     logs = None if log_folder is None else str(log_folder.expanduser().absolute())
     options = Options(log_folder=logs, preload=ROLE_MODULES, ray_init=ray_init)
-    with pools(specs, trainer.backend(), options) as started:
+    backend = trainer.backend()
+    for spec in specs:
+        if backend != "local" or spec.world_size > 1:
+            size = f"{spec.nnodes} x {spec.ranks_per_node} processes"
+            where = f"; what they write is in {logs}/{spec.name}_rank*.log" if logs else ""
+            logger.info("%s (%s): %s on %s%s", spec.name, ", ".join(spec.roles), size, backend, where)
+    with pools(specs, backend, options) as started:
         yield {pool.spec.name: pool for pool in started}

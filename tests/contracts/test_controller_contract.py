@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from support.cluster import ray_here
 from support.processes import still_running
 from support.toy_roles import LateToy, PairedToy, Toy, TwoLayouts
 
-from camshaft.controller import shutdown, spawn, workers
+from camshaft.controller import Options, Pool, PoolSpec, pool, pools, shutdown, spawn, submit, workers
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, WorkerError
 
@@ -31,7 +32,7 @@ class Layout(NamedTuple):
         return {"backend": self.backend, "world_size": self.world_size, "timeout": 60}
 
 
-LAYOUTS = [Layout(backend, ranks) for backend in ("local", "ray") for ranks in (1, 2, 4)]
+LAYOUTS = [Layout(backend, world) for backend in ("local", "ray") for world in (1, 2, 4)]
 SEVERAL = [layout for layout in LAYOUTS if layout.world_size == 2]
 
 
@@ -125,6 +126,80 @@ def test_seats_are_read_when_they_are_needed_and_put_the_rows_back_in_order(layo
         out = late.scale(eight_rows())
         assert list(out["uid"]) == [f"u{i}" for i in range(8)]
         assert out.meta_info["said_by"] == 0
+
+
+# -- pools, and calls that are not waited for ----------------------------------------------------------
+
+
+@pytest.fixture
+def two_ranks(several: dict[str, Any]) -> Iterator[Pool]:
+    with pool(PoolSpec("devices", ranks_per_node=2), several["backend"], Options(timeout=60)) as devices:
+        yield devices
+
+
+def test_roles_of_one_pool_live_in_the_same_processes_and_know_nothing_of_each_other(two_ranks: Pool):
+    first = spawn(Toy, factor=2.0, pool=two_ranks, name="first")
+    second = spawn(Toy, factor=5.0, pool=two_ranks, name="second")
+    assert first.pids() == second.pids()
+    assert [role.scale(eight_rows())["scaled"].values.max().item() for role in (first, second)] == [2.0, 5.0]
+    shutdown(first)
+    with pytest.raises(WorkerError, match="shut down; spawn it again"):
+        first.set_factor(1.0)
+    assert second.sum_over_ranks(1.0) == 3.0
+
+
+def test_calls_of_one_pool_run_in_the_order_of_their_start(two_ranks: Pool):
+    toy = spawn(Toy, pool=two_ranks)
+    started = [submit(toy.set_factor, float(number)) for number in range(5)]
+    scaled = submit(toy.scale, eight_rows())
+    assert scaled.result()["scaled"].values.max() == 4.0
+    assert [one.result() for one in reversed(started)] == [4.0, 3.0, 2.0, 1.0, 0.0]
+
+
+def test_pools_work_at_the_same_time(several: dict[str, Any]):
+    specs = [PoolSpec("a", ranks_per_node=2), PoolSpec("b", ranks_per_node=2)]
+    with pools(specs, several["backend"], Options(timeout=60)) as (first, second):
+        roles = [spawn(Toy, pool=one) for one in (first, second)]
+        start = time.monotonic()
+        waits = [submit(role.stall, 1, seconds=2.0) for role in roles]
+        begun = time.monotonic() - start
+        for wait in waits:
+            wait.result()
+        assert begun < 1.0
+        assert 2.0 <= time.monotonic() - start < 3.5
+
+
+def test_what_a_started_call_raises_is_raised_by_its_result(two_ranks: Pool):
+    toy = spawn(Toy, pool=two_ranks)
+    failing, after = submit(toy.fail_everywhere), submit(toy.set_factor, 1.0)
+    with pytest.raises(WorkerError, match="KeyError: 'weights of layer 3'"):
+        failing.result()
+    with pytest.raises(WorkerError, match=r"its workers have ended \(fail_everywhere failed"):
+        after.result()
+
+
+def test_a_rank_that_dies_in_one_pool_ends_the_wait_for_another(several: dict[str, Any]):
+    specs = [PoolSpec("a", ranks_per_node=2), PoolSpec("b", ranks_per_node=2)]
+    with pools(specs, several["backend"], Options(timeout=60)) as (first, second):
+        slow, dying = spawn(Toy, pool=first, name="slow"), spawn(Toy, pool=second, name="dying")
+        waiting = submit(slow.stall, 1, seconds=30.0)
+        started = submit(dying.kill, 0)
+        begun = time.monotonic()
+        with pytest.raises(WorkerError, match="rank 0 of 2 of dying"):
+            waiting.result()
+        assert time.monotonic() - begun < 5
+        with pytest.raises(WorkerError, match="its workers have ended"):
+            started.result()
+
+
+def test_what_workers_write_goes_to_a_file_of_each_rank(several: dict[str, Any], tmp_path: Path):
+    options = Options(timeout=60, log_folder=str(tmp_path / "logs"))
+    with pool(PoolSpec("devices", ranks_per_node=2), several["backend"], options) as devices:
+        spawn(Toy, pool=devices, name="critic").log("here I am")
+    for rank in range(2):
+        lines = (tmp_path / "logs" / f"devices_rank{rank}.log").read_text().splitlines()
+        assert any(line.endswith(f" INFO critic/{rank} camshaft.toy: here I am") for line in lines)
+        assert "of a child: here I am" in lines
 
 
 # -- mistakes on the driver leave the ranks as they were ---------------------------------------------

@@ -1,5 +1,6 @@
 """Roles that learn nothing, for the tests of the controller."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -120,6 +121,11 @@ class Toy(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def give_a_lambda(self) -> Any:
         return lambda: None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def log(self, text: str) -> None:
+        logging.getLogger("camshaft.toy").info(text)
+        os.system(f"echo of a child: {text}")
 
     def helper(self) -> None:
         """Not for the driver."""

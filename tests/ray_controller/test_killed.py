@@ -1,0 +1,173 @@
+"""kill -9 of each kind of process of a run on Ray: a readable error within ten seconds, and the run goes on from there.
+
+The actor has two ranks, the critic one in a pool of its own; every step is saved. A few cases are in every run of the
+tests, all twenty in `make test-kills`, which prints how long each took.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import finished, start
+from support.ppo_runs import ppo_words
+from support.processes import MARK, marked, still_running
+from support.same_run import ACTOR
+
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(280)
+
+STEPS = 14
+SECONDS = 10.0
+"""Until the error is there."""
+SHARDED: dict[str, Any] = {
+    f"{ACTOR}.strategy": "fsdp",
+    "critic.strategy": "fsdp",
+    "actor_rollout_ref.resource_pool": "actors",
+    "critic.resource_pool": "critics",
+    "+trainer.resource_pools.actors.n_gpus_per_node": 2,
+    "+trainer.resource_pools.critics.n_gpus_per_node": 1,
+    "trainer.controller": "ray",
+    "trainer.cpus_per_rank": 0.5,
+    "ray_kwargs.ray_init": "{include_dashboard:false,object_store_memory:134217728}",
+    "trainer.total_training_steps": STEPS,
+    "trainer.total_epochs": STEPS,
+    "trainer.save_freq": 1,
+    "trainer.logger": "[jsonl]",
+    "trainer.resume_mode": "auto",
+}
+KINDS = {
+    "actor": "rank 1 of 2 of actor_rollout_ref",
+    "critic": "rank 0 of 1 of critic",
+    "reward": "the reward function failed",
+    "raylet": "the Ray daemon of machine",
+    "gcs": "the head of the Ray cluster",
+    "driver": "",
+}
+"""What the message names."""
+CASES = [(kind, seed) for seed in range(4) for kind in KINDS][:20]
+ALWAYS = [("actor", 0), ("gcs", 0)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environment() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With an undisturbed run in its folder `whole`."""
+    folder = tmp_path_factory.mktemp("home")
+    ended = finished(start("-m", "camshaft", *words(folder, folder / "whole")))
+    assert ended.status == 0, ended.err
+    return folder
+
+
+def words(home: Path, run: Path) -> list[str]:
+    return ["ppo", *ppo_words(home, {**SHARDED, "trainer.default_local_dir": run})]
+
+
+def numbers(run: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: deterministic(row) for row in read_metrics(run / "metrics.jsonl")}
+
+
+def victim(kind: str, mark: str, driver: int) -> int:
+    """The process of this kind among those of the run."""
+    if kind == "driver":
+        return driver
+    for pid in marked(mark):
+        words = command(pid)
+        try:
+            output = os.readlink(f"/proc/{pid}/fd/1")
+        except OSError:
+            continue
+        ranks = {"actor": "actors_rank1.log", "critic": "critics_rank0.log"}
+        if kind in ranks and output.endswith(ranks[kind]) and words[0].startswith("ray::"):
+            return pid
+        if kind in ("raylet", "gcs") and words[0].endswith({"raylet": "/raylet", "gcs": "/gcs_server"}[kind]):
+            return pid
+        if kind == "reward" and any("camshaft.rewards.worker" in word for word in words):
+            return pid
+    raise AssertionError(f"no process of kind {kind}")
+
+
+def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, float]:
+    """The run's exit status, what it said, and how long after the kill it had said so."""
+    mark = f"{kind}-{seed}-{os.getpid()}"
+    monkeypatch.setenv(MARK, mark)
+    said = run.with_suffix(".err")
+    with said.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "camshaft", *words(home, run)], stdout=subprocess.DEVNULL, stderr=file
+        )
+    monkeypatch.delenv(MARK)
+    try:
+        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+        time.sleep(random.Random(seed).uniform(0.0, 2.0))
+        os.kill(victim(kind, mark, process.pid), signal.SIGKILL)
+        at = time.monotonic()
+        wait_for(lambda: "camshaft: " in said.read_text() or process.poll() is not None, 60)
+        took = time.monotonic() - at
+        status = process.wait(60)
+    finally:
+        process.kill()
+    ours = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
+    assert still_running(ours, 5) == []
+    assert still_running(marked(mark), 60) == []  # Ray's own agents look for their daemon now and then
+    return status, said.read_text(), took
+
+
+def wait_for(there: Callable[[], bool], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def text_of(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except OSError:  # it has just ended
+        return [""]
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.kills) for case in CASES],
+)
+def test_a_killed_process_is_an_error_and_the_run_goes_on(
+    kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    status, said, took = killed(home, run, kind, seed, monkeypatch)
+    message = next((line for line in said.splitlines() if line.startswith("camshaft: ")), "")
+    print(f"{kind:6} {seed}  {took:5.1f} s  status {status:2}  {message}")  # noqa: T201
+    if status == 0:
+        # A reward worker with nothing in hand is replaced, and a run that is almost over needs no daemon any more.
+        assert kind in ("reward", "raylet", "gcs")
+        assert numbers(run) == numbers(home / "whole")
+    elif kind != "driver":
+        assert took < SECONDS
+        assert status == 1
+        assert KINDS[kind] in message
+        assert said.count("Traceback") <= 1
+    again = finished(start("-m", "camshaft", *words(home, run)))
+    assert again.status == 0, again.err
+    assert numbers(run) == numbers(home / "whole")
