@@ -129,8 +129,7 @@ def _check_address(address: str | None) -> None:
     if address is not None and "://" in address:
         raise ConfigError(
             f"the cluster's address is {address}, and a run joins one at <host>:<port>, from one of its machines, not "
-            "through an API. Unset RAY_ADDRESS there, or start the run with "
-            f"`ray job submit --address {address} -- camshaft ppo ...`"
+            "through an API. Type that address there, or start the run with `ray job submit -- camshaft ppo ...`"
         )
     deadline = time.monotonic() + HEAD_SECONDS
     while not _answers(address):

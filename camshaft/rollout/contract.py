@@ -123,6 +123,7 @@ def seeds_decide(lab: RolloutLab) -> None:
     one, two = torch.arange(4), torch.arange(4) + 7
     first = tokens(one)
     expect(tokens(two) != first, "other seeds gave the same tokens")
+    expect(tokens(one + 2**44) != first, "seeds that differ in their upper 32 bits alone gave the same tokens")
     expect(tokens(one) == first, "the same seeds gave other tokens")
     expect(tokens(None) != tokens(None), "two calls without seeds gave the same tokens")
     before = torch.random.get_rng_state()

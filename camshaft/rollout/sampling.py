@@ -96,6 +96,11 @@ def row_seeds(seed: int, call: int, num_rows: int) -> Tensor:
     return _mix(streams + (torch.arange(num_rows) + 1) * _GOLDEN)
 
 
+def spread(seeds: Tensor) -> Tensor:
+    """(B,) int64, one to one, for generators that look at a part of a seed: every bit of it decides about all bits."""
+    return _mix(seeds + _GOLDEN)
+
+
 def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """(B,) index drawn in proportion to `weights` (B, W), and (B,) how far into its share the uniform fell.
 

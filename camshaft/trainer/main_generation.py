@@ -27,7 +27,8 @@ def run_generate(config: GenerateConfig) -> int:
     from camshaft.trainer.session import check_device, logged
 
     console = Console(highlight=False)
-    check_device(config.trainer.device, config.trainer.n_gpus_per_node)
+    if config.trainer.backend() == "local":
+        check_device(config.trainer.device, config.trainer.n_gpus_per_node)
     with logged(console, config.trainer.seed):
         run = GenerateRun(config)
         done = run.file.is_there()

@@ -20,5 +20,5 @@ def sampling_seeds(seed: int, step: int, num_rows: int) -> Tensor:
 
 
 def shuffle_seed(seed: int, step: int) -> int:
-    """Order of the mini-batches of one step."""
+    """Order of the mini-batches of one step; seeds that differ by 2**12 share theirs, torch reads 32 bits of it."""
     return step + _STEPS * seed

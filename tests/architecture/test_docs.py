@@ -1,5 +1,6 @@
 """Pages that repeat what the code knows say the same as the code."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -7,6 +8,8 @@ import torch
 
 from camshaft.algorithms import mismatch
 from camshaft.config import reference_page
+from camshaft.controller.ray import CARRIED
+from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
 from camshaft.engine.contract import RULES
 from camshaft.parity.causes import Kind
@@ -46,3 +49,19 @@ def test_the_readme_names_every_engine_and_rollout_that_is_there() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in (*ENGINES, *ROLLOUTS):
         assert f"`{name}`" in page, name
+
+
+def test_the_page_on_clusters_shows_the_message_of_a_cluster_that_is_too_small() -> None:
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    actor = PoolSpec("global_pool", 2, 8, "cuda", roles=("actor_rollout_ref",))
+    critic = PoolSpec("critic_pool", 1, 4, "cuda", roles=("critic",))
+    has = {"GPU": 8, "CPU": 64}
+    assert str(shortage([actor, critic], [Node("10.0.0.1", has, has), Node("10.0.0.2", has, has)])) in page
+
+
+def test_the_page_on_clusters_names_every_variable_that_is_carried_over() -> None:
+    page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    names = re.findall("[A-Z]+", CARRIED.pattern)
+    assert "NCCL" in names
+    for name in names:
+        assert f"`{name}_`" in page or f"`{name}`" in page, name

@@ -1,17 +1,106 @@
-"""The same PPO run on a cluster of two machines; see `two_machines` for what a machine is here."""
+"""The same PPO run on a cluster of two machines; what a machine is here is said by `cluster.py` and `namespaces.py`."""
 
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from support.across import chosen, failing, places
 from support.cluster import two_machines
-from support.ppo_runs import run_ppo
+from support.namespaces import Machine, two_namespaces, why_not
+from support.ppo_runs import Step, run_ppo
 from support.same_run import RANKS, SHUFFLED, compare
 
 pytestmark = pytest.mark.timeout(280)
 
+LAYOUT = {**SHUFFLED, **RANKS, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
 
-def test_one_rank_on_each_of_two_machines_gives_the_same_numbers(tmp_path: Path) -> None:
-    alone = run_ppo(tmp_path, SHUFFLED, steps=2)
-    layout = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+    """A run in this process, and its folder."""
+    home = tmp_path_factory.mktemp("home")
+    return home, run_ppo(home, SHUFFLED, steps=2)
+
+
+def test_one_rank_on_each_of_two_machines_gives_the_same_numbers(alone: tuple[Path, list[Step]]) -> None:
+    home, steps = alone
     with two_machines():
-        compare(run_ppo(tmp_path, {**SHUFFLED, **RANKS, **layout}, steps=2), alone, rel=1e-6)
+        compare(run_ppo(home, LAYOUT, steps=2), steps, rel=1e-6)
+
+
+@pytest.fixture(scope="module")
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    """With networks of their own."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_namespaces() as two:
+        yield two
+
+
+def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
+    """The worker processes that do not end within so many seconds."""
+    until = time.monotonic() + within
+    while (left := machine.running("ActorHost")) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
+def test_machines_with_networks_of_their_own_give_the_same_numbers(
+    machines: tuple[Machine, Machine], alone: tuple[Path, list[Step]]
+) -> None:
+    home, steps = alone
+    compare(machines[0].call(run_ppo, home, LAYOUT, 2), steps, rel=1e-6)
+
+
+def test_each_rank_knows_its_machine_and_the_interface_to_the_others(machines: tuple[Machine, Machine]) -> None:
+    found = machines[0].call(places)
+    assert sorted(host for host, *_ in found) == ["one", "two"]
+    assert sorted(place.address for _, place, _ in found) == sorted(machine.address for machine in machines)
+    assert {interface for *_, interface in found} == {"eth0"}
+    assert [(place.rank, place.local_rank, place.local_world) for _, place, _ in found] == [(0, 0, 1), (1, 0, 1)]
+
+
+def test_what_the_runtime_environment_names_wins_over_what_the_driver_has(machines: tuple[Machine, Machine]) -> None:
+    assert machines[0].call(chosen) == ["of the runtime environment"] * 2
+
+
+def test_the_stack_of_a_rank_that_hangs_comes_from_the_machine_it_is_on(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    message, seconds = machines[0].call(failing, "stall", tmp_path / "sign", 4.0)
+    assert message.startswith("critic.stall: rank(s) 1 of 2 have not answered for 4.")
+    assert "in stall" in message
+    assert 4 <= seconds < 12
+    assert [ranks_on(machine) for machine in machines] == [[], []]
+
+
+def test_a_rank_that_is_killed_on_another_machine_is_an_error_within_seconds(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    message, seconds = machines[0].call(failing, "kill", tmp_path / "sign")
+    assert message.startswith("rank 1 of 2 of critic (process ")
+    assert "SIGKILL" in message
+    assert seconds < 5
+    assert [ranks_on(machine) for machine in machines] == [[], []]
+
+
+def test_a_machine_that_is_cut_off_is_an_error_within_seconds(
+    machines: tuple[Machine, Machine], tmp_path: Path
+) -> None:
+    """The last one here: the cluster is broken after it."""
+    head, worker = machines
+    sign = tmp_path / "sign"
+    with ThreadPoolExecutor() as threads:
+        told = threads.submit(head.call, failing, "stall", sign)
+        until = time.monotonic() + 60
+        while not sign.exists() and not told.done() and time.monotonic() < until:
+            time.sleep(0.05)
+        worker.unplug()
+        message, seconds = told.result(timeout=90)
+    assert message.startswith(f"critic.stall: the Ray daemon of machine {worker.address}")
+    assert "dead or cut off" in message
+    assert seconds < 15
+    assert ranks_on(head) == []

@@ -47,6 +47,13 @@ class IgnoresSeeds(TorchRollout):
         return super().seeds_of_call(num_rows, None)
 
 
+class ReadsHalfOfASeed(TorchRollout):
+    """As torch's own generator does on a CPU."""
+
+    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
+        return super().seeds_of_call(num_rows, seeds) & (2**32 - 1)
+
+
 class OneSeedForAll(TorchRollout):
     """Equal prompts get equal responses."""
 
@@ -218,6 +225,7 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     OneSeedForAll: "frequencies follow the distribution",
     IgnoresWindows: "families",
     IgnoresSeeds: "seeds decide",
+    ReadsHalfOfASeed: "seeds decide",
     MovesTheRandomState: "seeds decide",
     LooksAtItsNeighbours: "a row is the same in any batch",
     ReversesRows: "many short and a few long prompts",

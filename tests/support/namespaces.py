@@ -51,6 +51,7 @@ class Machine:
 
     def __init__(self, pid: int, address: str):
         self.pid, self.address = pid, address
+        self._space = _links_to(Path(f"/proc/{pid}/ns/pid"))
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
         """A command there."""
@@ -74,6 +75,12 @@ class Machine:
             (folder / "task").write_bytes(pickle.dumps((function, args)))
             self.run(sys.executable, "-c", _DRIVER, str(folder), seconds=seconds)
             return pickle.loads((folder / "answer").read_bytes())
+
+    def running(self, word: str) -> list[str]:
+        """The command lines there that have the word in them."""
+        folders = [file.parent.parent for file in Path("/proc").glob("[0-9]*/ns/pid") if _links_to(file) == self._space]
+        lines = [_read(folder / "cmdline").replace("\0", " ") for folder in folders]
+        return [line for line in lines if word in line]
 
     def unplug(self) -> None:
         """Pull its cable."""
@@ -103,7 +110,7 @@ def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
 def two_bare_machines() -> Iterator[tuple[Machine, Machine]]:
     """Machines with a cable between them and nothing that runs there."""
     with _first_process() as one, _first_process() as two:
-        machines = Machine(one, "192.0.2.1"), Machine(two, "192.0.2.2")
+        machines = Machine(one, "198.51.100.1"), Machine(two, "198.51.100.2")
         _cable(one, two)
         for machine, name in zip(machines, ("one", "two"), strict=True):
             machine.run("bash", "-c", _PREPARE.format(address=machine.address, name=name))
@@ -156,10 +163,25 @@ def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
 
 
+def _links_to(file: Path) -> str:
+    """ "" where the process has ended meanwhile."""
+    try:
+        return os.readlink(file)
+    except OSError:
+        return ""
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _environment() -> dict[str, str]:
     """Ray's own settings aside, that of this process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(ROOT / "tests")}
+    return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 
 
 def _die_with_parent() -> None:

@@ -44,12 +44,16 @@ class Said:
     by_transformers: list[list[int]]
 
 
-def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Said]:
-    """Train for so many steps."""
+def with_wide_heads(folder: Path, seed: int = 0) -> None:
+    """What `ppo_words` writes to the folder, with another actor: vLLM's attention on a CPU has heads of 32 and more."""
     ppo_words(folder)
     shutil.rmtree(folder / "actor")
-    # vLLM's attention on a CPU has heads of 32 numbers and more.
-    make_tiny_model(folder / "actor", hidden=128, initializer_range=SPREAD)
+    make_tiny_model(folder / "actor", hidden=128, seed=seed, initializer_range=SPREAD)
+
+
+def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Said]:
+    """Train for so many steps."""
+    with_wide_heads(folder)
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**FOR_VLLM, **lengths, **(overrides or {})})
     with PPOParts(config) as parts:

@@ -23,6 +23,7 @@ from camshaft.rollout.lab import Case, RolloutLab, close, off_by
 from camshaft.rollout.vllm_rollout import VLLMRollout, inside, installed
 from camshaft.rollout.vllm_rollout.engine import VLLMEngine, arguments_of
 from camshaft.rollout.vllm_rollout.process import starting
+from camshaft.trainer.seeds import sampling_seeds
 
 pytestmark = pytest.mark.vllm
 
@@ -141,6 +142,22 @@ def test_a_row_is_the_same_whatever_it_rides_with(lab):
     for row, wanted in enumerate(together):
         alone = case.rollout.generate_sequences(prompts.select([row]), SAMPLING, seeds[row : row + 1])
         assert alone.responses.values.tolist() == wanted.tolist()
+
+
+def test_every_run_and_every_step_draws_numbers_of_its_own(lab, monkeypatch):
+    """The trainer's seeds of another run, and of 256 steps later, are the same in their low 32 bits."""
+    case, prompts = lab.case(), lab.prompts(4, 9, 17)
+    calls = [(1, 1), (2, 1), (1, 257)]
+
+    def drawn() -> int:
+        seeds = [sampling_seeds(seed, step, len(prompts)) for seed, step in calls]
+        told = [case.rollout.generate_sequences(prompts, SAMPLING, these).responses.values.tolist() for these in seeds]
+        return len({tuple(tokens) for tokens in told})
+
+    with monkeypatch.context() as patch:
+        patch.setattr("camshaft.rollout.vllm_rollout.base.spread", lambda seeds: seeds)
+        assert drawn() == 1
+    assert drawn() == len(calls)
 
 
 def test_a_prompt_longer_than_a_step_takes_goes_alone(lab):

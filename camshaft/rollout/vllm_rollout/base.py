@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -12,6 +10,7 @@ from camshaft.models.loader import has_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.external import ExternalRollout, Request
+from camshaft.rollout.sampling import spread
 
 COLDEST = 0.01
 """vLLM raises a lower temperature to this one."""
@@ -32,8 +31,14 @@ class VLLMBase(ExternalRollout):
             )
         if sampling.stop and not has_tokenizer(self.folder):
             raise RolloutError(f"{self.config.model_path} has no tokenizer, so no text in which to find stop strings")
-        # vLLM takes -1 for "no seed".
-        return [replace(row, seed=row.seed & (2**63 - 1)) for row in super().requests(prompts, sampling, seeds)]
+        return super().requests(prompts, sampling, seeds)
+
+    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
+        """What vLLM is told: it takes -1 for "no seed", and on a CPU torch draws from the low 32 bits of a seed alone.
+
+        Those of the trainer's seeds do not depend on the run's, and come again every 256 steps.
+        """
+        return spread(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
 
 
 def _check_quantization(config: RolloutEngineConfig) -> None:

@@ -1,0 +1,52 @@
+#!/bin/bash
+# A run on the machines of a Slurm job: Ray on each of them, `camshaft ppo` on the first, nothing left at the end.
+#
+#     sbatch --nodes=4 examples/cluster/slurm.sh data.train_files=/shared/sums/train.parquet ...
+#
+# The words are those of `camshaft ppo`; how many machines and devices there are is known from Slurm. What `camshaft`
+# and `ray` need is active where sbatch is typed (Slurm takes the environment along) and, like models, data and
+# trainer.default_local_dir, at the same place on every machine. A job that was requeued goes on from its newest
+# checkpoint.
+#SBATCH --job-name=camshaft
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=camshaft-%j.log
+set -euo pipefail
+
+mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+port=$((20000 + SLURM_JOB_ID % 10000)) # of Ray's head: two jobs on one machine do not meet
+size=(--num-cpus="$SLURM_CPUS_PER_TASK" --num-gpus="${SLURM_GPUS_ON_NODE:-0}")
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK # srun does not take it from sbatch
+export RAY_USAGE_STATS_ENABLED=0
+
+on=(srun --overlap --nodes=1 --ntasks=1) # a step on one machine, beside others
+
+head=${machines[0]}
+address=$("${on[@]}" --nodelist="$head" hostname -I) # its addresses; the first is the one the others are to use
+address=${address%% *}
+
+trap 'kill $(jobs -p) 2> /dev/null || true; wait' EXIT
+"${on[@]}" --nodelist="$head" ray start --block --head --node-ip-address="$address" --port="$port" \
+    --include-dashboard=false "${size[@]}" &
+export RAY_ADDRESS=$address:$port
+
+"${on[@]}" --nodelist="$head" timeout 300 bash -c "until echo > /dev/tcp/$address/$port; do sleep 1; done" 2> /dev/null
+for machine in "${machines[@]:1}"; do
+    "${on[@]}" --nodelist="$machine" ray start --block --address="$RAY_ADDRESS" "${size[@]}" &
+done
+
+# The run does not wait for machines: what is not there when it starts is missing.
+"${on[@]}" --nodelist="$head" timeout 300 python -c "
+import sys, time, ray
+ray.init(logging_level='ERROR')
+while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[1]):
+    time.sleep(1)
+" "${#machines[@]}"
+
+"${on[@]}" --nodelist="$head" camshaft ppo trainer.controller=ray trainer.nnodes="${#machines[@]}" \
+    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" "$@"

@@ -1,0 +1,56 @@
+"""Which cluster a run joins, and what it says where there is none; no cluster is started here."""
+
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from camshaft.controller import PoolSpec, start_pools
+from camshaft.controller import ray as backend
+from camshaft.controller.pool import Options
+from camshaft.errors import ConfigError
+
+HERE = [PoolSpec(device="cpu")]
+
+
+@pytest.fixture
+def unused() -> str:
+    """An address where nobody is."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_a_cluster_that_does_not_answer_is_an_error_in_bounded_time(
+    where: str, unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "HEAD_SECONDS", 1.0)
+    monkeypatch.setenv("RAY_ADDRESS", "" if where == "argument" else unused)
+    options = Options(ray_init={"address": unused} if where == "argument" else {})
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"no Ray cluster answers at {unused} .*ray start --head"):
+        start_pools(HERE, "ray", options)
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])
+def test_the_address_of_an_api_is_refused_with_what_to_type(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with pytest.raises(ConfigError, match=r"<host>:<port>.*ray job submit"):
+        start_pools(HERE, "ray")
+
+
+def test_a_cluster_of_this_machine_is_found_where_ray_keeps_its_address(
+    tmp_path: Path, unused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert backend._running_here() is None
+    file = tmp_path / "ray" / "ray_current_cluster"
+    file.parent.mkdir()
+    file.write_text(unused)
+    assert backend._running_here() is None  # it has ended
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        file.write_text(f"127.0.0.1:{head.getsockname()[1]}")
+        assert backend._running_here() == file.read_text()

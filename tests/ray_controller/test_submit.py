@@ -1,0 +1,263 @@
+"""The scripts in examples/cluster, as they are typed: on a cluster of this machine, or on two machines with networks.
+
+What has no counterpart here is played: `srun`, `scontrol` and `ssh` are a few lines that go to the machine they are
+told. The manifest for Kubernetes is held against the fields that KubeRay's types have.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.namespaces import ROOT, Machine, two_bare_machines, why_not
+from support.ppo_runs import ppo_words
+from support.processes import MARK, marked, still_running
+
+from camshaft.controller.watch import answers
+
+pytestmark = pytest.mark.timeout(280)
+
+CLUSTER = ROOT / "examples" / "cluster"
+SCRIPTS = sorted(CLUSTER.glob("*.sh"))
+RUN: dict[str, Any] = {
+    "trainer.controller": "ray",
+    "trainer.total_training_steps": 2,
+    "trainer.total_epochs": 1,
+    "trainer.logger": "[console,jsonl]",
+}
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Without what another Ray has left, with this Python's commands first."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    return {**kept, **quiet, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
+
+
+def finished(command: list[str], env: Mapping[str, str], cwd: Path, seconds: float = 200) -> str:
+    """What it prints; it is to end well, and in time."""
+    with subprocess.Popen(
+        command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            out, _ = process.communicate(timeout=seconds)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    assert process.returncode == 0, out[-5000:]
+    return out
+
+
+def steps_of(run: Path) -> list[int]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+# -- a job of a cluster that is there ----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_head(folder: Path, num_cpus: int) -> Iterator[str]:
+    """A cluster of its own, started as one starts them; the address of its dashboard."""
+    mark = uuid.uuid4().hex
+    port, dashboard = free_port(), free_port()
+    ports = (f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-agent-listen-port=0")
+    ports += (f"--ray-client-server-port={free_port()}", "--min-worker-port=0", "--max-worker-port=0")
+    size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}", f"--temp-dir={folder}")
+    try:
+        finished(["ray", "start", "--head", *ports, *size], environment(**{MARK: mark}), folder, 60)
+        until = time.monotonic() + 60
+        while not answers("127.0.0.1", dashboard) and time.monotonic() < until:
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{dashboard}"
+    finally:
+        for pid in marked(mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert still_running(marked(mark), 5) == []
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For Ray's sockets, whose paths may not be long."""
+    folder = Path(f"/tmp/cs-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path) -> None:
+    """With a runtime environment of its own and one of the job, and words that a shell would take apart."""
+    words = ppo_words(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
+    with a_head(short_folder, num_cpus=4) as dashboard:
+        job = {"ID": "sums", "RUNTIME_ENV": '{"env_vars": {"HF_HUB_OFFLINE": "1"}}'}
+        env = environment(RAY_API_SERVER_ADDRESS=dashboard, **job)
+        out = finished([str(CLUSTER / "submit.sh"), *words], env, tmp_path)
+        status = finished(["ray", "job", "status", "--address", dashboard, "sums"], environment(), tmp_path, 60)
+    assert "step 2/2" in out
+    assert "SUCCEEDED" in status.upper()
+    assert steps_of(tmp_path / "run") == [1, 2]
+    assert (tmp_path / "run" / "logs" / "global_pool_rank0.log").exists()
+
+
+# -- two machines ------------------------------------------------------------------------------------
+
+GO = 'exec nsenter --target="$(cat "$MACHINES/{name}")" --net --pid --mount --uts --wd="{cwd}"'
+END = "setpriv --pdeathsig TERM"
+"""What ends with `nsenter`, as a step ends with `srun`."""
+SRUN = f"""#!/bin/bash
+while [[ $1 == --* ]]; do
+    [[ $1 == --nodelist=* ]] && machine=${{1#*=}}
+    shift
+done
+{GO.format(name="$machine", cwd="$PWD")} {END} "$@"
+"""
+SCONTROL = """#!/bin/bash
+[[ $* == "show hostnames one,two" ]] && printf 'one\\ntwo\\n'
+"""
+SSH = f"""#!/bin/bash
+shift 2  # -o BatchMode=yes
+{GO.format(name="$1", cwd="/")} env -i PATH=/usr/bin:/bin:/usr/sbin RAY_AUTH_MODE=disabled PYTHONPATH="$PYTHONPATH" \\
+    OMP_NUM_THREADS=1 bash -c "$2"
+"""
+
+
+@pytest.fixture
+def machines() -> Iterator[tuple[Machine, Machine]]:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with two_bare_machines() as two:
+        yield two
+
+
+@pytest.fixture
+def played(tmp_path: Path, machines: tuple[Machine, Machine]) -> dict[str, str]:
+    """The environment with the commands that go to the machines."""
+    folder = tmp_path / "played"
+    folder.mkdir()
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
+        (folder / name).write_text(text, encoding="utf-8")
+        (folder / name).chmod(0o755)
+    for name, machine in zip(("one", "two"), machines, strict=True):
+        (folder / name).write_text(str(machine.pid), encoding="utf-8")
+    env = environment(MACHINES=str(folder))
+    return {**env, "PATH": f"{folder}:{env['PATH']}"}
+
+
+SHARDED = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
+
+
+def words_for_scripts(folder: Path) -> list[str]:
+    """Without those that the scripts add."""
+    added = ("trainer.nnodes=", "trainer.controller=")
+    return [word for word in ppo_words(folder, {**RUN, **SHARDED}) if not word.startswith(added)]
+
+
+def logs_of_two_ranks(run: Path) -> bool:
+    return all((run / "logs" / f"global_pool_rank{rank}.log").exists() for rank in range(2))
+
+
+def left(machine: Machine) -> list[str]:
+    """Daemons that do not end within a few seconds."""
+    until = time.monotonic() + 15
+    while (running := machine.running("raylet")) and time.monotonic() < until:
+        time.sleep(0.2)
+    return running
+
+
+def test_a_slurm_job_is_a_cluster_of_its_machines(
+    tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
+) -> None:
+    words = words_for_scripts(tmp_path)
+    slurm = {"SLURM_JOB_NODELIST": "one,two", "SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "2"}
+    finished(["bash", str(CLUSTER / "slurm.sh"), *words], {**played, **slurm}, tmp_path)
+    assert steps_of(tmp_path / "run") == [1, 2]
+    assert logs_of_two_ranks(tmp_path / "run")
+    assert [left(machine) for machine in machines] == [[], []]
+
+
+def test_machines_that_ssh_reaches_are_a_cluster_for_the_length_of_a_run(
+    tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
+) -> None:
+    words = words_for_scripts(tmp_path)
+    finished([str(CLUSTER / "ssh.sh"), *words], {**played, "HOSTS": "one two"}, tmp_path)
+    assert steps_of(tmp_path / "run") == [1, 2]
+    assert logs_of_two_ranks(tmp_path / "run")
+    assert [left(machine) for machine in machines] == [[], []]
+
+
+# -- as text -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_are_whole(script: Path) -> None:
+    assert os.access(script, os.X_OK)
+    for checker in (["bash", "-n"], ["shellcheck"]):
+        if shutil.which(checker[0]):
+            done = subprocess.run([*checker, str(script)], capture_output=True, text=True, timeout=30, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
+
+
+JOB = {
+    *("entrypoint", "runtimeEnvYAML", "submissionMode", "submitterConfig", "shutdownAfterJobFinishes"),
+    *("ttlSecondsAfterFinished", "rayClusterSpec", "backoffLimit", "activeDeadlineSeconds", "metadata", "jobId"),
+    *("entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "suspend", "submitterPodTemplate"),
+}
+"""The fields of a RayJob's spec in ray.io/v1 that have been there since KubeRay 1.2."""
+HEAD = {"rayStartParams", "template"}
+GROUP = {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+"""Those that must be there."""
+
+
+def test_the_manifest_has_the_fields_of_a_ray_job() -> None:
+    manifest = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))
+    assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayJob")
+    assert manifest.keys() == {"apiVersion", "kind", "metadata", "spec"}
+    spec = manifest["spec"]
+    assert spec.keys() <= JOB
+    assert spec["submissionMode"] in ("K8sJobMode", "HTTPMode", "InteractiveMode")
+    cluster = spec["rayClusterSpec"]
+    assert cluster.keys() == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    assert cluster["headGroupSpec"].keys() == HEAD
+    (group,) = cluster["workerGroupSpecs"]
+    assert group.keys() == GROUP | {"replicas"}
+    assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
+    for part in (cluster["headGroupSpec"], group):
+        assert all(isinstance(value, str) for value in part["rayStartParams"].values())
+        pod = part["template"]["spec"]
+        volumes = {volume["name"] for volume in pod["volumes"]}
+        (container,) = pod["containers"]
+        assert {"name", "image", "resources", "volumeMounts"} == container.keys()
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        assert all(isinstance(amount, str) for amount in container["resources"]["limits"].values())
+    environment_of_job = yaml.safe_load(spec["runtimeEnvYAML"])
+    assert all(isinstance(value, str) for value in environment_of_job["env_vars"].values())
+
+
+def test_the_manifest_asks_for_the_machines_that_the_run_asks_for() -> None:
+    spec = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
+    command, run, *words = spec["entrypoint"].split()
+    assert [command, run] == ["camshaft", "ppo"]
+    asked = dict(word.split("=", 1) for word in words)
+    (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
+    (container,) = group["template"]["spec"]["containers"]
+    assert int(asked["trainer.nnodes"]) == group["replicas"]
+    assert asked["trainer.n_gpus_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]

@@ -1,0 +1,70 @@
+"""What a driver does with a role on two machines, for `Machine.call` of `namespaces.py`.
+
+told, seconds = head.call(failing, "stall", folder)
+
+The functions give plain values, so that whoever called them can compare.
+"""
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from camshaft.controller import Dispatch, Options, Place, PoolSpec, pool, register, spawn
+from camshaft.controller.ray import disconnect
+from camshaft.errors import WorkerError
+from support.toy_roles import Toy
+
+TWO = PoolSpec(nnodes=2, device="cpu")
+
+
+class Traveller(Toy):
+    """Knows where it is."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def where(self) -> Any:
+        return socket.gethostname(), self.place, os.environ.get("GLOO_SOCKET_IFNAME")
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def nccl_debug(self) -> Any:
+        return os.environ.get("NCCL_DEBUG")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def leave_a_sign(self, file: Path) -> None:
+        file.touch()
+
+
+def chosen() -> list[str | None]:
+    """A variable of the ranks that the driver has and the runtime environment names."""
+    os.environ["NCCL_DEBUG"] = "of the driver"
+    init = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "of the runtime environment"}}}
+    with pool(TWO, "ray", Options(ray_init=init)) as two:
+        found = spawn(Traveller, pool=two, timeout=60).nccl_debug()
+    disconnect()
+    return found
+
+
+def places() -> list[tuple[str, Place, str | None]]:
+    """Where the ranks are; they have summed something together."""
+    with pool(TWO, "ray") as two:
+        role = spawn(Traveller, pool=two, timeout=60)
+        assert role.sum_over_ranks(1.0) == 3.0
+        found = role.where()
+    disconnect()
+    return found
+
+
+def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]:
+    """What is told of a call that goes wrong on rank 1, and how long that took. `sign` is there when it starts."""
+    with pool(TWO, "ray", Options(timeout=60)) as two:
+        role = spawn(Traveller, pool=two, timeout=timeout, name="critic")
+        role.leave_a_sign(sign)
+        began = time.monotonic()
+        with pytest.raises(WorkerError) as caught:
+            role.stall(1) if method == "stall" else role.kill(1)
+        seconds = time.monotonic() - began
+    disconnect()
+    return str(caught.value), seconds
