@@ -5,7 +5,7 @@
 # make test-server   the contract of the vLLM server rollout, in the same environment (a server for each model: slow)
 # make test-sglang   the SGLang rollout, in an environment that has SGLang, on a CPU (slow, and in no other target)
 # make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (hours)
-# make test-kills    a run on Ray survives kill -9 of each of its processes, twenty times (a quarter of an hour)
+# make test-cluster  Ray at length: kill -9 of each kind of process, twenty times; two machines; the scripts (half an hour)
 # make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
 # make check   format, lint, types
 # `.venv`, and `.venv-vllm` and `.venv-sglang` beside it, are made when they are missing or when the pinned versions change.
@@ -19,7 +19,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 
-.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-kills test-gpu check format docs clean install
+.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu check format docs clean install
 
 install: $(INSTALLED)
 
@@ -71,8 +71,8 @@ test-sglang: $(SGLANG_INSTALLED)
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
 
-test-kills: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "kills or not kills" tests/ray_controller/test_killed.py
+test-cluster: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "cluster or not cluster" tests/ray_controller tests/contracts/test_controller_contract.py
 
 test-gpu: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu

@@ -1,7 +1,7 @@
 """kill -9 of each kind of process of a run on Ray: a readable error within ten seconds, and the run goes on from there.
 
 The actor has two ranks, the critic one in a pool of its own; every step is saved. A few cases are in every run of the
-tests, all twenty in `make test-kills`, which prints how long each took.
+tests, all twenty in `make test-cluster`, which prints how long each took.
 """
 
 import os
@@ -150,7 +150,7 @@ def command(pid: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.kills) for case in CASES],
+    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.cluster) for case in CASES],
 )
 def test_a_killed_process_is_an_error_and_the_run_goes_on(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

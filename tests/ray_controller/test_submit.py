@@ -103,6 +103,7 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.cluster
 def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path) -> None:
     """With a runtime environment of its own and one of the job, and words that a shell would take apart."""
     words = ppo_words(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
@@ -183,6 +184,7 @@ def left(machine: Machine) -> list[str]:
     return running
 
 
+@pytest.mark.cluster
 def test_a_slurm_job_is_a_cluster_of_its_machines(
     tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
@@ -194,6 +196,7 @@ def test_a_slurm_job_is_a_cluster_of_its_machines(
     assert [left(machine) for machine in machines] == [[], []]
 
 
+@pytest.mark.cluster
 def test_machines_that_ssh_reaches_are_a_cluster_for_the_length_of_a_run(
     tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:

@@ -63,10 +63,12 @@ def test_each_rank_knows_its_machine_and_the_interface_to_the_others(machines: t
     assert [(place.rank, place.local_rank, place.local_world) for _, place, _ in found] == [(0, 0, 1), (1, 0, 1)]
 
 
+@pytest.mark.cluster
 def test_what_the_runtime_environment_names_wins_over_what_the_driver_has(machines: tuple[Machine, Machine]) -> None:
     assert machines[0].call(chosen) == ["of the runtime environment"] * 2
 
 
+@pytest.mark.cluster
 def test_the_stack_of_a_rank_that_hangs_comes_from_the_machine_it_is_on(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
@@ -77,6 +79,7 @@ def test_the_stack_of_a_rank_that_hangs_comes_from_the_machine_it_is_on(
     assert [ranks_on(machine) for machine in machines] == [[], []]
 
 
+@pytest.mark.cluster
 def test_a_rank_that_is_killed_on_another_machine_is_an_error_within_seconds(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
@@ -87,6 +90,7 @@ def test_a_rank_that_is_killed_on_another_machine_is_an_error_within_seconds(
     assert [ranks_on(machine) for machine in machines] == [[], []]
 
 
+@pytest.mark.cluster
 def test_a_machine_that_is_cut_off_is_an_error_within_seconds(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
