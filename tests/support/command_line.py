@@ -97,11 +97,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_hear_ctrl_c,
+        preexec_fn=hear_ctrl_c,
     )
 
 
-def _hear_ctrl_c() -> None:
+def hear_ctrl_c() -> None:
     """A shell lets what it starts in the background ignore it, and that is inherited."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

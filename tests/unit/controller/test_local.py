@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks  # noqa: F401  (for what it makes the fork server import)
+from support.command_line import hear_ctrl_c
 from support.processes import still_running
 from support.toy_roles import Toy
 
@@ -48,6 +49,7 @@ def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[i
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=hear_ctrl_c,
     )
     assert driver.stdout is not None
     return driver, [int(pid) for pid in driver.stdout.readline().split()]
