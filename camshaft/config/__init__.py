@@ -41,7 +41,7 @@ from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import from_container, load_generate, load_ppo, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
-from camshaft.config.place import PlaceConfig, pool_sizes
+from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
 from camshaft.config.readers import unread_by
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
@@ -53,6 +53,7 @@ from camshaft.config.topology import Topology, micro_batch_per_rank
 from camshaft.config.trainer import TrainerConfig
 
 __all__ = [
+    "GLOBAL_POOL",
     "ActorConfig",
     "ActorRolloutRefConfig",
     "AlgorithmConfig",

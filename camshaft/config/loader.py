@@ -24,7 +24,7 @@ from camshaft.config.aliases import rename
 from camshaft.config.checks import check
 from camshaft.config.fields import Section
 from camshaft.config.generate import GenerateConfig
-from camshaft.config.not_yet import READ_LATER, refusals
+from camshaft.config.not_yet import refusals
 from camshaft.config.problems import Problem, from_validation, report
 from camshaft.config.readers import READERS, unread_by
 from camshaft.config.root import PPOConfig
@@ -86,7 +86,7 @@ def from_container(
     if problems:
         raise ConfigError(report(problems))
     _tell(config, by_hand)
-    _tell_unread(tree, schema, set_keys or ())
+    _tell_of_generators(tree, frozenset(set_keys or ()))
     return config
 
 
@@ -259,20 +259,6 @@ def _tell(config: PPOConfig | SFTConfig | GenerateConfig, by_hand: Collection[st
             logger.warning("config: %s.use_remove_padding=false changes nothing: no token is ever padded", key)
     if "trainer.use_legacy_worker_impl" in by_hand:
         logger.warning("config: trainer.use_legacy_worker_impl changes nothing: there is one implementation")
-
-
-def _tell_unread(tree: Mapping[str, Any], schema: type[Section], typed: Collection[str]) -> None:
-    """One notice for each key that was typed, or changed in a file, and that only a missing feature reads."""
-    defaults, leaves = raw_defaults(schema), leaf_fields(schema)
-    for key, reader in READ_LATER.items():
-        if key not in leaves or not has(tree, key):
-            continue
-        value, default = get(tree, key), get(defaults, key)
-        # A default that follows another key is filled in where a whole config comes from a dict.
-        changed = value != default and not str(default).startswith("${")
-        if key in typed or changed:
-            logger.warning("config: %s=%s changes nothing yet: read by %s", key, shown(value), reader)
-    _tell_of_generators(tree, frozenset(typed))
 
 
 def _tell_of_generators(tree: Mapping[str, Any], typed: frozenset[str]) -> None:

@@ -1,8 +1,7 @@
 """Keys and values that are accepted by name but not there yet: THE table.
 
 `NOT_YET` refuses a value that asks for a missing feature and says what to type instead; a value that does
-not ask for it passes. `READ_LATER` lists keys whose every value passes because only a missing feature
-reads them, and says which. A feature that arrives takes its lines out of here.
+not ask for it passes. A feature that arrives takes its lines out of here.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -88,10 +87,6 @@ NOT_YET = (
     ),
 )
 
-READ_LATER: dict[str, str] = {}
-"""Key -> the missing feature that will read it."""
-
-
 MAY_BE_REMOTE = frozenset({"trainer.default_hdfs_dir"})
 """Keys of folders that something is copied to, and that may be URLs of other file systems."""
 
@@ -115,7 +110,7 @@ def refusals(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Problem
 def _remote_paths(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Problem]:
     found: dict[str, list[str]] = {}
     for key, field in leaf_fields(schema).items():
-        if is_path(field) and key not in READ_LATER and key not in MAY_BE_REMOTE:
+        if is_path(field) and key not in MAY_BE_REMOTE:
             value = get(tree, key)
             for path in [value] if isinstance(value, str) else value or ():
                 if "://" in path:
@@ -125,7 +120,5 @@ def _remote_paths(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Pr
 
 
 def later(key: str) -> str | None:
-    """What a reader of the documentation should know of a key that is in these tables, or None."""
-    if key in READ_LATER:
-        return f"read by {READ_LATER[key]}, which is not there yet"
+    """What a reader of the documentation should know of a key that is in the table, or None."""
     return "not every value is there yet" if any(key in entry.keys for entry in NOT_YET) else None

@@ -21,7 +21,7 @@ GLOBAL_POOL = "global_pool"
 
 
 class PoolConfig(Section):
-    """The size of a pool."""
+    """The size of a pool. A pool is the user's, so this default has no line in the YAML files."""
 
     nnodes: int = Field(default=1, ge=1, description="Machines.")
     n_gpus_per_node: int = Field(ge=1, description="Processes per machine, one per device.")

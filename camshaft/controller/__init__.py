@@ -21,11 +21,10 @@ for a cluster. Nothing here knows of reinforcement learning.
 from camshaft.controller.dispatch import Dispatch, register
 from camshaft.controller.group import shutdown, spawn, submit, workers
 from camshaft.controller.pool import Options, Pending, Pool, pool, pools, start_pools
-from camshaft.controller.resources import GLOBAL_POOL, PoolSpec
+from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Place, Worker
 
 __all__ = [
-    "GLOBAL_POOL",
     "Dispatch",
     "Options",
     "Pending",

@@ -1,4 +1,4 @@
-"""Pools on this machine: this process for one rank, worker processes for several.
+"""Pools on this machine: this process for one rank that is all there is, worker processes for several.
 
     BACKENDS["local"] = "camshaft.controller.local:start"
 
@@ -23,11 +23,10 @@ from pathlib import Path
 
 import torch
 
-from camshaft.controller.machine import STACK_SIGNAL, settled
 from camshaft.controller.pool import InProcess, Options, Pool
 from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.serve import STOP, read_stacks, serve
+from camshaft.controller.serve import STOP, serve, stacks_of
 from camshaft.controller.wire import Frames, receive, send
 from camshaft.controller.worker import Place
 from camshaft.errors import ConfigError, how_it_ended
@@ -47,7 +46,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     first = 0
     try:
         for spec in specs:
-            pools.append(_begun(spec, options, first))
+            pools.append(_begun(spec, options, first, alone=len(specs) == 1))
             first += spec.world_size  # pools that are started together have devices of their own
         for pool in pools:
             if isinstance(pool, Processes):
@@ -59,11 +58,12 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     return pools
 
 
-def _begun(spec: PoolSpec, options: Options, first_device: int) -> Pool:
+def _begun(spec: PoolSpec, options: Options, first_device: int, alone: bool) -> Pool:
+    """A rank beside others is a process too: it has a device of its own, and works while they do."""
     if spec.nnodes > 1:
         raise ConfigError(f"pool '{spec.name}': nnodes={spec.nnodes} needs the controller backend 'ray'")
-    if spec.world_size == 1:
-        return InProcess(spec, device_of(first_device, first_device + 1, spec.device))
+    if spec.world_size == 1 and alone:
+        return InProcess(spec, device_of(0, 1, spec.device))
     pool = LocalPool(spec, options, first_device)
     pool.begin()
     return pool
@@ -140,13 +140,8 @@ class _LocalLink(Link):
         self._process.join(seconds)
 
     def stacks(self) -> str:
-        """Written by the process itself, when it is told to or when it crashes."""
-        if not self._process.is_alive():
-            return read_stacks(self._folder, self.rank)
         assert self.pid is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, STACK_SIGNAL)
-        return settled(lambda: read_stacks(self._folder, self.rank), 1.0)
+        return stacks_of(self.pid, self._folder, self.rank)
 
     def kill(self) -> None:
         self._requests.put(None)

@@ -1,9 +1,9 @@
 """What a worker process that somebody else started does for itself, so that it ends clean and can be looked into.
 
     lead_group()                 # its children end with it, whatever it dies of
-    stacks_on_signal()           # and then, from another process of the machine: read_stacks(pid)
+    stacks_on_signal(file)       # and then, from another process of the machine: read_stacks(pid, file)
 
-The worker processes of `local.py` have this from how they are started.
+The worker processes of `local.py` need the second alone: how they are started does the rest.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR1
+WRITE_SECONDS = 1.0
+"""How long a process may take to write its stacks."""
 _SIOCGIFADDR = 0x8915
 _GUARD = 'read _; kill -s KILL -- "-$0"; sleep 10; rm -f "$1"'
 """Waits until the pipe from the process breaks, then ends its group; its stacks may be read a little longer."""
@@ -34,44 +35,39 @@ def lead_group() -> None:
     pid = os.getpid()
     if os.getpgid(0) != pid:
         os.setpgid(0, 0)
-    guard = ["/bin/sh", "-c", _GUARD, str(pid), str(_stack_file(pid))]
+    guard = ["/bin/sh", "-c", _GUARD, str(pid), str(stack_file(pid))]
     silent = subprocess.DEVNULL
     _KEPT.append(subprocess.Popen(guard, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True))
 
 
-def stacks_on_signal() -> None:
-    """Write the stacks of all threads to a file of this process at a signal, and when it crashes."""
-    file = _stack_file(os.getpid()).open("w", encoding="utf-8")
-    _KEPT.append(file)
-    faulthandler.enable(file)
-    faulthandler.register(STACK_SIGNAL, file, all_threads=True)
+def stacks_on_signal(file: Path) -> None:
+    """Write the stacks of all threads to `file` at a signal, and when this process crashes."""
+    stacks = file.open("w", encoding="utf-8")
+    _KEPT.append(stacks)
+    faulthandler.enable(stacks)
+    faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
 
 
-def read_stacks(pid: int, seconds: float = 1.0) -> str:
+def read_stacks(pid: int, file: Path) -> str:
     """The stacks of a process of this machine, now, or those that it left when it crashed; "" if there are none."""
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:
-        return _written(pid)
-    return settled(lambda: _written(pid), seconds)
-
-
-def settled(read: Callable[[], str], seconds: float) -> str:
-    """What `read` gives when it has stopped growing, or at the end of so many seconds."""
-    deadline = time.monotonic() + seconds
+        return _written(file)
+    deadline = time.monotonic() + WRITE_SECONDS
     text, before = "", ""
-    while time.monotonic() < deadline and not (text and text == before):
+    while time.monotonic() < deadline and not (text and text == before):  # until no more is being written
         time.sleep(0.05)
-        text, before = read(), text
+        text, before = _written(file), text
     return text
 
 
-def _written(pid: int) -> str:
-    file = _stack_file(pid)
+def _written(file: Path) -> str:
     return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
 
-def _stack_file(pid: int) -> Path:
+def stack_file(pid: int) -> Path:
+    """Where a process writes its stacks that has no folder for them."""
     return Path(tempfile.gettempdir()) / f"camshaft-stacks-{pid}.txt"
 
 

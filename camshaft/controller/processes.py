@@ -90,6 +90,8 @@ class Sent:
         self.name, self.method, self.timeout = name, method, timeout
         self.waiting = ranks
         self.answers: list[Any] = [None] * world
+        self.notice = NOTICE_SECONDS
+        """The age at which the log says next that it is awaited."""
 
     @property
     def what(self) -> str:
@@ -108,7 +110,6 @@ class Processes(Pool):
         self._lock = threading.RLock()
         self._asked: list[deque[Sent]] = [deque() for _ in range(self.world_size)]
         self._since = [0.0] * self.world_size
-        self._noticed: dict[Sent, float] = {}
         self._roles: dict[int, Launch] = {}
         self._next_key = 0
 
@@ -325,10 +326,10 @@ class Processes(Pool):
             age = now - min(self._since[rank] for rank in late)
             if age > sent.timeout:
                 raise self._timed_out(sent, sorted(late), age)
-            if age > self._noticed.get(sent, NOTICE_SECONDS):
+            if age > sent.notice:
                 ranks = ", ".join(str(rank) for rank in sorted(late))
                 logger.warning("%s: rank(s) %s have not answered for %.0f s", sent.what, ranks, age)
-                self._noticed = {sent: 2 * self._noticed.get(sent, NOTICE_SECONDS)}
+                sent.notice *= 2
 
     def _raise_first(self, sent: Sent, failures: dict[int, Failure]) -> NoReturn:
         """Raise for the rank that failed first: the others may only have lost their peer."""

@@ -37,7 +37,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from camshaft.controller.host import Host, log_to_file, set_environment
-from camshaft.controller.machine import interface_of, lead_group, read_stacks, stacks_on_signal
+from camshaft.controller.machine import interface_of, lead_group, read_stacks, stack_file, stacks_on_signal
 from camshaft.controller.pool import Options, Pool
 from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
 from camshaft.controller.resources import Node, PoolSpec, shortage
@@ -92,10 +92,6 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     return list(pools)
 
 
-_WATCH = Watch()
-"""Of the cluster that this process has joined."""
-
-
 def connect(specs: Sequence[PoolSpec], asked: Mapping[str, Any]) -> None:
     """Join the cluster, or start one on this machine that has room for `specs`."""
     if ray.is_initialized():
@@ -116,12 +112,6 @@ def connect(specs: Sequence[PoolSpec], asked: Mapping[str, Any]) -> None:
             ray.init(address=address, **init)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. See ray_kwargs.ray_init") from error
-
-
-def disconnect() -> None:
-    """Leave the cluster; one that was started here ends."""
-    _WATCH.clear()
-    ray.shutdown()
 
 
 def _check_address(address: str | None) -> None:
@@ -169,15 +159,15 @@ def _emptied(nodes: Sequence[Node]) -> list[Node]:
     return [replace(node, free=node.total) for node in nodes]
 
 
-def _watch_machines(names: set[str]) -> None:
+def _watched(watch: Watch, names: set[str]) -> None:
     """Watch the cluster's head and the daemons of these nodes, and of the one that this process is on."""
     context = ray.get_runtime_context()
     head, _, port = context.gcs_address.rpartition(":")
-    _WATCH.add("the head of the Ray cluster", head, int(port))
+    watch.add("the head of the Ray cluster", head, int(port))
     for node in ray.nodes():
         if node["NodeID"] in names | {context.get_node_id()}:
             host = node["NodeManagerAddress"]
-            _WATCH.add(f"the Ray daemon of machine {host}", host, node["NodeManagerPort"])
+            watch.add(f"the Ray daemon of machine {host}", host, node["NodeManagerPort"])
 
 
 class RayPool(Processes):
@@ -186,6 +176,7 @@ class RayPool(Processes):
     def __init__(self, spec: PoolSpec, options: Options):
         super().__init__(spec, options)
         self._group: PlacementGroup | None = None
+        self._watch = Watch()
 
     def start(self) -> None:
         spec = self.spec
@@ -198,11 +189,11 @@ class RayPool(Processes):
                 "another job may have taken it meanwhile. Look at `ray status`"
             )
         for rank in range(self.world_size):
-            self.links.append(RayLink(self._place(rank), self._options(rank), self.inbox))
+            self.links.append(RayLink(self._place(rank), self._options(rank), self.inbox, self._watch))
 
     def meet(self) -> None:
         super().meet()
-        _watch_machines({link.node() for link in self.links if isinstance(link, RayLink)})
+        _watched(self._watch, {link.node() for link in self.links if isinstance(link, RayLink)})
 
     def rendezvous(self) -> str:
         return self.ask("__init__", ("open_rendezvous",), ranks={0})[0]
@@ -216,12 +207,13 @@ class RayPool(Processes):
         return _Whole(role_class) if role_class.__module__ == "__main__" else role_class
 
     def troubled(self) -> str | None:
-        return _WATCH.trouble()
+        return self._watch.trouble()
 
     def tidy(self) -> None:
         # A cluster without a head would keep the driver waiting, and has nothing to give back.
         if self._group is not None and ray.is_initialized() and not self.troubled():
             remove_placement_group(self._group)
+        self._watch.end()
 
     def _place(self, rank: int) -> Place:
         spec = self.spec
@@ -252,9 +244,9 @@ class RayPool(Processes):
 class RayLink(Link):
     """One actor."""
 
-    def __init__(self, place: Place, options: Mapping[str, Any], inbox: Inbox):
+    def __init__(self, place: Place, options: Mapping[str, Any], inbox: Inbox, watch: Watch):
         self.rank = place.rank
-        self._inbox = inbox
+        self._inbox, self._watch = inbox, watch
         self._gone: str | None = None
         carried = {name: value for name, value in os.environ.items() if CARRIED.match(name)}
         found = [entry for entry in sys.path if entry]
@@ -284,10 +276,10 @@ class RayLink(Link):
         if self.pid is None:
             return ""
         if self._is_here():
-            return read_stacks(self.pid)
+            return read_stacks(self.pid, stack_file(self.pid))
         with contextlib.suppress(ray.exceptions.RayError):  # the machine does not answer either
             there = NodeAffinitySchedulingStrategy(self.node(), soft=False)
-            task = ray.remote(read_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+            task = ray.remote(_stacks_there).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
             return ray.get(task.remote(self.pid), timeout=STACK_SECONDS)
         return ""
 
@@ -298,7 +290,7 @@ class RayLink(Link):
         if self.pid is not None and self._is_here():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)  # Ray gives a process five seconds, a frozen one too
-        if not _WATCH.trouble():
+        if not self._watch.trouble():
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
 
@@ -317,7 +309,7 @@ class ActorHost:
 
     def __init__(self, place: Place, environment: dict[str, str], path: list[str], folder: str):
         lead_group()
-        stacks_on_signal()
+        stacks_on_signal(stack_file(os.getpid()))
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(folder)
@@ -339,6 +331,11 @@ class ActorHost:
 
 
 _ACTOR = ray.remote(ActorHost)
+
+
+def _stacks_there(pid: int) -> str:
+    """Of a process of the machine that this runs on, which knows where its files are."""
+    return read_stacks(pid, stack_file(pid))
 
 
 class _Whole:

@@ -14,15 +14,12 @@ from dataclasses import dataclass, field
 
 Amounts = Mapping[str, float]
 
-GLOBAL_POOL = "global_pool"
-"""The pool of every role that names no other."""
-
 
 @dataclass(frozen=True)
 class PoolSpec:
     """Processes that live together: each has a device of its own and may hold several roles."""
 
-    name: str = GLOBAL_POOL
+    name: str = "workers"
     nnodes: int = 1
     ranks_per_node: int = 1
     device: str | None = None

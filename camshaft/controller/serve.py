@@ -7,7 +7,6 @@ signal makes it write the stacks of its threads into its file of the pool's fold
 
 from __future__ import annotations
 
-import faulthandler
 import multiprocessing
 import os
 import shutil
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from camshaft.controller.host import Host, log_to_file, set_environment
-from camshaft.controller.machine import STACK_SIGNAL
+from camshaft.controller.machine import read_stacks, stacks_on_signal
 from camshaft.controller.wire import Frames, receive, send
 from camshaft.controller.worker import Place
 
@@ -27,36 +26,33 @@ STOP: Frames = []
 """The message that ends a worker process."""
 
 
-def read_stacks(folder: Path, rank: int) -> str:
-    """What a rank has written of its stacks, without the thread that only watches the driver; "" if nothing."""
-    file = stack_file(folder, rank)
-    blocks = file.read_text(encoding="utf-8").strip().split("\n\n") if file.exists() else []
+def stacks_of(pid: int, folder: Path, rank: int) -> str:
+    """The stacks of a rank, without the thread that only watches the driver; "" if there are none."""
+    blocks = read_stacks(pid, _stack_file(folder, rank)).split("\n\n")
     return "\n\n".join(block for block in blocks if _end_with_driver.__name__ not in block)
 
 
 def serve(connection: socket.socket, place: Place, folder: Path, environment: dict[str, str]) -> None:
     """The life of one rank."""
     os.setsid()
-    with stack_file(folder, place.rank).open("w", encoding="utf-8") as stacks:
-        faulthandler.enable(stacks)
-        faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
-        threading.Thread(target=_end_with_driver, args=(folder,), name="driver-watch", daemon=True).start()
-        os.environ.clear()  # this process was forked from a server with the variables of its start
-        set_environment(place, environment)
-        log_to_file(place)
-        host = Host(place)
-        try:
-            while (request := receive(connection)) != STOP:
-                send(connection, host.answer(request))
-        except OSError:
-            _end_session(folder)
-        # Interpreters that end while gloo threads live abort now and then, so this one does not unwind.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    stacks_on_signal(_stack_file(folder, place.rank))
+    threading.Thread(target=_end_with_driver, args=(folder,), name="driver-watch", daemon=True).start()
+    os.environ.clear()  # this process was forked from a server with the variables of its start
+    set_environment(place, environment)
+    log_to_file(place)
+    host = Host(place)
+    try:
+        while (request := receive(connection)) != STOP:
+            send(connection, host.answer(request))
+    except OSError:
+        _end_session(folder)
+    # Interpreters that end while gloo threads live abort now and then, so this one does not unwind.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def stack_file(folder: Path, rank: int) -> Path:
+def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank_{rank}.txt"
 
 

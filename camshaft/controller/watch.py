@@ -13,6 +13,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
 HEARTBEAT_SECONDS = 0.5
 """How often each port is tried."""
@@ -31,42 +32,50 @@ def answers(host: str, port: int) -> bool:
         return False
 
 
+@dataclass
+class _Place:
+    """A port, and how it is doing."""
+
+    name: str
+    host: str
+    port: int
+    missed: int = 0
+    """Failures since it last answered."""
+    since: float = 0.0
+    """When the first of them was."""
+
+
 class Watch:
-    """Ports that are to answer as long as a run lasts."""
+    """Ports that are to answer until `end`."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[str, int], str] = {}
-        self._missed: dict[tuple[str, int], int] = {}
-        self._since: dict[tuple[str, int], float] = {}
+        self._places: list[_Place] = []
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, host: str, port: int) -> None:
-        self._places[host, port] = name
+        self._places.append(_Place(name, host, port))
         if self._thread is None:
             self._thread = threading.Thread(target=self._try_all, name="cluster-watch", daemon=True)
             self._thread.start()
 
-    def clear(self) -> None:
-        """Nothing is watched any more."""
-        self._places, self._missed, self._since = {}, {}, {}
+    def end(self) -> None:
+        """Look no more; what was found stays."""
+        self._over.set()
 
     def trouble(self) -> str | None:
-        for place, missed in list(self._missed.items()):
-            if missed >= MISSED_HEARTBEATS:
-                host, port = place
-                silent = time.monotonic() - self._since[place]
-                return (
-                    f"{self._places[place]} ({host}:{port}) has not answered for {silent:.0f} s: it is dead or cut off"
-                )
+        for place in self._places:
+            if place.missed >= MISSED_HEARTBEATS:
+                silent = time.monotonic() - place.since
+                where = f"{place.name} ({place.host}:{place.port})"
+                return f"{where} has not answered for {silent:.0f} s: it is dead or cut off"
         return None
 
     def _try_all(self) -> None:
-        while True:
+        while not self._over.wait(HEARTBEAT_SECONDS):
             for place in list(self._places):
-                if answers(*place):
-                    self._missed.pop(place, None)
-                    self._since.pop(place, None)
-                elif place in self._places:
-                    self._since.setdefault(place, time.monotonic())
-                    self._missed[place] = self._missed.get(place, 0) + 1
-            time.sleep(HEARTBEAT_SECONDS)
+                if answers(place.host, place.port):
+                    place.missed = 0
+                else:
+                    place.since = place.since if place.missed else time.monotonic()
+                    place.missed += 1

@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.table import Table
 
-from camshaft.config import GenerateConfig, unread_by
-from camshaft.controller import GLOBAL_POOL, spawn
+from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by
+from camshaft.controller import spawn
 from camshaft.data import PromptOptions, ResponseFile, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, model_folder

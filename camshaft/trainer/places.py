@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from camshaft.config import PlaceConfig, PPOConfig, pool_sizes
-from camshaft.controller import GLOBAL_POOL, Options, Pool, PoolSpec, pools
+from camshaft.config import GLOBAL_POOL, PlaceConfig, PPOConfig, pool_sizes
+from camshaft.controller import Options, Pool, PoolSpec, pools
 
 logger = logging.getLogger(__name__)
 

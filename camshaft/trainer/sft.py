@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
-from camshaft.config import SFTConfig, Topology
-from camshaft.controller import GLOBAL_POOL, spawn
+from camshaft.config import GLOBAL_POOL, SFTConfig, Topology
+from camshaft.controller import spawn
 from camshaft.data import SFTOptions, StatefulLoader, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer

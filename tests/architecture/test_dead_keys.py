@@ -25,7 +25,7 @@ import camshaft.config
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.config.fields import Section
-from camshaft.config.not_yet import NOT_YET, READ_LATER
+from camshaft.config.not_yet import NOT_YET
 from camshaft.config.roles import CriticModelConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.trainer import TrainerConfig
@@ -172,7 +172,7 @@ def is_read(reader: Reader, kind: type[BaseModel], name: str) -> bool:
 
 def dead_keys(reader: Reader, schema: type[Section]) -> list[str]:
     """The keys of a whole config that nothing reads."""
-    excused = {*READ_LATER, *ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
+    excused = {*ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
     dead = []
     for key in leaf_fields(schema):
         kind: type[Section] = schema
@@ -211,7 +211,7 @@ def test_what_is_only_checked_is_checked() -> None:
 
 
 def test_what_is_excused_exists() -> None:
-    assert [key for key in (*READ_LATER, *ONLY_CHECKED) if key not in leaf_fields(PPOConfig)] == []
+    assert [key for key in ONLY_CHECKED if key not in leaf_fields(PPOConfig)] == []
 
 
 # -- the test can fail ----------------------------------------------------------------------------
@@ -291,6 +291,6 @@ def test_a_key_is_found_dead_where_only_its_namesake_is_read() -> None:
 def test_every_key_of_the_schema_would_be_found() -> None:
     nothing = Reader(classes())
     nothing.read(["x = 1"])
-    excused = {*READ_LATER, *ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
+    excused = {*ONLY_CHECKED, *(key for entry in NOT_YET for key in entry.keys)}
     assert set(dead_keys(nothing, PPOConfig)) == set(leaf_fields(PPOConfig)) - excused
     assert fields(PPOConfig).keys() > leaf_fields(PPOConfig).keys()

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from camshaft.controller import Dispatch, Options, Place, PoolSpec, pool, register, spawn
-from camshaft.controller.ray import disconnect
 from camshaft.errors import WorkerError
 from support.toy_roles import Toy
 
@@ -43,7 +43,7 @@ def chosen() -> list[str | None]:
     init = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "of the runtime environment"}}}
     with pool(TWO, "ray", Options(ray_init=init)) as two:
         found = spawn(Traveller, pool=two, timeout=60).nccl_debug()
-    disconnect()
+    ray.shutdown()
     return found
 
 
@@ -53,7 +53,7 @@ def places() -> list[tuple[str, Place, str | None]]:
         role = spawn(Traveller, pool=two, timeout=60)
         assert role.sum_over_ranks(1.0) == 3.0
         found = role.where()
-    disconnect()
+    ray.shutdown()
     return found
 
 
@@ -66,5 +66,5 @@ def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]
         with pytest.raises(WorkerError) as caught:
             role.stall(1) if method == "stall" else role.kill(1)
         seconds = time.monotonic() - began
-    disconnect()
+    ray.shutdown()
     return str(caught.value), seconds

@@ -12,8 +12,6 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from camshaft.controller.ray import disconnect
-
 
 @contextlib.contextmanager
 def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
@@ -25,7 +23,7 @@ def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        disconnect()
+        ray.shutdown()
 
 
 @contextlib.contextmanager
@@ -40,5 +38,5 @@ def two_machines(num_cpus: int = 2) -> Iterator[Any]:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         yield cluster
     finally:
-        disconnect()
+        ray.shutdown()
         cluster.shutdown()

@@ -6,11 +6,13 @@ Run by `make test-vllm`. The contract has a file of its own, for `make test-serv
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +164,7 @@ def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLa
 
     # In mid-generation.
     server = next(pid for pid in group_of(guard) if pid != guard and parent_of(pid) == guard)
-    threading.Timer(1.5, os.kill, (server, signal.SIGKILL)).start()
+    threading.Thread(target=kill_while_it_generates, args=(server, url)).start()
     begun = time.monotonic()
     with pytest.raises(RolloutError, match=f"{url} did not answer /v1/completions"):
         generate_until_it_fails(case, lab)
@@ -188,6 +190,18 @@ def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLa
         assert len(everybody) >= 3
         os.kill(trainer.pid, signal.SIGKILL)
     assert not still_running(everybody, seconds=10)
+
+
+def kill_while_it_generates(pid: int, url: str, seconds: float = 60) -> None:
+    """As soon as the server says that sequences are running; after some seconds, whatever it says."""
+    gives_up = time.monotonic() + seconds
+    while time.monotonic() < gives_up:
+        with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
+            running_now = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
+        if running_now and float(running_now[1]) > 0:
+            break
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
 
 
 def generate_until_it_fails(case: Case, lab: RolloutLab) -> None:

@@ -6,9 +6,9 @@ Python runs this file when it starts. torchvision describes its compiled functio
 torch refuses that for functions that are not there; nobody calls them. SGLang imports torchvision for images.
 """
 
-import torch
+from torch import library
 
-_register = torch.library.register_fake
+_register = library.register_fake
 
 
 def register_fake(op, func=None, /, **options):
@@ -17,4 +17,4 @@ def register_fake(op, func=None, /, **options):
     return _register(op, func, **options)
 
 
-torch.library.register_fake = register_fake
+library.register_fake = register_fake

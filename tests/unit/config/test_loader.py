@@ -8,7 +8,6 @@ import hydra
 import pytest
 
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
-from camshaft.config.not_yet import READ_LATER
 from camshaft.config.tree import leaf_fields
 from camshaft.errors import ConfigError
 
@@ -255,34 +254,6 @@ def test_notices_are_given_for_settings_that_change_nothing(words, caplog):
     assert len(caplog.messages) == 2
     assert any("there is one implementation" in message for message in caplog.messages)
     assert any("critic.model.use_remove_padding" in message for message in caplog.messages)
-
-
-@pytest.fixture
-def unread(monkeypatch):
-    """Keys that wait for a feature, whether or not there are such now."""
-    for key in ("reward_model.max_length", "reward_model.micro_batch_size"):
-        monkeypatch.setitem(READ_LATER, key, "a feature to come")
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "reward_model.max_length=5",
-        "reward_model.micro_batch_size=64",  # the default, but typed
-    ],
-)
-def test_a_key_that_nothing_reads_yet_is_told_to_who_set_it(words, word, unread, caplog):
-    with caplog.at_level(logging.WARNING, "camshaft.config"):
-        load_ppo([*words, word])
-    assert caplog.messages == [f"config: {word} changes nothing yet: read by a feature to come"]
-
-
-def test_a_key_that_nothing_reads_yet_is_told_if_a_file_sets_it(words, tmp_path, unread, caplog):
-    (tmp_path / "mine.yaml").write_text("reward_model.micro_batch_size: 3\n")
-    with caplog.at_level(logging.WARNING, "camshaft.config"):
-        config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
-    assert config.reward_model.micro_batch_size == 3
-    assert ["micro_batch_size=3" in message for message in caplog.messages] == [True]
 
 
 LIBRARIES = "process, server, sglang, vllm"

@@ -9,14 +9,14 @@ import time
 
 from support.processes import still_running
 
-from camshaft.controller.machine import interface_of, read_stacks
+from camshaft.controller.machine import interface_of, read_stacks, stack_file
 
 PROGRAM = """
 import os, subprocess, sys, time
 os.setpgid(0, 0)
-from camshaft.controller.machine import lead_group, stacks_on_signal
+from camshaft.controller.machine import lead_group, stack_file, stacks_on_signal
 lead_group()
-stacks_on_signal()
+stacks_on_signal(stack_file(os.getpid()))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 print(child.pid, flush=True)
 def waits_here():
@@ -42,10 +42,10 @@ def test_stacks_are_read_from_outside_and_those_of_a_crash_too():
     process, _ = started()
     with process:
         time.sleep(0.2)
-        assert "waits_here" in read_stacks(process.pid)
+        assert "waits_here" in read_stacks(process.pid, stack_file(process.pid))
         os.kill(process.pid, signal.SIGSEGV)
         process.wait(10)
-        assert "Segmentation fault" in read_stacks(process.pid)
+        assert "Segmentation fault" in read_stacks(process.pid, stack_file(process.pid))
 
 
 def test_the_interface_of_an_address():

@@ -19,8 +19,7 @@ def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_no
         while seen.trouble() is None and time.monotonic() < until:
             time.sleep(0.05)
         assert "the one that leaves (127.0.0.1:" in (seen.trouble() or "")
-        seen.clear()
-        assert seen.trouble() is None
+        seen.end()
 
 
 def test_one_missed_heartbeat_is_none():
@@ -32,3 +31,4 @@ def test_one_missed_heartbeat_is_none():
     with socket.create_server(place, reuse_port=False):
         time.sleep(4 * watch.HEARTBEAT_SECONDS)
         assert seen.trouble() is None
+        seen.end()
