@@ -159,11 +159,20 @@ def _emptied(nodes: Sequence[Node]) -> list[Node]:
     return [replace(node, free=node.total) for node in nodes]
 
 
+def _head() -> tuple[str, int]:
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return host, int(port)
+
+
+def _head_answers() -> bool:
+    """Asked before what would wait for a dead one: `ray.kill` does, for a minute, and nothing is to be given back."""
+    return answers(*_head())
+
+
 def _watched(watch: Watch, names: set[str]) -> None:
     """Watch the cluster's head and the daemons of these nodes, and of the one that this process is on."""
     context = ray.get_runtime_context()
-    head, _, port = context.gcs_address.rpartition(":")
-    watch.add("the head of the Ray cluster", head, int(port))
+    watch.add("the head of the Ray cluster", *_head())
     for node in ray.nodes():
         if node["NodeID"] in names | {context.get_node_id()}:
             host = node["NodeManagerAddress"]
@@ -210,8 +219,7 @@ class RayPool(Processes):
         return self._watch.trouble()
 
     def tidy(self) -> None:
-        # A cluster without a head would keep the driver waiting, and has nothing to give back.
-        if self._group is not None and ray.is_initialized() and not self.troubled():
+        if self._group is not None and ray.is_initialized() and not self.troubled() and _head_answers():
             remove_placement_group(self._group)
         self._watch.end()
 
@@ -290,7 +298,7 @@ class RayLink(Link):
         if self.pid is not None and self._is_here():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)  # Ray gives a process five seconds, a frozen one too
-        if not self._watch.trouble():
+        if not self._watch.trouble() and _head_answers():
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from support.cluster import ray_here
 from support.ppo_runs import Step, run_ppo
-from support.same_run import RANKS, SHUFFLED, compare
+from support.reward_models import NEWLINE, make_tiny_reward_model
+from support.same_run import ACTOR, RANKS, SHUFFLED, compare
 
 pytestmark = pytest.mark.timeout(280)
 
@@ -55,17 +56,35 @@ def test_two_ranks_on_ray_are_bit_for_bit_two_local_ranks(tmp_path: Path) -> Non
         assert told(ours) == told(theirs)
 
 
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Step]]:
+    """A run in this process with a reward model as well, what it was asked, and its folder."""
+    home = tmp_path_factory.mktemp("home")
+    asked = {
+        **SHUFFLED,
+        "reward_model.enable": True,
+        "reward_model.model.path": make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True),
+        "reward_model.strategy": f"${{{ACTOR}.strategy}}",
+        "reward_model.micro_batch_size_per_gpu": 3,
+        "reward_model.max_length": 60,
+    }
+    return home, asked, run_ppo(home, asked, steps=2)
+
+
 @pytest.mark.parametrize("controller", ["ray", "local"])
 @pytest.mark.usefixtures("cluster")
-def test_roles_on_pools_of_their_own(controller: str, alone: tuple[Path, list[Step]]) -> None:
+def test_roles_on_pools_of_their_own(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
     """The actor on two ranks, the critic on one, the reward model on another."""
-    home, _ = alone
+    home, asked, steps = scored
     pools = {
         "actor_rollout_ref.resource_pool": "a",
         "critic.resource_pool": "b",
+        "reward_model.resource_pool": "c",
         "+trainer.resource_pools.a.n_gpus_per_node": 2,
         "+trainer.resource_pools.b.n_gpus_per_node": 1,
+        "+trainer.resource_pools.c.n_gpus_per_node": 1,
         "trainer.controller": controller,
     }
-    steps = run_ppo(home, SHUFFLED, steps=2)
-    compare(run_ppo(home, {**SHUFFLED, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2), steps, rel=1e-6)
+    found = run_ppo(home, {**asked, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2)
+    compare(found, steps, rel=1e-6)
+    assert all(step.metrics["reward/model/mean"] != 0 for step in found)
