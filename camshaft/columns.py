@@ -50,6 +50,7 @@ _TABLE = (
     Column("old_log_probs", "ragged", "float32", "per response token: log-prob under the policy before the update", "roles/actor.compute_log_prob", ("roles/actor.update_actor", "trainer/advantages", "trainer/metrics")),
     Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob", ("trainer/metrics",)),
     Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/ref.compute_ref_log_prob", ("trainer/advantages", "roles/actor.update_actor")),
+    Column("full_kl", "ragged", "float32", "per response token: KL divergence of the policy from the reference over the whole vocabulary", "roles/exact_kl", ("trainer/advantages",)),
     Column("values", "ragged", "float32", "per response token: the critic's value before the update", "roles/critic.compute_values", ("trainer/advantages", "roles/critic.update_critic")),
     Column("token_level_rewards", "ragged", "float32", "per response token: score minus the KL penalty", "trainer/advantages", ("trainer/advantages", "trainer/metrics")),
     Column("advantages", "ragged", "float32", "per response token: how much better than expected", "trainer/advantages", ("roles/actor.update_actor",)),

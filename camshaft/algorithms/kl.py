@@ -5,7 +5,7 @@
     controller.update(mean_kl, num_sequences)
 
 `kl_penalty` estimates the divergence from the sampled tokens alone; `full_kl` computes it exactly from the
-hidden states and output weights of both models. The trainer holds the controller and checkpoints its state.
+distributions of both models. The trainer holds the controller and checkpoints its state.
 """
 
 import math
@@ -61,24 +61,13 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 @torch.no_grad()
-def full_kl(
-    hidden: Tensor, weight: Tensor, ref_hidden: Tensor, ref_weight: Tensor, temperature: float = 1.0, chunk: int = 1024
-) -> Tensor:
-    """sum_v pi(v) (log pi(v) - log pi_ref(v)) for each token, exactly; no gradient.
+def full_kl(log_p: Tensor, log_q: Tensor, chunk: int = 1024) -> Tensor:
+    """sum_v p(v) (log p(v) - log q(v)) for each token, exactly; no gradient. (N, V) each -> (N,).
 
-    `hidden`, `ref_hidden` are (N, H) and (N, H'), the states that predict the N tokens; `weight`,
-    `ref_weight` are (V, H) and (V, H'), the output projections over one vocabulary. The logits are divided
-    by `temperature`. Only `chunk` x V logits exist at a time. Everything is computed in float32, whatever
-    the models' dtype: a KL of 1e-3 is below the rounding of bfloat16 logits. Returns (N,) float32.
+    What it takes are the log-probs of the whole vocabulary; at most `chunk` x V further numbers exist at a time.
     """
-    weight, ref_weight = weight.float(), ref_weight.float()
-    result = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(hidden), chunk):
-        span = slice(start, start + chunk)
-        log_p = torch.log_softmax(hidden[span].float() @ weight.T / temperature, dim=-1)
-        log_q = torch.log_softmax(ref_hidden[span].float() @ ref_weight.T / temperature, dim=-1)
-        result[span] = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return result
+    rows = zip(log_p.split(chunk), log_q.split(chunk), strict=True)
+    return torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in rows])
 
 
 class FixedKL:

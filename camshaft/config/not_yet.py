@@ -66,9 +66,10 @@ NOT_YET = (
         "is not there yet (it compares with a greedy response). Type {key}=rloo for a baseline without a critic.",
     ),
     NotYet(
-        ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"),
+        ("actor_rollout_ref.actor.kl_loss_type",),
         _is("full"),
-        "the KL divergence over the whole vocabulary is not there yet. Type {key}=low_var_kl.",
+        "the KL divergence over the whole vocabulary is not there yet for the loss, but for the reward it is"
+        " (algorithm.kl_penalty=full). Type {key}=low_var_kl.",
     ),
     NotYet(
         ("actor_rollout_ref.actor.policy_loss.loss_mode",),

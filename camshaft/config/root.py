@@ -36,6 +36,10 @@ class PPOConfig(Section):
         """Whether anything measures the divergence from the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
+    def needs_full_kl(self) -> bool:
+        """Whether actor and reference are compared over the whole vocabulary, and not on the tokens drawn."""
+        return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
+
     def needs_reference_model(self) -> bool:
         """Whether that policy is a model of its own; with an adapter it is the actor's model without it."""
         return self.needs_reference() and self.actor_rollout_ref.model.lora_rank == 0

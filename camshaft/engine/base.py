@@ -29,13 +29,16 @@ from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
 from camshaft.seat import Seat
 
-Output = Literal["log_probs", "entropy", "values", "scores"]
+Output = Literal["log_probs", "entropy", "distribution", "values", "scores"]
 OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
-    "causal_lm": ("log_probs", "entropy"),
+    "causal_lm": ("log_probs", "entropy", "distribution"),
     "value": ("values",),
     "reward": ("scores",),
 }
-"""What a model can be asked for, by its head; the first is what it gives unless told otherwise."""
+"""What a model can be asked for, by its head; the first is what it gives unless told otherwise.
+
+`distribution` has a row of the vocabulary's size for each token, its log-probs, and no gradient.
+"""
 
 Batch = DataProto | Mapping[str, Any]
 Predictions = Mapping[str, Any]

@@ -49,7 +49,7 @@ def interface(lab: Lab) -> None:
 
 
 def predictions(lab: Lab) -> None:
-    """log_probs, entropy, values and scores equal a plain forward of each row alone; zero outside loss_mask."""
+    """every output of every head equals a plain forward of each row alone; zero outside loss_mask."""
     for head, outputs in OUTPUTS_OF_HEAD.items():
         engine = lab.build(head=head, random_init=head == "reward")
         found = lab.infer(engine, StepContext(outputs=outputs, temperature=0.7))

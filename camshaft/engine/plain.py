@@ -26,7 +26,8 @@ def plain_outputs(model: Any, batch: DataProto, head: str, temperature: float = 
     rows: dict[str, list[Tensor]] = {}
     for ids, mask in zip(batch["input_ids"].rows(), batch["loss_mask"].rows(), strict=True):
         for name, value in _one_row(model, ids, head, temperature).items():
-            rows.setdefault(name, []).append(value if name == "scores" else value * mask)
+            kept = mask.view(-1, *[1] * (value.ndim - 1))
+            rows.setdefault(name, []).append(value if name == "scores" else value * kept)
     return {n: torch.stack(v) if n == "scores" else Ragged.from_rows(v, v[0].dtype) for n, v in rows.items()}
 
 
@@ -44,6 +45,7 @@ def _one_row(model: Any, ids: Tensor, head: str, temperature: float) -> dict[str
     return {
         "log_probs": torch.cat([first, logp.gather(-1, ids[1:, None])[:, 0]]),
         "entropy": torch.cat([first, entropy]),
+        "distribution": torch.cat([torch.zeros_like(logp[:1]), logp]),
     }
 
 

@@ -26,7 +26,7 @@ from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
 from camshaft.models.packed import OnHost
 
-_PER_TOKEN = frozenset({"log_probs", "entropy", "values"})
+_PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "values"})
 
 
 def as_batch(batch: Batch) -> DataProto:
@@ -91,7 +91,7 @@ def packed_forward(module: torch.nn.Module, inputs: DataProto, ctx: StepContext,
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
-            value = ids.like(value.new_zeros(len(ids.values)).index_copy(0, at, value))
+            value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy(0, at, value))
         outputs[name] = value
     return outputs
 

@@ -1,6 +1,7 @@
 """From hidden states to log-probabilities and entropy without ever holding the logits of all tokens.
 
     log_probs, entropy = linear_logprob(hidden, lm_head.weight, targets, temperature=1.0, need_entropy=True)
+    all_of_them = log_distribution(hidden, lm_head.weight, temperature=1.0)     # (M, V), for who cannot do without
 
 The projection on the vocabulary runs over chunks of tokens, forward and again in the backward pass, where the
 logits are computed anew. At most a few buffers of chunk x V numbers exist at a time. Used by `packed.py`.
@@ -62,6 +63,34 @@ def linear_logprob(
         chunk = CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK
     how = _How(temperature, need_entropy, chunk, part)
     return _LinearLogProb.apply(hidden, weight, bias, targets, how)  # pyright: ignore[reportReturnType]
+
+
+@torch.no_grad()
+def log_distribution(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    """(M, V): the log-prob of every word of the vocabulary, without gradient. With `part`, on every rank of it."""
+    logits = _scaled_logits(hidden, weight, bias, temperature)
+    if part is not None and len(hidden):
+        logits = _all_rows(logits.t(), part.group).t()
+    return logits.log_softmax(dim=1)
+
+
+def _all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The rows of all ranks below each other; they may have different numbers of them."""
+    ranks = dist.get_world_size(group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group=group)
+    sizes = [int(count) for count in counts]
+    filled = own.new_zeros((max(sizes), *own.shape[1:]))
+    filled[: len(own)] = own
+    every = [torch.empty_like(filled) for _ in sizes]
+    dist.all_gather(every, filled, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)])
 
 
 class _How(NamedTuple):

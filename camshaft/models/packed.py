@@ -22,13 +22,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
-from camshaft.models.linear_logprob import VocabularyPart, linear_logprob
+from camshaft.models.linear_logprob import VocabularyPart, linear_logprob, log_distribution
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
 
 OUTPUTS: dict[Head, tuple[str, ...]] = {
-    "causal_lm": ("log_probs", "entropy"),
+    "causal_lm": ("log_probs", "entropy", "distribution"),
     "value": ("values",),
     "reward": ("scores",),
 }
@@ -97,7 +97,8 @@ class PackedModel(nn.Module):
 
         "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
         so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
-        do not look at `at`. All are float32, or float64 for a float64 model.
+        do not look at `at`. All are float32, or float64 for a float64 model. "distribution" is (M, V): the log-probs of
+        all words, without gradient.
 
         `at` may be on the CPU wherever the tokens are, and its values are checked there only: elsewhere a check
         would wait for the device. A call with `sequence` set needs it there, and a sharded model `OnHost`.
@@ -113,7 +114,9 @@ class PackedModel(nn.Module):
         read = self._hidden(*split.padded(tokens, lengths), share.local)
         spoken_of = at if self.head == "reward" else at[share.mine]
         found = self._numbers(read, tokens, spoken_of, outputs, temperature)
-        return dict(zip(found, split.gather(share, *found.values()), strict=True))
+        wide = {name: split.gather(share, found.pop(name))[0] for name in outputs if name == "distribution"}
+        together = split.gather(share, *found.values()) if found else []
+        return dict(zip(found, together, strict=True)) | wide
 
     def _hidden(self, tokens: Tensor, lengths: Sequence[int], rows: Tensor) -> Tensor:
         """The last hidden states of these rows of what this rank computes: all tokens, or its chunk of them."""
@@ -141,17 +144,16 @@ class PackedModel(nn.Module):
                 "leave lm_head out of the layers that an adapter or a quantiser replaces"
             )
         weight, bias, part = _rows_here(output)
-        log_probs, entropy = linear_logprob(
-            hidden,
-            weight,
-            tokens[at.to(tokens.device, non_blocking=True)],
-            bias,
-            temperature / self.logit_factor,
-            need_entropy="entropy" in outputs,
-            part=part,
-        )
-        found = {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
-        return {name: found[name] for name in outputs}
+        temperature /= self.logit_factor
+        found: dict[str, Tensor | None] = {}
+        if "distribution" in outputs:
+            found["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
+        if found.keys() != set(outputs):
+            targets = tokens[at.to(tokens.device, non_blocking=True)]
+            found["log_probs"], found["entropy"] = linear_logprob(
+                hidden, weight, targets, bias, temperature, need_entropy="entropy" in outputs, part=part
+            )
+        return {name: tensor for name in outputs if (tensor := found[name]) is not None}
 
     def _check(self, tokens: Tensor, lengths: Sequence[int], at: Tensor, outputs: Sequence[str]) -> None:
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]

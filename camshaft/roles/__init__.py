@@ -3,6 +3,7 @@
     actor.py    the policy that is trained: compute_log_prob, update_actor
     critic.py   the value function: compute_values, update_critic
     ref.py      the policy that the KL is measured from: compute_ref_log_prob
+    exact_kl.py actor against reference over the whole vocabulary
     reward_model.py  a model that scores responses: compute_rm_score; reward_input.py what it reads of them
     rollout.py  generation with the actor's weights: generate_sequences
     generate.py generation with the weights of a folder, for `camshaft generate`

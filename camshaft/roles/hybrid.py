@@ -11,6 +11,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.roles.actor import ActorWorker
+from camshaft.roles.exact_kl import exact_kl
 from camshaft.roles.ref import AdapterlessRef, RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
@@ -21,6 +22,7 @@ class ActorRolloutRefWorker(Worker):
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
+        self.config = config
         self.actor = ActorWorker(config, topology, total_steps)
         self.ref: RefWorker | None = None
         if config.needs_reference_model():
@@ -70,7 +72,11 @@ class ActorRolloutRefWorker(Worker):
                 "there is no reference model: set algorithm.use_kl_in_reward=True or "
                 "actor_rollout_ref.actor.use_kl_loss=True"
             )
-        return self.ref.compute_ref_log_prob(data)
+        found = self.ref.compute_ref_log_prob(data)
+        if not self.config.needs_full_kl():
+            return found
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        return found.union(exact_kl(self.actor, self.ref, data, temperature))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:

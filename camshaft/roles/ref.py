@@ -9,6 +9,9 @@ It is a model of its own, or, where the actor trains an adapter, the actor's mod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from camshaft.config import PPOConfig, Topology, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
@@ -42,7 +45,6 @@ class AdapterlessRef(RefWorker):
     def init_model(self) -> None:
         """Nothing: the actor builds its engine's model."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+    def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
         with self.engine.disable_adapter():
-            return super().compute_ref_log_prob(data)
+            return super().infer(data, ctx)

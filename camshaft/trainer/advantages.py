@@ -31,7 +31,10 @@ def token_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl: FixedKL) -> 
     if not algorithm.use_kl_in_reward:
         return DataProto.from_dict({"token_level_rewards": scores}), {}
     mask = batch.ragged("response_mask")
-    distance = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, algorithm.kl_penalty)
+    if algorithm.kl_penalty == "full":
+        distance = batch["full_kl"].values
+    else:
+        distance = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, algorithm.kl_penalty)
     distance = scores.like(torch.where(mask.values, distance, 0))
     rewards = scores.like(scores.values - kl.coef * distance.values)
     current = float(mean_of_rows(distance, mask).mean())

@@ -24,7 +24,7 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
     asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
     asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True}
-    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **asked}, steps=1)
+    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **asked}, steps=1)
     batch = as_sequences(seen[0])
     assert set(batch.columns) == set(COLUMNS)
     for name, column in COLUMNS.items():

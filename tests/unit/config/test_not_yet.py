@@ -19,7 +19,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.logger=[console,wandb]", "[console,jsonl]"),
         ("trainer.logger=tracking", "[console,jsonl]"),
         ("trainer.logger=[tensorboard]", "[console,jsonl]"),
-        ("algorithm.kl_penalty=full", "low_var_kl"),
         (f"{ACTOR}.kl_loss_type=full", "low_var_kl"),
         ("algorithm.adv_estimator=remax", "rloo"),
         (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),

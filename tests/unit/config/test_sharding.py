@@ -361,6 +361,19 @@ def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
     assert "the reference is the actor's engine without its adapter" in text
 
 
+def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words):
+    exact = (
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_penalty=full",
+        f"{ACTOR}.ulysses_sequence_parallel_size=2",
+    )
+    assert load_ppo(_on(words, 4, *exact)).needs_full_kl()
+    text = _error(_on(words, 4, *exact, f"{REF}.ulysses_sequence_parallel_size=1"))
+    assert "One thing is wrong" in text
+    assert "algorithm.kl_penalty=full compares the two on the same ranks" in text
+    load_ppo(_on(words, 4, *exact[1:], f"{ACTOR}.use_kl_loss=true", f"{REF}.ulysses_sequence_parallel_size=1"))
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
