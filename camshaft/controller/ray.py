@@ -20,9 +20,12 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -256,6 +259,8 @@ class RayLink(Link):
         self.rank = place.rank
         self._inbox, self._watch = inbox, watch
         self._gone: str | None = None
+        self._coming: deque[Future[Frames]] = deque()
+        self._arriving = threading.Lock()
         carried = {name: value for name, value in os.environ.items() if CARRIED.match(name)}
         found = [entry for entry in sys.path if entry]
         self._actor = _ACTOR.options(**options).remote(place, carried, found, os.getcwd())
@@ -266,16 +271,19 @@ class RayLink(Link):
         return ray.get(self._node, timeout=STACK_SECONDS)
 
     def post(self, parcel: Any) -> None:
-        self._actor.answer.remote(parcel).future().add_done_callback(self._arrived)
+        answer = self._actor.answer.remote(parcel).future()
+        self._coming.append(answer)
+        answer.add_done_callback(self._arrived)
 
-    def _arrived(self, future: Any) -> None:
-        """In a thread of Ray's."""
-        error = future.exception()
-        if error is None:
-            self._inbox.put((self.rank, future.result()))
-            return
-        self._gone = self._gone or how_it_died(error)
-        self._inbox.put((self.rank, None))
+    def _arrived(self, _: Future[Frames]) -> None:
+        """In a thread of Ray's, which tells of a small answer before a large one that was given earlier."""
+        with self._arriving:
+            while self._coming and self._coming[0].done():
+                answer = self._coming.popleft()
+                error = answer.exception()
+                if error is not None:
+                    self._gone = self._gone or how_it_died(error)
+                self._inbox.put((self.rank, None if error is not None else answer.result()))
 
     def ended(self) -> str | None:
         return self._gone

@@ -156,6 +156,14 @@ def test_calls_of_one_pool_run_in_the_order_of_their_start(two_ranks: Pool):
     assert [one.result() for one in reversed(started)] == [4.0, 3.0, 2.0, 1.0, 0.0]
 
 
+def test_a_small_answer_does_not_overtake_a_large_one(two_ranks: Pool):
+    toy = spawn(Toy, pool=two_ranks)
+    large, small = (DataProto.from_dict({"x": torch.zeros(8, width)}) for width in (200_000, 1))
+    for _ in range(30):
+        waits = [(batch, submit(toy.same, batch)) for batch in (large, small, large, small, small)]
+        assert all(wait.result()["x"].shape == batch["x"].shape for batch, wait in waits)
+
+
 def test_pools_work_at_the_same_time(several: dict[str, Any]):
     specs = [PoolSpec("a", ranks_per_node=2), PoolSpec("b", ranks_per_node=2)]
     with pools(specs, several["backend"], Options(timeout=60)) as (first, second):

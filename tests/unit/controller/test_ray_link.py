@@ -1,0 +1,55 @@
+"""Answers of a Ray actor come in the order in which they were asked for, whichever Ray tells of first."""
+
+import queue
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from camshaft.controller import ray as on_ray
+from camshaft.controller.processes import Inbox
+from camshaft.controller.watch import Watch
+from camshaft.controller.worker import Place
+
+
+class Actor:
+    """Gives the futures that it was made with, one for each request."""
+
+    def __init__(self, answers: list[Future[Any]]):
+        coming = iter(answers)
+        self.node = SimpleNamespace(remote=lambda: "node")
+        self.answer = SimpleNamespace(remote=lambda parcel: SimpleNamespace(future=lambda: next(coming)))
+
+    def options(self, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda *_: self)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Future[Any]]:
+    made: list[Future[Any]] = [Future() for _ in range(4)]
+    monkeypatch.setattr(on_ray, "_ACTOR", Actor(made))
+    return made
+
+
+def arrived(inbox: Inbox) -> list[Any]:
+    found = []
+    while not inbox.empty():
+        found.append(inbox.get_nowait())
+    return found
+
+
+def test_answers_keep_their_order_and_a_death_is_told_after_them(answers: list[Future[Any]]) -> None:
+    inbox: Inbox = queue.SimpleQueue()
+    link = on_ray.RayLink(Place(3, 4, "cpu", 60.0), {}, inbox, Watch())
+    answers[0].set_result([b"at once"])
+    for number in range(4):
+        link.post(number)
+    assert arrived(inbox) == [(3, [b"at once"])]
+    answers[2].set_result([b"small"])
+    assert arrived(inbox) == []
+    answers[3].set_exception(RuntimeError("End of file"))
+    assert link.ended() is None
+    answers[1].set_result([b"large"])
+    assert arrived(inbox) == [(3, [b"large"]), (3, [b"small"]), (3, None)]
+    assert "without a word" in (link.ended() or "")
