@@ -47,6 +47,7 @@ _TABLE = (
     Column("rm_scores", "ragged", "float32", "per response token: the reward model's score, on the last token that counts", "roles/reward_model.compute_rm_score", ("rewards/combined",)),
     Column("rm_truncated", "tensor", "bool", "the reward model read the row without its beginning", "roles/reward_model.compute_rm_score", ("rewards/combined",)),
     Column("token_level_scores", "ragged", "float32", "per response token: the reward, usually on the last token only", "rewards/manager or rewards/combined", ("trainer/advantages", "trainer/metrics")),
+    Column("reward_baselines", "tensor", "float32", "score of the greedy response to the row's prompt, with adv_estimator=remax", "trainer/baseline", ("trainer/advantages",)),
     Column("old_log_probs", "ragged", "float32", "per response token: log-prob under the policy before the update", "roles/actor.compute_log_prob", ("roles/actor.update_actor", "trainer/advantages", "trainer/metrics")),
     Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob", ("trainer/metrics",)),
     Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/ref.compute_ref_log_prob", ("trainer/advantages", "roles/actor.update_actor")),

@@ -1,6 +1,7 @@
-"""Finding a class by name: a dict of ours, an entry point of somebody's package, or `module:Class`.
+"""Finding a class or a function by name: a dict of ours, an entry point of somebody's package, or `module:Class`.
 
     load("reference", ENGINES, "camshaft.engines", BaseEngine)
+    load_function("my_package.losses:mine", POLICY_LOSSES, "camshaft.policy_losses")
 
 The classes are imported only when they are asked for. A module that needs a library which is not
 installed gives one sentence with the command that installs it.
@@ -8,13 +9,14 @@ installed gives one sentence with the command that installs it.
 
 import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from camshaft.errors import ConfigError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 BROUGHT_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
@@ -42,16 +44,31 @@ def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type
     """The class called `name`, imported now; it must derive from `base`."""
     target = find(name, known, group)
     if target is None:
-        choices = names(known, group)
-        close = difflib.get_close_matches(name, choices, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise ConfigError(
-            f"there is no '{name}' in {group}.{hint} Known: {', '.join(choices)}, or package.module:Class"
-        )
+        raise _nobody(name, known, group, "Class")
     found = import_attribute(target)
     if not (isinstance(found, type) and issubclass(found, base)):
         raise ConfigError(f"{target} is not a {base.__name__} class")
     return found
+
+
+def load_function(name: str, known: Mapping[str, F], group: str) -> F | Callable[..., Any]:
+    """The function called `name`: one of `known` as it is, or somebody's, imported now."""
+    if name in known:
+        return known[name]
+    target = find(name, {}, group)
+    if target is None:
+        raise _nobody(name, known, group, "function")
+    found = import_attribute(target)
+    if not callable(found):
+        raise ConfigError(f"{target} is no function but {type(found).__name__}")
+    return found
+
+
+def _nobody(name: str, known: Iterable[str], group: str, kind: str) -> ConfigError:
+    choices = names(dict.fromkeys(known, ""), group)
+    close = difflib.get_close_matches(name, choices, n=1)
+    hint = f" Did you mean '{close[0]}'?" if close else ""
+    return ConfigError(f"there is no '{name}' in {group}.{hint} Known: {', '.join(choices)}, or package.module:{kind}")
 
 
 def import_attribute(target: str) -> Any:

@@ -3,13 +3,14 @@
     masked.py      sums, means, variances over the tokens that count
     kl.py          distance to the reference policy, and the controllers of its weight
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
-    losses.py      log-probs or values -> a loss; on the workers, flat (N,) tokens of a micro-batch
+    policy.py      log-probs and advantages -> the loss of the policy; on the workers, flat (N,) tokens of a micro-batch
+    losses.py      the other losses, and how tokens become one number; likewise
     mismatch.py    the rollout's log-probs against the trainer's: a report, weights, rejection; on the driver
     at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; on plain numbers
     partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
 
 Add a variant by writing a function with the same parameters, one line in its dict (ESTIMATORS, POLICY_LOSSES,
-KL_PENALTIES, AGGREGATIONS) and its name among the values that the config takes (config/algorithm.py, fields.py).
+KL_PENALTIES, AGGREGATIONS) and its name among those that the config takes (config/part_names.py, fields.py).
 
 Glossary, for names and formulas alike:
 
@@ -31,24 +32,23 @@ from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantag
 from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, full_kl, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
-    POLICY_LOSSES,
-    Clip,
     Counts,
     aggregate,
     entropy_loss,
     kl_loss,
-    policy_loss,
     sft_loss,
     value_loss,
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
 from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
+from camshaft.algorithms.policy import POLICY_LOSSES, Clip, PolicyLoss, cispo_loss, gspo_loss, policy_loss
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator",
     "FixedKL", "AdaptiveKL", "kl_penalty", "full_kl",
-    "Counts", "Clip", "aggregate", "policy_loss", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
+    "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
+    "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
     "mismatch", "importance_weights", "accepted", "effective_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

@@ -1,8 +1,10 @@
 """What the optimizer makes small. Called by the roles and the SFT trainer, once per micro-batch.
 
     counts = Counts(mask, lengths, num_tokens=ctx["num_tokens"], num_sequences=ctx["num_sequences"])
-    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, counts, clip=Clip(0.2, 0.2), mode="token-mean")
+    loss, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     loss = loss - entropy_coeff * entropy_loss(entropy, counts, mode="token-mean")
+
+The losses of the policy are in `policy.py`; how tokens become one number is here, for all of them.
 
 Tokens are flat: (N,) of all rows of the micro-batch, one row after the other. What stands outside the mask
 is never read, and its gradient is exactly 0.
@@ -14,7 +16,6 @@ waits for the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,14 +42,6 @@ class Counts:
     """The constant that `seq-mean-token-sum-norm` divides by: the longest response allowed, say."""
 
 
-class Clip(NamedTuple):
-    """How far the ratio may move: within [1 - low, 1 + high]; `dual` bounds the loss for A < 0."""
-
-    low: float
-    high: float
-    dual: float = 3.0
-
-
 # -- from tokens to one number ------------------------------------------------------------------------
 
 
@@ -61,7 +54,7 @@ def _seq_mean_token_sum(x: Tensor, counts: Counts) -> Tensor:
 
 
 def _seq_mean_token_mean(x: Tensor, counts: Counts) -> Tensor:
-    row_means = _row_sums(x, counts.lengths) / _row_sums(counts.mask.to(x.dtype), counts.lengths).clamp(min=1)
+    row_means = row_sums(x, counts.lengths) / row_sums(counts.mask.to(x.dtype), counts.lengths).clamp(min=1)
     return row_means.sum() / max(counts.num_sequences, 1)
 
 
@@ -96,17 +89,18 @@ def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
     return AGGREGATIONS[mode](torch.where(counts.mask, per_token, 0), counts)
 
 
-def _row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """(N,) -> (B,)."""
     # `unsafe` leaves out a check of the lengths that would wait for the device.
     return torch.segment_reduce(x, "sum", lengths=lengths, initial=0, unsafe=True)
 
 
-def _share(x: Tensor, counts: Counts) -> Tensor:
+def share(x: Tensor, counts: Counts) -> Tensor:
     """A metric: the mean over the counted tokens of the mini-batch, this micro-batch's part of it."""
     return _token_mean(masked_sum(x.detach().float(), counts.mask), counts)
 
 
-def _known(counts: Counts, *tensors: Tensor) -> list[Tensor]:
+def known(counts: Counts, *tensors: Tensor) -> list[Tensor]:
     """The tensors with 0 at tokens that do not count, before any arithmetic.
 
     Masking the result alone is not enough: 0 times the derivative of a NaN is a NaN.
@@ -117,46 +111,6 @@ def _known(counts: Counts, *tensors: Tensor) -> list[Tensor]:
 # -- reinforcement learning -------------------------------------------------------------------------
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    counts: Counts,
-    *,
-    clip: Clip,
-    mode: str,
-    weights: Tensor | None = None,
-) -> LossAndMetrics:
-    """PPO with separate clips and a dual clip. (N,) each -> (loss (), shares of metrics).
-
-    ratio = exp(log pi - log pi_old), the difference clamped to +-20
-    l     = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));     for A < 0:  l = min(l, -A dual)
-
-    `weights` multiply l once it is clipped: the importance weights of samples that another policy than pi_old drew
-    (`mismatch.py`), which have no gradient.
-
-    Metrics: `pg_clipfrac`, tokens where the clip raised the loss; `pg_clipfrac_lower`, tokens where the dual
-    clip lowered it; `ppo_kl`, the mean of log pi_old - log pi.
-    Schulman et al., arXiv:1707.06347; dual clip: Ye et al., arXiv:1912.09729.
-    """
-    log_probs, old_log_probs, advantages = _known(counts, log_probs, old_log_probs, advantages)
-    difference = (log_probs - old_log_probs).clamp(-20, 20)
-    ratio = difference.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
-    pessimistic = torch.maximum(plain, clipped)
-    ceiling = -advantages * clip.dual
-    per_token = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
-    if weights is not None:
-        per_token = per_token * _known(counts, weights.detach())[0]
-    metrics = {
-        "pg_clipfrac": _share(clipped > plain, counts),
-        "pg_clipfrac_lower": _share((advantages < 0) & (pessimistic > ceiling), counts),
-        "ppo_kl": _share(-difference, counts),
-    }
-    return aggregate(per_token, counts, mode), metrics
-
-
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, counts: Counts, *, cliprange: float, mode: str
 ) -> LossAndMetrics:
@@ -165,10 +119,10 @@ def value_loss(
     Metrics: `vf_clipfrac`, tokens where the clip raised the loss; `vpred_mean`, the mean of V.
     The value is clipped as the policy is: Engstrom et al., arXiv:2005.12729.
     """
-    values, old_values, returns = _known(counts, values, old_values, returns)
+    values, old_values, returns = known(counts, values, old_values, returns)
     near = torch.clamp(values, old_values - cliprange, old_values + cliprange)
     plain, clipped = (values - returns).square(), (near - returns).square()
-    metrics = {"vf_clipfrac": _share(clipped > plain, counts), "vpred_mean": _share(values, counts)}
+    metrics = {"vf_clipfrac": share(clipped > plain, counts), "vpred_mean": share(values, counts)}
     return aggregate(torch.maximum(plain, clipped) / 2, counts, mode), metrics
 
 
@@ -182,12 +136,8 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, counts: Counts, *, kind: s
 
     Its gradient is that of the estimator on the tokens sampled, as in Shao et al., arXiv:2402.03300.
     """
-    log_probs, ref_log_probs = _known(counts, log_probs, ref_log_probs)
+    log_probs, ref_log_probs = known(counts, log_probs, ref_log_probs)
     return aggregate(kl_penalty(log_probs, ref_log_probs, kind), counts, mode)
-
-
-POLICY_LOSSES: dict[str, Callable[..., LossAndMetrics]] = {"vanilla": policy_loss}
-"""By the name that `actor.policy_loss.loss_mode` takes; each has the parameters of `policy_loss`."""
 
 
 # -- supervised ---------------------------------------------------------------------------------------

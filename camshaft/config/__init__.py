@@ -11,8 +11,8 @@
     command.py     the same for a command line; usage.py its --help
     aliases.py     THE table of older names
     not_yet.py     THE table of what is accepted by name but not there yet; readers.py keys that not all generators read
-    checks.py      what several keys must fulfil together; sharding.py of that, how engines share a model out;
-                   files.py what is named on disk
+    checks.py      what several keys must fulfil together; of that sharding.py how engines share a model out,
+                   algorithm_checks.py and reward_checks.py what their names say, files.py what is named on disk
     topology.py    ranks; derive.py the config of each engine; table.py the batch sizes of a run
     pages.py       the config as text: explain, show, reference_page
     tree.py problems.py    dotted keys; what is wrong, in words

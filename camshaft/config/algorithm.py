@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from camshaft.config.fields import KLPenalty, Says, Section
+from camshaft.config.fields import KLPenalty, Says, Section, Text
+from camshaft.config.part_names import ESTIMATORS
 
-Estimator = Literal[
-    "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo"
-]  # fmt: skip
+EstimatorName = Annotated[Text, Says(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 """These compare the responses to one prompt with each other, so they need rollout.n > 1."""
 
@@ -98,16 +97,36 @@ class KLCtrlConfig(Section):
     target_kl: float = Field(gt=0, description="Adaptive: the divergence to keep.")
 
 
+class FilterGroupsConfig(Section):
+    """Dynamic sampling (DAPO): train on prompts alone whose responses differ in what they are worth."""
+
+    enable: bool = Field(
+        description="Drop prompts whose responses are all worth the same, and generate for further prompts until "
+        "data.train_batch_size of them are left."
+    )
+    metric: Text = Field(
+        description="What must differ: seq_reward (what the advantages are made of), score (the same before the "
+        "penalty of reward_model.overlong_buffer), or a number of the reward function's results, such as acc. "
+        "seq_final_reward is seq_reward."
+    )
+    max_num_gen_batches: int = Field(
+        ge=0, description="Most batches of data.gen_batch_size prompts in one iteration, then it is an error; 0: any."
+    )
+
+
 class AlgorithmConfig(Section):
     """Advantages and the KL penalty in the reward."""
 
     gamma: float = Field(ge=0, le=1, description="Discount per token.")
     lam: float = Field(ge=0, le=1, description="GAE: 0 trusts the critic, 1 the observed rewards.")
-    adv_estimator: Estimator = Field(description="How advantages are computed; gae alone needs the critic.")
-    norm_adv_by_std_in_grpo: bool = Field(description="GRPO: divide by the group's standard deviation.")
+    adv_estimator: EstimatorName = Field(description="How advantages are computed; see algorithms.md.")
+    norm_adv_by_std_in_grpo: bool = Field(
+        description="GRPO: divide by the group's standard deviation; Dr.GRPO does not."
+    )
     kl_penalty: KLPenalty = Field(description="Estimator of the KL divergence between actor and reference.")
     use_kl_in_reward: bool = Field(description="Subtract the KL divergence from the reward of every token.")
     kl_ctrl: KLCtrlConfig = Field(description="Weight of that KL divergence.")
+    filter_groups: FilterGroupsConfig = Field(description="Dynamic sampling; see algorithms.md.")
     rollout_correction: RolloutCorrectionConfig = Field(
         description="What to do where generator and trainer differ; see mismatch.md."
     )

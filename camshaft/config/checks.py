@@ -8,7 +8,7 @@ by itself. Batch arithmetic is spelled out in the message.
 
 from collections.abc import Iterable, Iterator
 
-from camshaft.config.algorithm import GROUP_ESTIMATORS, threshold
+from camshaft.config.algorithm_checks import algorithm
 from camshaft.config.files import generate_files, ppo_files, sft_files
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import CheckpointConfig, OptimSection
@@ -52,8 +52,7 @@ def check(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
     yield from _older_micro_batches(config)
     yield from _token_budgets(config)
     yield from _lengths(config)
-    yield from _estimator(config)
-    yield from _correction(config)
+    yield from algorithm(config)
     yield from _sampling(config)
     yield from _run(config)
     yield from ppo_files(config)
@@ -125,10 +124,11 @@ def _batches(config: PPOConfig) -> Iterator[Problem]:
     refs = config.ref_dp_size(topology)
     if config.needs_reference() and refs != actors:
         yield from _iteration_of_reference(config, refs)
-    prompts, most = config.data.train_batch_size, config.data.train_max_samples
+    prompts, most = config.generated_together(), config.data.train_max_samples
     if most != -1 and most < prompts:
-        sentence = f"reads fewer prompts than one iteration takes: data.train_batch_size={prompts}."
-        yield Problem("data.train_max_samples", most, sentence, ("data.train_batch_size",))
+        key = "data.gen_batch_size" if config.algorithm.filter_groups.enable else "data.train_batch_size"
+        sentence = f"reads fewer prompts than are generated together: {key}={prompts}."
+        yield Problem("data.train_max_samples", most, sentence, (key,))
 
 
 def _ranks(world: int, dp_size: int) -> str:
@@ -243,51 +243,7 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, sentence, ("data.max_response_length",))
 
 
-# -- algorithm and sampling -----------------------------------------------------------------------
-
-
-def _estimator(config: PPOConfig) -> Iterator[Problem]:
-    estimator, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    if estimator in GROUP_ESTIMATORS and n == 1:
-        sentence = (
-            f"compares the responses to one prompt with each other, and {ROLLOUT}.n=1 makes one."
-            f" Type {ROLLOUT}.n=8, or another estimator."
-        )
-        yield Problem("algorithm.adv_estimator", estimator, sentence, (f"{ROLLOUT}.n",))
-    warmup = config.trainer.critic_warmup
-    if warmup and not config.needs_critic():
-        sentence = f"algorithm.adv_estimator={estimator} has no critic to warm up. Type trainer.critic_warmup=0."
-        yield Problem("trainer.critic_warmup", warmup, sentence, ("algorithm.adv_estimator",))
-
-
-def _correction(config: PPOConfig) -> Iterator[Problem]:
-    """Weights and rejections need samples to judge, and each rule a threshold that fits it."""
-    correction, key = config.algorithm.rollout_correction, "algorithm.rollout_correction"
-    used = {f"{key}.rollout_is": correction.rollout_is, f"{key}.rollout_rs": correction.rollout_rs}
-    for name, value in used.items():
-        if value and not config.actor_rollout_ref.rollout.do_sample:
-            sentence = f"judges samples, and {ROLLOUT}.do_sample=false draws none. Type {name}=null."
-            yield Problem(name, value, sentence, (f"{ROLLOUT}.do_sample",))
-    rules, texts = correction.rollout_rs, correction.rollout_rs_threshold
-    where, rests_on = f"{key}.rollout_rs_threshold", (f"{key}.rollout_rs",)
-    if rules and not texts:
-        example = "2.0" if rules[0].endswith("k1") else "0.01"
-        yield Problem(where, None, f"must say what {', '.join(rules)} allows. Type {where}={example}.", rests_on)
-    elif texts and not rules:
-        yield Problem(where, texts, f"is not read without {key}.rollout_rs. Type {where}=null.", rests_on)
-    elif len(texts) not in (1, len(rules)):
-        sentence = f"has {len(texts)} values for {len(rules)} rules. Give one for all, or one for each."
-        yield Problem(where, texts, sentence, rests_on)
-    elif len(texts) < len(rules) and len({rule.endswith("k1") for rule in rules}) == 2:
-        each = ",".join("2.0" if rule.endswith("k1") else "0.01" for rule in rules)
-        sentence = f"is one value for ratios (k1) and divergences (k2, k3). Give one for each: Type '{where}=[{each}]'."
-        yield Problem(where, texts, sentence, rests_on)
-        return
-    for rule, text in zip(rules, texts * len(rules) if len(texts) == 1 else texts, strict=False):
-        try:
-            threshold(rule, text)
-        except ValueError as error:
-            yield Problem(where, text, f"{error}: that is what {rule} takes.", rests_on)
+# -- sampling -------------------------------------------------------------------------------------
 
 
 def _sampling(config: PPOConfig) -> Iterator[Problem]:

@@ -21,6 +21,11 @@ class DataConfig(Section):
     max_prompt_length: int = Field(ge=1, description="Longest prompt in tokens, chat template included.")
     max_response_length: int = Field(ge=1, description="Longest response in tokens; generation stops there.")
     train_batch_size: int = Field(ge=1, description="Prompts per iteration, over all ranks; each brings rollout.n.")
+    gen_batch_size: int | None = Field(
+        ge=1,
+        description="Prompts generated together where algorithm.filter_groups.enable=true, over all ranks; null: "
+        "train_batch_size.",
+    )
     val_batch_size: int = Field(ge=1, description="Prompts generated together in validation, over all ranks.")
     return_raw_input_ids: bool = Field(
         description="Keep the ids of the prompt's text without chat template, for a reward model with another one; "

@@ -189,10 +189,11 @@ def _generator(
     )
 
 
-def sampling(config: PPOConfig, validate: bool = False) -> dict[str, Any]:
-    """The arguments of `SamplingParams` for training, or for validation."""
+def sampling(config: PPOConfig, validate: bool = False, greedy: bool = False) -> dict[str, Any]:
+    """The arguments of `SamplingParams` for training, or for validation; `greedy` draws nothing in either."""
     rollout = config.actor_rollout_ref.rollout
-    return _sampling(rollout, rollout.val_kwargs if validate else rollout)
+    chosen = _sampling(rollout, rollout.val_kwargs if validate else rollout)
+    return chosen | {"do_sample": False} if greedy else chosen
 
 
 def generate_sampling(config: GenerateConfig) -> dict[str, Any]:

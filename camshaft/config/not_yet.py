@@ -61,20 +61,10 @@ NOT_YET = (
         "prompt ids are not there yet. Type {key}=null.",
     ),
     NotYet(
-        ("algorithm.adv_estimator",),
-        _is("remax"),
-        "is not there yet (it compares with a greedy response). Type {key}=rloo for a baseline without a critic.",
-    ),
-    NotYet(
         ("actor_rollout_ref.actor.kl_loss_type",),
         _is("full"),
         "the KL divergence over the whole vocabulary is not there yet for the loss, but for the reward it is"
         " (algorithm.kl_penalty=full). Type {key}=low_var_kl.",
-    ),
-    NotYet(
-        ("actor_rollout_ref.actor.policy_loss.loss_mode",),
-        lambda value: value != "vanilla",
-        "vanilla (clipped PPO) is the only policy loss. Type {key}=vanilla.",
     ),
     NotYet(
         ("actor_rollout_ref.hybrid_engine",),

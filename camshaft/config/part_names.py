@@ -15,6 +15,8 @@ from camshaft.plugins import find, names
 ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
 ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
 REWARDS = ("arithmetic", "auto", "exact_match", "gsm8k")
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
+POLICY_LOSSES = ("vanilla", "gspo", "cispo")
 
 
 def part_name(

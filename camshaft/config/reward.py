@@ -22,6 +22,15 @@ class RewardModelModelConfig(Section):
     fsdp_config: ForwardFSDPConfig = Field(description="Number format and sharding of the reward model.")
 
 
+class OverlongBufferConfig(Section):
+    """A penalty for long responses (DAPO), whatever scores them: it grows over the last tokens before the limit."""
+
+    enable: bool = Field(description="Take the penalty from the scores that are trained on; validation has none.")
+    len: int = Field(ge=0, description="Tokens before the limit over which the penalty grows from 0 to its largest.")
+    penalty_factor: float = Field(ge=0, description="The largest penalty, for a response as long as the limit.")
+    log: bool = Field(description="Track the mean penalty and the share of responses that have one.")
+
+
 class RewardModelConfig(Section):
     """A model that scores whole responses, beside or instead of the scoring functions."""
 
@@ -49,6 +58,7 @@ class RewardModelConfig(Section):
         description="Longest sequence that is scored, in the model's own tokens; of a longer one the beginning is left "
         "out, and counted. null: prompt plus response.",
     )
+    overlong_buffer: OverlongBufferConfig = Field(description="A penalty for long responses, with or without a model.")
 
     def ranks_per_row(self) -> int:
         """Ranks that compute one row together."""

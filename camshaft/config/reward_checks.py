@@ -20,6 +20,7 @@ def scores(config: PPOConfig) -> Iterator[Problem]:
     """Everything that is wrong with how an RL run scores."""
     if config.needs_function():
         yield from scoring_function(config.custom_reward_function)
+    yield from _overlong_buffer(config)
     reward = config.reward_model
     if not reward.enable:
         return
@@ -42,6 +43,15 @@ def scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
     if custom.path is None:
         key, rests_on = "custom_reward_function.name", ("custom_reward_function.path",)
         yield from part_name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
+
+
+def _overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
+    """The penalty grows over some tokens, and a response has so many."""
+    buffer, longest = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        key, limit = f"{MODEL}.overlong_buffer.len", "actor_rollout_ref.rollout.response_length"
+        sentence = f"must be 1 .. {longest}, which is {limit}. Type {key}={max(1, longest // 4)}, a quarter of it."
+        yield Problem(key, buffer.len, sentence, (limit, f"{MODEL}.overlong_buffer.enable"))
 
 
 def _token_budget(config: PPOConfig) -> Iterator[Problem]:

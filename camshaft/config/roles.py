@@ -5,11 +5,11 @@ rank; the older `ppo_micro_batch_size` and the like count sequences over all ran
 follows from them.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.fields import DType, KLPenalty, LossAggMode, Path, Section, Text
+from camshaft.config.fields import DType, KLPenalty, LossAggMode, Path, Says, Section, Text
 from camshaft.config.model import (
     AnyModelConfig,
     CheckpointConfig,
@@ -18,14 +18,18 @@ from camshaft.config.model import (
     ModelConfig,
     OptimSection,
 )
+from camshaft.config.part_names import POLICY_LOSSES
 
 LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
+
+
+PolicyLossName = Annotated[Text, Says(f"one of {', '.join(POLICY_LOSSES)}, or package.module:function")]
 
 
 class PolicyLossConfig(Section):
     """Which form of the policy loss."""
 
-    loss_mode: Text = Field(description="Form of the policy loss; vanilla is clipped PPO.")
+    loss_mode: PolicyLossName = Field(description="Form of the policy loss; vanilla is clipped PPO. See algorithms.md.")
 
 
 class ActorConfig(Section):
@@ -41,7 +45,9 @@ class ActorConfig(Section):
     ppo_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per forward and backward pass on one rank.")
     grad_clip: float = Field(gt=0, description="Longest gradient; a longer one is scaled down to it.")
     clip_ratio: float = Field(ge=0, description="PPO clips the ratio of probabilities to 1 - this .. 1 + this.")
-    clip_ratio_low: float | None = Field(ge=0, lt=1, description="Lower side of the clip; null takes clip_ratio.")
+    clip_ratio_low: float | None = Field(
+        ge=0, description="Lower side of the clip, 1 or more for none; null takes clip_ratio."
+    )
     clip_ratio_high: float | None = Field(ge=0, description="Upper side of the clip; null takes clip_ratio.")
     clip_ratio_c: float = Field(gt=1, description="Dual clip: bound of the ratio where the advantage is negative.")
     entropy_coeff: float = Field(description="Weight of the entropy bonus in the loss.")
@@ -173,8 +179,11 @@ class CriticModelConfig(AnyModelConfig):
 
 
 class CriticConfig(Section):
-    """The value function; built only when the advantage estimator needs it (gae)."""
+    """The value function; built only when the advantage estimator needs it (gae, or one of your own)."""
 
+    enable: bool | None = Field(
+        description="Whether there is a critic; null: for gae alone. true is for an estimator of your own."
+    )
     resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
     strategy: Text = Field(description="Training engine: a name, or package.module:Class for one of your own.")
     optim: OptimSection = Field(description="Optimizer and schedule of the critic.")

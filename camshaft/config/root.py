@@ -21,7 +21,7 @@ class PPOConfig(Section):
 
     data: DataConfig = Field(description="Prompts, their lengths and the batch sizes.")
     actor_rollout_ref: ActorRolloutRefConfig = Field(description="Actor, rollout and reference.")
-    critic: CriticConfig = Field(description="The value function; built for adv_estimator=gae only.")
+    critic: CriticConfig = Field(description="The value function; built for adv_estimator=gae only, unless told so.")
     reward_model: RewardModelConfig = Field(description="A model that scores whole responses.")
     custom_reward_function: CustomRewardConfig = Field(description="Scoring functions.")
     algorithm: AlgorithmConfig = Field(description="How rewards become advantages.")
@@ -30,7 +30,16 @@ class PPOConfig(Section):
 
     def needs_critic(self) -> bool:
         """Whether advantages need values."""
-        return self.algorithm.adv_estimator == "gae"
+        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+
+    def needs_greedy(self) -> bool:
+        """Whether advantages compare with a greedy response to each prompt."""
+        return self.algorithm.adv_estimator == "remax"
+
+    def generated_together(self) -> int:
+        """Prompts that are generated together."""
+        asked = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
+        return asked or self.data.train_batch_size
 
     def needs_reference(self) -> bool:
         """Whether anything measures the divergence from the reference policy."""

@@ -6,6 +6,9 @@
         state = loader.state_dict()      # kept in the checkpoint: two numbers and what they belong to
     loader.load_state_dict(state)        # the next batch is the one after the last that was given out
 
+    batch = loader.next_batch()          # one more in mid-step; of the last one, the rows that were not needed
+    loader.give_back(3)                  # come again, as the first of the next batch
+
 The order of an epoch depends on the seed and the number of the epoch alone, so nothing but the place has
 to be saved. Used by the trainers.
 """
@@ -36,7 +39,9 @@ class StatefulLoader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
+        rows_per_step: int | None = None,
     ):
+        """`rows_per_step` is what steps need that take any number of batches; otherwise a batch is a step."""
         if batch_size < 1:
             raise BatchError(f"a batch needs at least one row, got batch_size={batch_size}")
         if not len(data):
@@ -44,7 +49,7 @@ class StatefulLoader:
         if drop_last and len(data) < batch_size:
             raise BatchError(
                 f"the data has {len(data)} rows, one batch needs {batch_size}: {batch_size - len(data)} are missing. "
-                f"Lower data.train_batch_size to {len(data)} or less, or add data"
+                f"Lower data.train_batch_size (data.gen_batch_size, if set) to {len(data)} or less, or add data"
             )
         self.data = data
         self.batch_size = batch_size
@@ -52,18 +57,23 @@ class StatefulLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.rows_per_step = rows_per_step or batch_size
         self.epoch = 0
         """The epoch that the next batch belongs to, counted from 0."""
         self.position = 0
         """How many rows of it have been given out."""
+        self._last = (0, 0)
+        """Where the last batch ended."""
+        self._shuffled: tuple[int, np.ndarray] = (-1, np.arange(0))
+        """An epoch and its order."""
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(len(self.data), self.batch_size)
+        full, rest = divmod(len(self.data), self.rows_per_step)
         return full if self.drop_last or not rest else full + 1
 
     def __len__(self) -> int:
-        """Batches in all epochs together, those already given out included."""
+        """Steps in all epochs together, those already done included; the most, where steps take many batches."""
         return self.steps_per_epoch * self.total_epochs
 
     @property
@@ -73,13 +83,21 @@ class StatefulLoader:
 
     def __iter__(self) -> Iterator[DataProto]:
         while not self.exhausted:
-            epoch, order = self.epoch, self._order(self.epoch)
-            # The place is asked for anew each time: load_state_dict may move it in mid-epoch.
-            while self.epoch == epoch:
-                rows = order[self.position : self.position + self.batch_size]
-                self._advance(len(rows))
-                batch = self.data.reorder(torch.from_numpy(rows))
-                yield batch.with_columns(uid=[f"{epoch}/{uid}" for uid in batch["uid"]]) if "uid" in batch else batch
+            yield self.next_batch()
+
+    def next_batch(self) -> DataProto:
+        """The rows that are next, of one more epoch where all are through."""
+        epoch = self.epoch
+        rows = self._order(epoch)[self.position : self.position + self.batch_size]
+        self._last = epoch, self.position + len(rows)
+        self._advance(len(rows))
+        batch = self.data.reorder(torch.from_numpy(rows))
+        return batch.with_columns(uid=[f"{epoch}/{uid}" for uid in batch["uid"]]) if "uid" in batch else batch
+
+    def give_back(self, rows: int) -> None:
+        """The last `rows` of the last batch come again; at the end of an epoch, only with enough others to fill one."""
+        self.epoch, self.position = self._last
+        self._advance(-rows)
 
     def state_dict(self) -> dict[str, Any]:
         """The place, and what it is a place in."""
@@ -101,9 +119,11 @@ class StatefulLoader:
         return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed}
 
     def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(len(self.data))
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.data))
+        if self._shuffled[0] != epoch:
+            count = len(self.data)
+            order = np.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle else np.arange(count)
+            self._shuffled = epoch, order
+        return self._shuffled[1]
 
     def _advance(self, rows: int) -> None:
         self.position += rows

@@ -60,7 +60,7 @@ class RewardResult:
     token_level_scores: Ragged
     """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
     scores: Tensor
-    """(B,) float32."""
+    """(B,) float32; without what shapes the scores for training (`overlong.py`)."""
     metrics: dict[str, float]
     """`reward/errors`, `invalid`, `timeouts`, `crashes`; and the mean of each part of dict results."""
     failures: tuple[RewardFailure, ...]

@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.algorithms import POLICY_LOSSES, Clip, entropy_loss, kl_loss
+from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, kl_loss
 from camshaft.config import PPOConfig, Topology, actor_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
+from camshaft.plugins import load_function
 from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
 
@@ -27,6 +28,8 @@ class ActorWorker(TrainedRole):
         self.config, self.topology = config, topology
         self.actor = config.actor_rollout_ref.actor
         self.correction = config.algorithm.rollout_correction
+        mode = self.actor.policy_loss.loss_mode
+        self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.computes_in = self.actor.fsdp_config.computes_in()
 
@@ -77,7 +80,7 @@ class ActorWorker(TrainedRole):
         counts = counts_of(data, ctx, horizon=self.config.data.max_response_length)
         log_probs = of_responses(predictions, "log_probs", data).values
         low, high = actor.clip_range()
-        loss, metrics = POLICY_LOSSES[actor.policy_loss.loss_mode](
+        loss, metrics = self.policy_loss(
             log_probs,
             data["old_log_probs"].values,
             data["advantages"].values,

@@ -49,14 +49,14 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(
-        self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True
+        self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True, greedy: bool = False
     ) -> DataProto:
         """Generate, then recompute the old log-probs with the actor.
 
         The second half is left out when `recompute_log_prob` is false: the trainer calls
         `compute_log_prob` as a phase of its own, and validation needs none.
         """
-        generated = self.rollout.generate_sequences(prompts, validate)
+        generated = self.rollout.generate_sequences(prompts, validate, greedy)
         if not recompute_log_prob:
             return generated
         return generated.union(self.actor.compute_log_prob(prompts.select("prompts").union(generated)))

@@ -41,9 +41,9 @@ class RolloutWorker(Worker):
         self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def generate_sequences(self, prompts: DataProto, validate: bool = False) -> DataProto:
-        """One response per row; `validate` chooses the sampling of validation."""
-        params = SamplingParams(**sampling(self.config, validate))
+    def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
+        """One response per row; `validate` chooses the sampling of validation, `greedy` the likeliest tokens."""
+        params = SamplingParams(**sampling(self.config, validate, greedy))
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
         start = time.perf_counter()
         with rollout_mode(self.engine, self.rollout) as sync:

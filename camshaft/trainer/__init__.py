@@ -4,6 +4,8 @@ ppo.py         PPOTrainer: the step, and the loop around it. Read this first
 parts.py       what a run is made of, built from the config
 deal.py        which rank learns which rows, epoch by epoch
 advantages.py  scores -> rewards -> advantages, on the driver
+baseline.py    the greedy response that ReMax compares with
+dynamic.py     prompts until enough of them have something to learn from (DAPO)
 validate.py    scores on held-out prompts, and what was said
 metrics.py     the numbers of a step
 sft.py         SFTTrainer

@@ -9,12 +9,15 @@ The formulas are in `algorithms`; here the ragged columns become the (B, T) grid
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from camshaft.algorithms import ESTIMATORS, AdaptiveKL, AdvantageInputs, AdvantageOptions, FixedKL, kl_penalty
 from camshaft.config import AlgorithmConfig
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.plugins import load_function
 
 
 def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
@@ -48,15 +51,21 @@ def mean_of_rows(column: Ragged, mask: Ragged) -> Tensor:
     return column.sum() / mask.map(Tensor.float).sum().clamp(min=1)
 
 
+def load_estimator(algorithm: AlgorithmConfig) -> Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]:
+    """The estimator that the config names; one of the user's own has the parameters and results of `Estimator`."""
+    return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
+
+
 def estimate(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """`advantages` and `returns` by the estimator that the config names."""
-    estimator = ESTIMATORS[algorithm.adv_estimator]
+    estimator = load_estimator(algorithm)
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
         rewards=rewards.padded(),
         mask=mask.padded(value=False),
-        values=batch.ragged("values").padded() if estimator.needs_critic else None,
-        groups=group_ids(batch) if estimator.needs_groups else None,
+        values=batch.ragged("values").padded() if "values" in batch else None,
+        groups=group_ids(batch) if "uid" in batch else None,
+        baselines=batch["reward_baselines"] if "reward_baselines" in batch else None,  # noqa: SIM401
     )
     options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo)
     filled = rewards.mask()

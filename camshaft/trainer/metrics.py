@@ -22,6 +22,7 @@ from torch import Tensor
 from camshaft import algorithms
 from camshaft.controller.dispatch import RANKS
 from camshaft.dataproto import DataProto
+from camshaft.rewards.manager import COUNTS
 
 
 class StepMetrics:
@@ -79,6 +80,26 @@ def over_ranks(result: DataProto) -> dict[str, float]:
         if ranks and name in told:
             told[name] = merge([meta["metrics"][name] for meta in ranks])
     return told
+
+
+OVER_CALLS: dict[str, Callable[[Sequence[float]], float]] = {
+    **{name: sum for name, merge in OVER_RANKS.items() if merge is sum},
+    **{f"reward/{name}": sum for name in (*COUNTS.values(), "model/truncated")},
+    "rollout/decode_steps": sum,
+    "perf/sync_peak_memory_bytes": max,
+    "perf/rollout_tokens_per_second": mean,
+}
+"""What the numbers of several calls in one step come to; times add up, and the rest are means of as many rows each."""
+
+
+def over_calls(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of calls that were made one after the other."""
+    names = dict.fromkeys(name for metrics in told for name in metrics)
+    found: dict[str, float] = {}
+    for name in names:
+        merge = sum if name.startswith("timing_s/") else OVER_CALLS.get(name, mean)
+        found[name] = merge([metrics[name] for metrics in told if name in metrics])
+    return found
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:

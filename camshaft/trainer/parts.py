@@ -23,6 +23,7 @@ from camshaft.data import PromptOptions, StatefulLoader, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
+from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.places import pool_specs, run_pools
 from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
 from camshaft.trainer.session import finish_saving, run_length
@@ -36,11 +37,13 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
         self.loader = StatefulLoader(
             self._prompts(config, train=True),
-            config.data.train_batch_size,
+            config.generated_together(),
             total_epochs=config.trainer.total_epochs,
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
+            rows_per_step=config.data.train_batch_size,
         )
+        load_estimator(config.algorithm)  # one of the user's own may not be there
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         if config.needs_function():
             for prompts in (self.loader.data, self.val_prompts):
@@ -78,6 +81,13 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
         """All that the run has."""
         return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
+
+    def generate(self, batch: DataProto, *, validate: bool = False, greedy: bool = False) -> DataProto:
+        """A response to each row; rows are added so that every rank gets as many, and taken away again."""
+        asked = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
+        padded, added = asked.pad_to_divisor(self.actor_dp_size)
+        made = self.actor.generate_sequences(padded, validate=validate, recompute_log_prob=False, greedy=greedy)
+        return made.unpad(added)
 
     def model_scored(self, batch: DataProto) -> DataProto:
         """`batch` with the reward model's scores, if the run has one."""

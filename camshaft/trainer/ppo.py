@@ -18,10 +18,13 @@ from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
+from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
+from camshaft.trainer.baseline import with_baselines
 from camshaft.trainer.correction import correct
 from camshaft.trainer.deal import deal
+from camshaft.trainer.dynamic import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
@@ -34,7 +37,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
-    *("raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated"),
+    *("raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
 )
 """Columns that nobody learns from: they need not travel to the ranks."""
 
@@ -53,10 +56,12 @@ class PPOTrainer:
     def step(self, prompts: DataProto) -> dict[str, float]:
         """One iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
         config, metrics = self.config, StepMetrics()
-        with metrics.phase("gen"):
-            batch = self._one_row_per_response(prompts)
-            asked = batch.select("prompts", "sampling_seed")
-            batch = metrics.union(batch, self.actor.generate_sequences(asked, recompute_log_prob=False))
+        if config.needs_greedy():
+            prompts = with_baselines(prompts, self.parts, metrics)
+        if config.algorithm.filter_groups.enable:
+            batch = informative(prompts, self._answered, self.parts.loader, config, metrics)
+        else:
+            batch = self._generated(prompts, metrics)
         batch = self._evaluated(batch, metrics)
         with metrics.phase("adv"):
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
@@ -86,11 +91,8 @@ class PPOTrainer:
         if self.critic is not None:
             with metrics.phase("values"):
                 pending["values"] = submit(self.critic.compute_values, sequences)
-        with metrics.phase("reward"):
-            batch = self.parts.model_scored(batch)
-            scored = self.rewards.score(batch, self.parts.decode)
-            batch = batch.with_columns(token_level_scores=scored.token_level_scores)
-            metrics.add(scored.metrics)
+        if "token_level_scores" not in batch:
+            batch, _ = self._scored(batch, metrics)
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
@@ -110,11 +112,25 @@ class PPOTrainer:
             with metrics.phase("update_critic"):
                 metrics.add(critic.result().meta_info["metrics"])
 
-    def _one_row_per_response(self, prompts: DataProto) -> DataProto:
-        """Each prompt `rollout.n` times, with a seed for each response."""
-        rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
-        seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows))
-        return rows.with_columns(sampling_seed=seeds)
+    def _generated(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> DataProto:
+        """Each prompt `rollout.n` times with a response; rows before `first_row` were drawn earlier in the step."""
+        with metrics.phase("gen"):
+            rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
+            seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
+            batch = rows.with_columns(sampling_seed=seeds)
+            return metrics.union(batch, self.parts.generate(batch))
+
+    def _scored(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
+        """The batch with what its responses are worth, and how that came to be."""
+        with metrics.phase("reward"):
+            batch = self.parts.model_scored(batch)
+            scored = self.rewards.score(batch, self.parts.decode)
+            metrics.add(scored.metrics)
+        return batch.with_columns(token_level_scores=scored.token_level_scores), scored
+
+    def _answered(self, prompts: DataProto, metrics: StepMetrics, first_row: int) -> tuple[DataProto, RewardResult]:
+        """Generated and scored, for dynamic sampling, which must know the scores before it goes on."""
+        return self._scored(self._generated(prompts, metrics, first_row), metrics)
 
     def _for_actor(self, batch: DataProto) -> DataProto:
         """The rows of the actor's mini-batches, dealt to its ranks."""

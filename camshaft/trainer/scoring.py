@@ -1,4 +1,4 @@
-"""What scores the responses of an RL run: scoring functions, a reward model, or both; and whether they can.
+"""What scores the responses of an RL run: scoring functions, a reward model, a penalty for length; whether they can.
 
     rewards = build_rewards(config.custom_reward_function)      # functions; camshaft generate has no more
     rewards = run_rewards(config)                               # those, beside a reward model or without
@@ -15,6 +15,7 @@ from camshaft.errors import RewardError
 from camshaft.rewards.auto import SOURCES
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager
+from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
 
 READ_BY_MODEL = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
@@ -35,8 +36,17 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
     )
 
 
-def run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards:
+def run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | OverlongPenalty:
     """All that scores in an RL run."""
+    overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    rewards = _given(config)
+    if not overlong.enable:
+        return rewards
+    return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)
+
+
+def _given(config: PPOConfig) -> RewardManager | CombinedRewards:
+    """What functions and model give."""
     if not config.reward_model.enable:
         return build_rewards(config.custom_reward_function)
     function = build_rewards(config.custom_reward_function) if config.needs_function() else None

@@ -14,9 +14,9 @@ _ROWS = 1 << 24
 _STEPS = 1 << 20
 
 
-def sampling_seeds(seed: int, step: int, num_rows: int) -> Tensor:
-    """(num_rows,) int64, different for every (seed, step, row); seeds that differ by 2**18 share theirs."""
-    return torch.arange(num_rows) + _ROWS * (step + _STEPS * (seed % (1 << 18)))
+def sampling_seeds(seed: int, step: int, num_rows: int, first: int = 0) -> Tensor:
+    """(num_rows,) int64 from row `first`, different for every (seed, step, row); seeds 2**18 apart share theirs."""
+    return torch.arange(first, first + num_rows) + _ROWS * (step + _STEPS * (seed % (1 << 18)))
 
 
 def shuffle_seed(seed: int, step: int) -> int:

@@ -63,7 +63,8 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     prompts = parts.val_prompts.repeat(config.actor_rollout_ref.rollout.val_kwargs.n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
-        batch = parts.model_scored(_generate(parts, batch))
+        batch = batch.union(DataProto(parts.generate(batch, validate=True).columns))
+        batch = parts.model_scored(batch)
         result = parts.rewards.score(batch, parts.decode)
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
@@ -114,13 +115,6 @@ def _given_by_all(rows: Sequence[Scored]) -> list[str]:
 def _section(name: str, suffix: str, n: int) -> str:
     kind, _, k = suffix.partition("/")[0].partition("@")
     return "val-core" if name in CORE and kind in ("mean", "best", "maj") and int(k) == n else "val-aux"
-
-
-def _generate(parts: PPOParts, batch: DataProto) -> DataProto:
-    """`batch` with responses; rows are added so that every rank gets as many, and taken away again."""
-    padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(parts.actor_dp_size)
-    generated = parts.actor.generate_sequences(padded, validate=True, recompute_log_prob=False).unpad(added)
-    return batch.union(DataProto(generated.columns))
 
 
 def _samples(parts: PPOParts, batch: DataProto, result: RewardResult, count: int) -> list[Sample]:

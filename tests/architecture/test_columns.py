@@ -25,7 +25,8 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
     asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True}
     run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **asked}, steps=1)
-    batch = as_sequences(seen[0])
+    run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
+    batch = as_sequences(seen[0].union(seen[1].select("reward_baselines")))
     assert set(batch.columns) == set(COLUMNS)
     for name, column in COLUMNS.items():
         found: Any = batch[name]

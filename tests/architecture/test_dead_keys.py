@@ -32,7 +32,8 @@ from camshaft.config.trainer import TrainerConfig
 from camshaft.config.tree import as_section, fields, leaf_fields
 
 ROOT = Path(camshaft.config.__file__).parents[1]
-CHECKS = {ROOT / "config" / name for name in ("checks.py", "files.py", "not_yet.py", "reward_checks.py", "sharding.py")}
+CHECKING = ("algorithm_checks.py", "checks.py", "files.py", "not_yet.py", "reward_checks.py", "sharding.py")
+CHECKS = {ROOT / "config" / name for name in CHECKING}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path not in CHECKS}
 
 ONLY_CHECKED = {

@@ -62,6 +62,8 @@ class Settings:
     clip_value: float = 0.5
     entropy_coeff: float = 0.001
     aggregation: str = "token-mean"
+    loss: str = "vanilla"
+    norm_by_std: bool = True
     actor_lr: float = 1e-6
     actor_lr_warmup: int = 0
     critic_lr: float = 1e-5
@@ -230,13 +232,14 @@ def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Ro
     return [[(a - mean) / root for a in row] for row in advantages], returns
 
 
-def grpo(rewards: Rows, n: int) -> tuple[Rows, Rows]:
+def grpo(rewards: Rows, n: int, norm_by_std: bool) -> tuple[Rows, Rows]:
     """Each row's total against those of its group, on every token."""
     totals = [math.fsum(r) for r in rewards]
     advantages: Rows = []
     for row, r in enumerate(rewards):
         group = totals[row // n * n : row // n * n + n]
-        advantages.append([(totals[row] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)] * len(r))
+        spread = statistics.stdev(group) + 1e-6 if norm_by_std else 1.0
+        advantages.append([(totals[row] - statistics.fmean(group)) / spread] * len(r))
     return advantages, [[total] * len(r) for total, r in zip(totals, rewards, strict=True)]
 
 
@@ -249,27 +252,40 @@ def aggregate(x: Tensor, mask: Tensor, mode: str) -> Tensor:
         return x.sum() / mask.sum()
     if mode == "seq-mean-token-mean":
         return (x.sum(1) / mask.sum(1)).mean()
+    if mode == "seq-mean-token-sum-norm":
+        return x.sum(1).mean() / x.shape[1]
     assert mode == "seq-mean-token-sum"
     return x.sum(1).mean()
 
 
-def actor_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
-    old, advantages = batch.columns["old_log_probs"], batch.columns["advantages"]
-    log_probs, entropy = log_probs_and_entropy(model, batch, settings.temperature)
-    difference = (log_probs - old).clamp(-20, 20)
-    ratio = difference.exp()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+def policy_terms(log_probs: Tensor, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
+    """(B, T) losses, and where a clip acted."""
+    advantages = batch.columns["advantages"]
+    difference = (log_probs - batch.columns["old_log_probs"]).clamp(-20, 20)
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    if settings.loss == "cispo":
+        ratio = difference.exp().detach()
+        return -ratio.clamp(low, high) * advantages * log_probs, {"pg_clipfrac": ratio != ratio.clamp(low, high)}
+    if settings.loss == "gspo":  # one ratio for each row, with the gradient of all its tokens
+        of_row = ((difference * batch.mask).sum(1) / batch.mask.sum(1)).exp()
+        plain, clipped = -advantages * of_row[:, None], -advantages * of_row.clamp(low, high)[:, None]
+        return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
+    plain, clipped = -advantages * difference.exp(), -advantages * difference.exp().clamp(low, high)
     worse = torch.maximum(plain, clipped)
-    per_token = torch.where(advantages < 0, torch.minimum(worse, -advantages * settings.clip_dual), worse)
+    bounded = torch.where(advantages < 0, torch.minimum(worse, -advantages * settings.clip_dual), worse)
+    lower = (advantages < 0) & (worse > -advantages * settings.clip_dual)
+    return bounded, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": lower}
+
+
+def actor_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
+    log_probs, entropy = log_probs_and_entropy(model, batch, settings.temperature)
+    per_token, clips = policy_terms(log_probs, batch, settings)
     policy = aggregate(per_token, batch.mask, settings.aggregation)
     loss = policy - settings.entropy_coeff * aggregate(entropy, batch.mask, settings.aggregation)
-    lower = (advantages < 0) & (worse > -advantages * settings.clip_dual)
     metrics = {
         "pg_loss": policy,
-        "ppo_kl": aggregate(-difference, batch.mask, "token-mean"),
-        "pg_clipfrac": aggregate((clipped > plain).to(ratio), batch.mask, "token-mean"),
-        "pg_clipfrac_lower": aggregate(lower.to(ratio), batch.mask, "token-mean"),
+        "ppo_kl": aggregate(batch.columns["old_log_probs"] - log_probs, batch.mask, "token-mean"),
+        **{name: aggregate(where.to(log_probs), batch.mask, "token-mean") for name, where in clips.items()},
     }
     if settings.kl_loss:
         distance = kl(log_probs - batch.columns["ref_log_prob"], settings.kl_loss_type)
@@ -368,7 +384,7 @@ def train(settings: Settings, reward: Reward) -> Iterator[Step]:
         if critic:
             advantages, returns = gae(rewards, rows_of(columns["values"], batch.mask), settings.gamma, settings.lam)
         else:
-            advantages, returns = grpo(rewards, settings.n)
+            advantages, returns = grpo(rewards, settings.n, settings.norm_by_std)
         columns["advantages"], columns["returns"] = grid(advantages, entropy), grid(returns, entropy)
         metrics |= {
             "actor/entropy": (entropy.sum() / batch.mask.sum()).item(),

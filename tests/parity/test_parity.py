@@ -49,6 +49,8 @@ KEYS = {
     "clip_value": ("critic.cliprange_value",),
     "entropy_coeff": (f"{ACTOR}.entropy_coeff",),
     "aggregation": (f"{ACTOR}.loss_agg_mode",),
+    "loss": (f"{ACTOR}.policy_loss.loss_mode",),
+    "norm_by_std": ("algorithm.norm_adv_by_std_in_grpo",),
     "actor_lr": (f"{ACTOR}.optim.lr",),
     "actor_lr_warmup": (f"{ACTOR}.optim.lr_warmup_steps",),
     "critic_lr": ("critic.optim.lr",),
@@ -135,25 +137,45 @@ def test_ten_steps_of_ppo_agree_with_the_plain_run(tmp_path: Path, dtype: str, t
     assert len({len(row) for step in steps for row in ids(step, "responses")}) > 2
 
 
+GROUPS = replace(
+    PPO,
+    critic=None,
+    estimator="grpo",
+    steps=2,
+    batch_size=4,
+    mini_batch_size=2,
+    n=4,
+    kl_in_reward=False,
+    actor_lr_warmup=0,
+)
+
+
 def test_grpo_with_a_kl_loss_agrees_with_the_plain_run(tmp_path: Path) -> None:
     grpo = replace(
-        PPO,
-        critic=None,
-        estimator="grpo",
+        GROUPS,
         steps=3,
-        batch_size=4,
-        mini_batch_size=2,
-        n=4,
-        kl_in_reward=False,
         kl_loss=True,
         kl_loss_coef=0.1,
         aggregation="seq-mean-token-mean",
         top_k=40,
         top_p=0.9,
-        actor_lr_warmup=0,
     )
     steps = compare(tmp_path, grpo, UNEVEN)
     assert steps[-1].metrics["actor/kl_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"norm_by_std": False, "aggregation": "seq-mean-token-sum-norm"},
+        {"loss": "gspo", "aggregation": "seq-mean-token-mean", "clip_low": 0.003, "clip_high": 0.004},
+        {"loss": "cispo", "clip_low": 10.0},
+    ],
+    ids=["dr_grpo", "gspo", "cispo"],
+)
+def test_relatives_of_grpo_agree_with_the_plain_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    steps = compare(tmp_path, replace(GROUPS, **changes), UNEVEN)
+    assert steps[-1].metrics["actor/pg_clipfrac"] > 0, "the case says nothing about the clip"
 
 
 def test_adaptive_kl_controller_agrees_with_the_plain_run(tmp_path: Path) -> None:

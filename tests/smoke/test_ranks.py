@@ -58,6 +58,24 @@ def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_
     assert ranks[1].metrics["actor/reward_kl_penalty"] != 0
 
 
+def test_gspo_and_dynamic_sampling_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    # One ratio for a response, whose tokens two ranks share; or each rank has rows of its own.
+    changes: dict[str, Any] = {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": True,
+        "data.gen_batch_size": 6,
+        "actor_rollout_ref.rollout.n": 3,
+        f"{ACTOR}.policy_loss.loss_mode": "gspo",
+        f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
+        f"{ACTOR}.clip_ratio": 3e-3,
+    }
+    alone = run_ppo(tmp_path, {**SHUFFLED, **changes}, steps=2)
+    assert alone[1].metrics["actor/pg_clipfrac"] > 0
+    for layout in ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, {}):
+        ranks = run_ppo(tmp_path, {**SHUFFLED, **changes, **RANKS, **layout}, steps=2)
+        compare(ranks, alone, rel=1e-6)
+
+
 def test_mismatch_and_its_correction_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # A cut distribution, so that the report and the weights are more than rounding, in rows of unequal lengths.
     cut = {

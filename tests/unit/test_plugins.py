@@ -57,6 +57,16 @@ def test_an_unknown_name_gives_the_nearest_and_all():
     assert "Known: decoder, encoder, or package.module:Class" in str(error.value)
 
 
+def test_a_function_of_ours_or_of_anybody(package):
+    (package / "their_functions.py").write_text("def add(a, b): return a + b\nNAME = 'no function'\n")
+    assert plugins.load_function("length", {"length": len}, GROUP) is len
+    assert plugins.load_function("their_functions:add", {"length": len}, GROUP)(1, 2) == 3
+    with pytest.raises(ConfigError, match=r"no 'lenght' in .* Did you mean 'length'\? .* or package.module:function"):
+        plugins.load_function("lenght", {"length": len}, GROUP)
+    with pytest.raises(ConfigError, match="their_functions:NAME is no function but str"):
+        plugins.load_function("their_functions:NAME", {}, GROUP)
+
+
 def test_nothing_near_no_guess():
     with pytest.raises(ConfigError) as error:
         plugins.load("xyz", KNOWN, GROUP, json.JSONDecoder)

@@ -115,10 +115,10 @@ def mini_batches(draw):
 
 
 def all_losses(columns, counts, mode):
-    """Every loss and every metric of this file as one flat list of shares."""
+    """Every loss and every metric as one flat list of shares, the losses first."""
     a, b, c, d, e, f = columns
-    policy, policy_metrics = policy_loss(a, b, c, counts, clip=CLIP, mode=mode)
-    weighted, _ = policy_loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d)
+    policies = [loss(a, b, c, counts, clip=CLIP, mode=mode) for loss in POLICY_LOSSES.values()]
+    weighted = [loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d)[0] for loss in POLICY_LOSSES.values()]
     value, value_metrics = value_loss(d, e, f, counts, cliprange=0.5, mode=mode)
     others = [
         entropy_loss(d, counts, mode=mode),
@@ -126,7 +126,12 @@ def all_losses(columns, counts, mode):
         sft_loss(a, counts),
         aggregate(f, counts, mode),
     ]
-    return [policy, weighted, value, *others, *policy_metrics.values(), *value_metrics.values()]
+    told = [share for _, metrics in policies for share in metrics.values()]
+    return [*(loss for loss, _ in policies), *weighted, value, *others, *told, *value_metrics.values()]
+
+
+TRAINED = 2 * len(POLICY_LOSSES) + 4
+"""The first so many are differentiated: up to the supervised loss."""
 
 
 def cut(mini_batch):
@@ -161,7 +166,7 @@ def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
     def gradient(cuts):
         leaf = columns.clone().requires_grad_()
         for part, counts in cut((lengths, mask, leaf, cuts)):
-            sum(all_losses(part, counts, mode)[:6]).backward()
+            sum(all_losses(part, counts, mode)[:TRAINED]).backward()
         return leaf.grad
 
     torch.testing.assert_close(gradient(cuts), gradient([0, len(lengths)]))
@@ -177,7 +182,7 @@ def test_what_stands_at_masked_tokens_does_not_matter(mode, mini_batch, junk):
     found = all_losses(spoilt, counts, mode)
     for expected, value in zip(all_losses(columns, counts, mode), found, strict=True):
         torch.testing.assert_close(value, expected)
-    sum(found[:6]).backward()
+    sum(found[:TRAINED]).backward()
     assert (spoilt.grad[:, ~mask] == 0).all()
 
 

@@ -20,8 +20,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.logger=tracking", "[console,jsonl]"),
         ("trainer.logger=[tensorboard]", "[console,jsonl]"),
         (f"{ACTOR}.kl_loss_type=full", "low_var_kl"),
-        ("algorithm.adv_estimator=remax", "rloo"),
-        (f"{ACTOR}.policy_loss.loss_mode=gspo", "vanilla"),
         ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
         ("data.prompt_id_key=id", "=null"),
         ("data.max_prompt_id_length=8", "=null"),

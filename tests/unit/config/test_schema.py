@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from camshaft import algorithms, engine, rewards, rollout, tracking
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, load_ppo
-from camshaft.config.algorithm import GROUP_ESTIMATORS, Estimator
+from camshaft.config.algorithm import GROUP_ESTIMATORS
 from camshaft.config.fields import KLPenalty, LossAggMode
 from camshaft.config.loader import raw_defaults, resolved_defaults
-from camshaft.config.part_names import ENGINES, REWARDS, ROLLOUTS, TRACKERS
+from camshaft.config.part_names import ENGINES, ESTIMATORS, POLICY_LOSSES, REWARDS, ROLLOUTS, TRACKERS
 from camshaft.config.tree import fields, flatten, get, leaf_fields
 
 SCHEMAS = [PPOConfig, SFTConfig, GenerateConfig]
@@ -135,11 +135,12 @@ def test_keys_and_defaults_are_those_of_the_specification():
 
 
 def test_the_config_offers_what_the_algorithms_have():
-    assert set(get_args(Estimator)) == set(algorithms.ESTIMATORS)
+    assert set(ESTIMATORS) == set(algorithms.ESTIMATORS)
+    assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(get_args(LossAggMode)) == set(algorithms.AGGREGATIONS)
     assert set(get_args(KLPenalty)) == {*algorithms.KL_PENALTIES, "full"}
     groups = {name for name, estimator in algorithms.ESTIMATORS.items() if estimator.needs_groups}
-    assert set(GROUP_ESTIMATORS) == groups - {"remax"}
+    assert set(GROUP_ESTIMATORS) == groups
 
 
 def test_built_in_names_are_those_of_the_registries():

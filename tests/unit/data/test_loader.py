@@ -74,6 +74,42 @@ def test_a_run_resumed_anywhere_sees_the_batches_that_were_to_come(stop, drop_la
     assert firsts(before) + firsts(resumed) == whole
 
 
+def test_rows_that_are_given_back_are_the_first_of_the_next_batch():
+    loader = StatefulLoader(rows(9), 4, shuffle=False)
+    first = loader.next_batch()
+    loader.give_back(3)
+    assert loader.state_dict()["position"] == 1
+    assert firsts([first, *loader]) == [[0, 1, 2, 3], [1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_rows_of_a_finished_epoch_can_be_given_back_while_it_is_iterated():
+    loader, seen = StatefulLoader(rows(4), 2, total_epochs=2, seed=1), []
+    for batch in loader:
+        seen += firsts([batch])
+        if len(seen) == 2:
+            loader.give_back(2)
+    whole = firsts(StatefulLoader(rows(4), 2, total_epochs=2, seed=1))
+    assert seen == [*whole[:2], whole[1], *whole[2:]]
+
+
+def test_what_is_given_back_at_the_end_of_an_epoch_is_dropped_where_it_fills_no_batch():
+    loader = StatefulLoader(rows(4), 2, shuffle=False, total_epochs=2)
+    loader.next_batch(), loader.next_batch()
+    loader.give_back(1)
+    assert (loader.epoch, loader.position) == (1, 0)
+
+
+def test_a_batch_can_be_drawn_when_all_epochs_are_through():
+    loader = StatefulLoader(rows(2), 2, shuffle=False)
+    assert firsts(loader) == [[0, 1]]
+    assert loader.exhausted
+    assert firsts([loader.next_batch()]) == [[0, 1]]
+
+
+def test_steps_are_counted_in_the_rows_that_they_need():
+    assert len(StatefulLoader(rows(20), 8, total_epochs=2, rows_per_step=3)) == 2 * 6
+
+
 def test_the_state_after_the_last_batch_leaves_nothing():
     loader = StatefulLoader(rows(4), 2, total_epochs=2)
     list(loader)

@@ -18,6 +18,7 @@ def algorithm(**changes: object) -> AlgorithmConfig:
         "kl_penalty": "kl",
         "use_kl_in_reward": True,
         "kl_ctrl": control,
+        "filter_groups": {"enable": False, "metric": "seq_reward", "max_num_gen_batches": 0},
         "rollout_correction": {
             "rollout_is": None,
             "rollout_is_threshold": 2.0,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, over_ranks
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, over_calls, over_ranks
 
 
 def floats(*rows: list[float]) -> Ragged:
@@ -82,6 +82,15 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
         "rollout/effective_sample_share": share,
     }
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_calls_of_one_step_are_put_together_by_what_their_numbers_are() -> None:
+    first = {"timing_s/gen": 1.0, "rollout/decode_steps": 3, "reward/errors": 1.0, "reward/acc/mean": 0.5}
+    second = {"timing_s/gen": 2.0, "rollout/decode_steps": 4, "reward/errors": 2.0, "perf/sync_peak_memory_bytes": 7}
+    assert over_calls([first | {"perf/sync_peak_memory_bytes": 9}, second | {"reward/acc/mean": 1.0}]) == {
+        "timing_s/gen": 3.0, "rollout/decode_steps": 7, "reward/errors": 3.0, "reward/acc/mean": 0.75,
+        "perf/sync_peak_memory_bytes": 9,
+    }  # fmt: skip
 
 
 def test_no_mismatch_is_zero_with_every_sample_effective() -> None:

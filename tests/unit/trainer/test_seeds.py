@@ -13,6 +13,11 @@ def test_every_row_of_every_step_has_a_seed_of_its_own() -> None:
     assert len(seeds.unique()) == len(seeds) == 4 * 6 * 5000
 
 
+def test_rows_that_are_drawn_later_in_a_step_go_on_where_the_others_ended() -> None:
+    both = [sampling_seeds(3, 5, 10), sampling_seeds(3, 5, 6, first=10)]
+    assert torch.equal(torch.cat(both), sampling_seeds(3, 5, 16))
+
+
 def test_seeds_do_not_meet_at_the_borders_of_steps_and_runs() -> None:
     rows = 2**24
     last, following = sampling_seeds(1, 7, rows)[-1], sampling_seeds(1, 8, 1)[0]

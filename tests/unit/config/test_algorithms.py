@@ -1,0 +1,61 @@
+"""What estimators, policy losses and dynamic sampling ask of the other keys."""
+
+import pytest
+
+from camshaft.config import load_ppo
+from camshaft.errors import ConfigError
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
+FILTER = "algorithm.filter_groups.enable=true"
+GSPO = f"{ACTOR}.policy_loss.loss_mode=gspo"
+BUFFER = "reward_model.overlong_buffer"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["algorithm.adv_estimator=gropo"], "Did you mean grpo?"),
+        ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, gspo, vanilla, or package.module:function."),
+        ([GSPO], f"Type {ACTOR}.loss_agg_mode=seq-mean-token-mean."),
+        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic. Type critic.enable=null."),
+        ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo reads no values. Type critic.enable=null."),
+        ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not do that"),
+        ([FILTER, "algorithm.adv_estimator=my.module:mine"], f"Type {ROLLOUT}.n=8."),
+        ([*GRPO, "data.gen_batch_size=2048"], f"Type {FILTER}, or data.gen_batch_size=null."),
+        ([*GRPO, FILTER, "data.gen_batch_size=64", "data.train_max_samples=32"], "data.gen_batch_size=64."),
+        (
+            [*GRPO, FILTER, "algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
+            "Type algorithm.filter_groups.metric=seq_reward.",
+        ),
+        ([f"{BUFFER}.enable=true"], f"must be 1 .. 512, which is {ROLLOUT}.response_length. Type {BUFFER}.len=128"),
+        ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Type {BUFFER}.len=128"),
+    ],
+)
+def test_what_does_not_go_together_is_told_with_what_to_type(words, more, told):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, *more])
+    text = str(caught.value)
+    assert "One thing is wrong" in text
+    assert told in text
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["algorithm.adv_estimator=remax"],
+        [GSPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+        [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"],
+        [f"{ACTOR}.policy_loss.loss_mode=my.module:mine", "algorithm.adv_estimator=my.module:mine"],
+        [*GRPO, FILTER, "data.gen_batch_size=3072", "algorithm.filter_groups.metric=acc"],
+        [f"{BUFFER}.enable=true", f"{BUFFER}.len=512"],
+    ],
+)
+def test_what_goes_together_passes(words, more):
+    load_ppo([*words, *more])
+
+
+def test_an_estimator_of_ones_own_has_a_critic_if_it_asks_for_one(words):
+    own = [*words, "algorithm.adv_estimator=my.module:mine"]
+    assert not load_ppo(own).needs_critic()
+    assert load_ppo([*own, "critic.enable=true"]).needs_critic()

@@ -1,0 +1,37 @@
+"""The penalty for long responses, on numbers worked out by hand."""
+
+import pytest
+import torch
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.rewards.overlong import OverlongPenalty, penalty
+
+
+def decode(rows: list[list[int]]) -> list[str]:
+    return ["".join(map(chr, row)) for row in rows]
+
+
+def test_it_grows_in_a_straight_line_over_the_last_tokens():
+    # Limit 10, the last 4 of it: nothing up to 6, a quarter of the factor for each token more, all of it at the limit.
+    lengths = torch.tensor([0, 1, 6, 7, 8, 10, 12])
+    assert penalty(lengths, limit=10, buffer=4, factor=2.0).tolist() == [0, 0, 0, -0.5, -1, -2, -2]
+
+
+@pytest.mark.parametrize("log", [True, False])
+def test_it_is_taken_from_what_is_trained_on_and_not_from_what_is_validated(manager, log):
+    texts = ("ab", "abcd")
+    batch = DataProto.from_dict(
+        {
+            "responses": Ragged.from_rows([[ord(c) for c in text] for text in texts]),
+            "response_mask": Ragged.from_rows([[True, True], [True, True, True, False]]),
+            "data_source": ["test"] * 2,
+            "ground_truth": [""] * 2,
+        }
+    )
+    rewards = OverlongPenalty(manager("return 1.0"), limit=5, buffer=2, factor=1.0, log=log)
+    result = rewards.score(batch, decode)
+    # 4 of 5 tokens, of which the last 2 cost: half of the factor, on the last token that the policy chose.
+    assert [row.tolist() for row in result.token_level_scores.rows()] == [[0, 1.0], [0, 0, 0.5, 0]]
+    assert result.scores.tolist() == [1.0, 1.0]
+    told = {name: value for name, value in result.metrics.items() if "overlong" in name}
+    assert told == ({"reward/overlong_reward/mean": -0.25, "reward/overlong/mean": 0.5} if log else {})

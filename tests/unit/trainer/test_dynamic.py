@@ -1,0 +1,151 @@
+"""Dynamic sampling: which prompts are kept, where the data go on, and what is said when there are none."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config, run_ppo
+
+from camshaft.config import PPOConfig
+from camshaft.data import StatefulLoader
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import BatchError, RewardError
+from camshaft.rewards.manager import RewardResult
+from camshaft.tracking import deterministic
+from camshaft.trainer.dynamic import informative, worth
+from camshaft.trainer.metrics import StepMetrics
+
+DAPO: dict[str, Any] = {
+    "algorithm.adv_estimator": "grpo",
+    "algorithm.filter_groups.enable": True,
+    "actor_rollout_ref.rollout.n": 2,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 3,
+    "data.train_batch_size": 3,
+    "data.gen_batch_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def config_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PPOConfig]:
+    home = tmp_path_factory.mktemp("home")
+    return lambda **changes: ppo_config(home, {**DAPO, **changes})
+
+
+def result(scores: Sequence[float], parts: Sequence[dict[str, float]] | None = None) -> RewardResult:
+    given = torch.tensor(list(scores))
+    told = tuple(parts or [{}] * len(given))
+    one = Ragged(given, torch.ones(len(given), dtype=torch.int64))
+    return RewardResult(one, given, {"reward/errors": 1.0, "reward/acc/mean": float(given.mean())}, (), told, ())
+
+
+class Policy:
+    """Solves each prompt once in two of the numbers `differing`, and always the others."""
+
+    def __init__(self, differing: set[int]):
+        self.differing = differing
+        self.asked: list[tuple[list[int], int]] = []
+
+    def __call__(self, prompts: DataProto, metrics: StepMetrics, first: int) -> tuple[DataProto, RewardResult]:
+        numbers = [int(row[0]) for row in prompts["prompts"].rows()]
+        self.asked.append((numbers, first))
+        scores = [score for number in numbers for score in ((1.0, 0.0) if number in self.differing else (1.0, 1.0))]
+        found = result(scores)
+        metrics.add(found.metrics)
+        return prompts.repeat(2).with_columns(row=torch.arange(2 * len(numbers))), found
+
+
+def loader_of(count: int, batch: int = 4, epochs: int = 1) -> StatefulLoader:
+    rows = DataProto.from_dict({"prompts": Ragged.from_rows([[i] for i in range(count)])})
+    return StatefulLoader(rows, batch, total_epochs=epochs, shuffle=False, rows_per_step=3)
+
+
+def draw(loader: StatefulLoader, policy: Policy, config: PPOConfig) -> tuple[list[int], dict[str, float]]:
+    """The prompts of one step, row by row, and its metrics."""
+    metrics = StepMetrics()
+    batch = informative(loader.next_batch(), policy, loader, config, metrics)
+    return [int(row[0]) for row in batch["prompts"].rows()], metrics.values
+
+
+def test_prompts_that_differ_are_kept_with_all_their_responses_until_there_are_enough(config_with) -> None:
+    loader, policy = loader_of(20), Policy({1, 6, 7, 9})
+    kept, metrics = draw(loader, policy, config_with())
+    assert kept == [1, 1, 6, 6, 7, 7]
+    # Four prompts of two responses each were drawn before the second batch: its seeds begin at row 8.
+    assert policy.asked == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 8)]
+    assert metrics["train/num_gen_batches"] == 2
+    assert metrics["filter_groups/same_share"] == 5 / 8
+    assert metrics["filter_groups/given_back"] == 0
+    # Of eight prompts 5 are solved twice, 3 once: (5 x 2 + 3) / 16; failures add up, means are means.
+    assert metrics["filter_groups/seq_reward/mean"] == pytest.approx(13 / 16)
+    assert metrics["reward/acc/mean"] == pytest.approx(13 / 16)
+    assert metrics["reward/errors"] == 2
+
+
+def test_prompts_behind_the_last_one_that_was_needed_come_again(config_with) -> None:
+    loader, policy = loader_of(20), Policy(set(range(20)))
+    steps = [draw(loader, policy, config_with()) for _ in range(3)]
+    assert [kept[::2] for kept, _ in steps] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [metrics["filter_groups/given_back"] for _, metrics in steps] == [1, 1, 1]
+    assert loader.state_dict()["position"] == 9
+
+
+def test_the_last_step_is_filled_from_one_more_epoch_and_then_the_data_are_through(config_with) -> None:
+    loader = loader_of(8)
+    kept, _ = draw(loader, Policy({1, 5}), config_with())
+    assert kept[::2] == [1, 5, 1]
+    assert loader.exhausted
+    assert list(loader) == []
+
+
+def test_too_many_batches_are_an_error_that_says_what_to_type(config_with) -> None:
+    changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
+    with pytest.raises(BatchError) as caught:
+        draw(loader_of(20), Policy({1, 4}), config_with(**changes))
+    text = str(caught.value)
+    assert "2 of 3 prompts have responses that differ in seq_reward, after 2 batches of 4 prompts" in text
+    assert "max_num_gen_batches=2 allows no more" in text
+    draw(loader_of(20), Policy({1, 4, 5}), config_with(**changes))
+
+
+def test_data_without_a_single_prompt_that_differs_are_an_error_and_not_an_endless_loop(config_with) -> None:
+    with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* these are all that there are"):
+        draw(loader_of(20), Policy(set()), config_with())
+
+
+def test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results() -> None:
+    found = result([1.0, 2.0], [{"acc": 1.0}, {}])
+    shaped = RewardResult(
+        found.token_level_scores.map(lambda values: values - 0.5), found.scores, {}, (), found.parts, ()
+    )
+    assert worth(shaped, "seq_reward").tolist() == [0.5, 1.5]
+    assert worth(shaped, "score").tolist() == [1.0, 2.0]
+    assert worth(shaped, "acc").tolist() == [1.0, 0.0]
+    with pytest.raises(RewardError, match=r"metric=f1: .* no number 'f1' \(they have: acc\)"):
+        worth(shaped, "f1")
+
+
+# -- whole runs -------------------------------------------------------------------------------------
+
+
+RUN = {**DAPO, "data.train_max_samples": 24, "trainer.total_epochs": 2, "trainer.save_freq": 1}
+
+
+def test_a_run_trains_on_prompts_that_differ_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    def run(name: str, steps: int, resume: str) -> list[dict[str, float]]:
+        there = {"trainer.default_local_dir": tmp_path / name, "trainer.resume_mode": resume}
+        return [deterministic(step.metrics) for step in run_ppo(tmp_path, {**RUN, **there}, steps=steps)]
+
+    whole = run("whole", 4, "disable")
+    assert max(metrics["filter_groups/given_back"] for metrics in whole) > 0
+    assert max(metrics["train/num_gen_batches"] for metrics in whole) > 1
+    assert [metrics["critic/advantages/max"] for metrics in whole] == pytest.approx([2**-0.5] * 4, rel=1e-4)
+    parts = run("parts", 2, "disable") + run("parts", 4, "auto")
+    assert parts == whole
+
+
+def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
+    # At most 24 / 3 = 8 steps of the one epoch; prompts that do not differ make them fewer.
+    logged = run_ppo(tmp_path, {**RUN, "trainer.total_epochs": 1, "trainer.save_freq": -1}, steps=100)
+    assert 3 < len(logged) < 8

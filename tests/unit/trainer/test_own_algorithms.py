@@ -1,0 +1,82 @@
+"""Somebody's own estimator and loss, as the page on algorithms shows them, in a run; and the recipes of that page."""
+
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+from support.ppo_runs import ppo_words, run_ppo
+
+from camshaft.algorithms import AGGREGATIONS, ESTIMATORS, KL_PENALTIES, POLICY_LOSSES
+from camshaft.config import load_ppo
+from camshaft.dataproto import DataProto
+from camshaft.errors import ConfigError
+from camshaft.trainer import ppo
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+OWN = {
+    "algorithm.adv_estimator": "my_algorithms:above_median",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "my_algorithms:without_a_clip",
+    "actor_rollout_ref.rollout.n": 3,
+}
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = re.findall(r"```python\n(# my_algorithms.py\n.*?)```", PAGE, re.DOTALL)
+    (tmp_path / "my_algorithms.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "my_algorithms", raising=False)
+
+
+@pytest.mark.usefixtures("example")
+def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in OWN.items():
+        assert isinstance(value, int) or f"{key}={value}" in PAGE
+    seen: list[DataProto] = []
+    plain = ppo.batch_metrics
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
+    (step,) = run_ppo(tmp_path, {**OWN, "critic.enable": True}, steps=1)
+    assert step.metrics["actor/ratio_mean"] == pytest.approx(1, abs=0.1)
+    assert "actor/pg_clipfrac" not in step.metrics
+    assert step.metrics["critic/vf_loss"] > 0  # a critic was asked for
+    (batch,) = seen
+    scores = batch["token_level_scores"].sum().tolist()
+    wanted = [
+        score - statistics.median(scores[row // 3 * 3 : row // 3 * 3 + 3])
+        for row, score in enumerate(scores)
+        for _ in range(int(batch["responses"].lengths[row]))
+    ]
+    assert batch["advantages"].values.tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize("key", list(OWN)[:2])
+def test_one_that_is_not_there_is_an_error_before_a_model_is_loaded(key: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="module my_algorithms has no 'nothing'"):
+        run_ppo(tmp_path, {**OWN, key: "my_algorithms:nothing"}, steps=1)
+
+
+def test_the_page_names_everything_that_there_is() -> None:
+    for name in (*ESTIMATORS, *POLICY_LOSSES, *KL_PENALTIES):
+        assert f"| `{name}` |" in PAGE, name
+    for name in AGGREGATIONS:
+        assert f"`{name}`" in PAGE, name
+
+
+RECIPES = dict(re.findall(r"^\| ([A-Z][\w.+]*) \| .*?(`.*`).*? \|$", PAGE, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_is_a_config_that_loads(name: str, tmp_path: Path) -> None:
+    typed = [word for words in re.findall(r"`([^`]*)`", RECIPES[name]) for word in words.split() if "=" in word]
+    assert typed
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
+    load_ppo([*ppo_words(tmp_path), "data.train_batch_size=8", "data.max_response_length=4096", mini, *typed])
+
+
+def test_the_recipes_are_found() -> None:
+    assert set(RECIPES) == {
+        "PPO", "GRPO", "Dr.GRPO", "RLOO", "REINFORCE++", "ReMax", "OPO", "DAPO", "GSPO", "CISPO",
+    }  # fmt: skip
