@@ -24,6 +24,7 @@ from camshaft.trainer.correction import correct
 from camshaft.trainer.deal import deal
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.scoring import with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.session import told_resume
 from camshaft.trainer.validate import save_samples, validate
@@ -89,7 +90,8 @@ class PPOTrainer:
         with metrics.phase("reward"):
             batch = self.parts.model_scored(batch)
             scored = self.rewards.score(batch, self.parts.decode)
-            batch = batch.with_columns(token_level_scores=scored.token_level_scores)
+            batch = with_scores(batch, scored)
+            self.parts.failed.add(scored.failures, f"step {self.global_step}")
             metrics.add(scored.metrics)
         for phase, evaluation in pending.items():
             with metrics.phase(phase):

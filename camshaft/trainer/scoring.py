@@ -3,18 +3,21 @@
     rewards = build_rewards(config.custom_reward_function)      # functions; camshaft generate has no more
     rewards = run_rewards(config)                               # those, beside a reward model or without
     batch = model_scores(batch, reward_model, ranks)            # `rm_scores`, which `run_rewards(config).score` reads
+    batch = with_scores(batch, rewards.score(batch, decode))    # `token_level_scores`
 
 Used by training, validation and `camshaft generate`.
 """
 
 from __future__ import annotations
 
+import torch
+
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
 from camshaft.rewards.auto import SOURCES
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import RewardManager
+from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.roles import RewardModelWorker
 
 READ_BY_MODEL = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
@@ -32,6 +35,7 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
         timeout=custom.timeout,
         num_workers=custom.num_workers,
         on_error=custom.on_error,
+        batched=custom.batched,
     )
 
 
@@ -53,6 +57,22 @@ def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) 
     asked = batch.select(*(name for name in (*READ_BY_MODEL, *ABOUT_ROWS) if name in batch))
     padded, added = asked.pad_to_divisor(ranks)
     return batch.union(DataProto(model.compute_rm_score(padded).unpad(added).columns))
+
+
+def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
+    """`batch` with its scores. A row that is dropped stays, and none of its tokens counts any more."""
+    batch = batch.with_columns(token_level_scores=result.token_level_scores)
+    if not result.dropped:
+        return batch
+    if len(result.dropped) == len(batch):
+        raise RewardError(
+            f"the reward function failed on all {len(batch)} responses of a step, and custom_reward_function.on_error="
+            f"drop leaves nothing to learn from. The first failure is at {result.failures[0]}"
+        )
+    mask = batch.ragged("response_mask")
+    kept = torch.ones(len(batch), dtype=torch.bool)
+    kept[list(result.dropped)] = False
+    return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:

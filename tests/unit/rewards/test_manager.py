@@ -249,10 +249,35 @@ def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(mana
     assert (result.scores.tolist(), result.metrics["reward/errors"]) == ([1.0, 0.0], 1.0)
 
 
-def test_only_the_first_failures_are_listed_but_all_are_counted(manager, score):
-    result = score(manager("1 / 0"), ["a"] * 20)
-    assert result.num_failed == 20
-    assert [failure.row for failure in result.failures] == [0, 1, 2]
+def test_only_the_first_failures_are_listed_and_shown_but_all_are_counted(manager, score, caplog):
+    with caplog.at_level(logging.WARNING):
+        result = score(manager("1 / 0"), ["a"] * 120)
+    assert result.num_failed == 120
+    assert [failure.row for failure in result.failures] == list(range(100))
+    assert "120 of 120 samples could not be scored and count as 0" in caplog.text
+    assert "row 2 (" in caplog.text
+    assert "row 3 (" not in caplog.text
+
+
+def test_a_slow_call_is_counted_timed_and_listed_after_the_failures(manager, score):
+    body = "import time\ntime.sleep(0.7 * (solution_str == 'late'))\nreturn 1 / (solution_str != 'bad')"
+    result = score(manager(body, timeout=1.2, num_workers=1), ["late", "a", "bad"])
+    assert (result.scores.tolist(), result.metrics["reward/slow"]) == ([1.0, 1.0, 0.0], 1.0)
+    assert 0.7 <= result.metrics["timing_s/reward_call_max"] < 1.2
+    assert [(one.row, one.kind, one.response) for one in result.failures] == [(2, "error", "bad"), (0, "slow", "late")]
+    assert result.failures[1].seconds == result.metrics["timing_s/reward_call_max"]
+
+
+# -- on_error=drop ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", ["raise ValueError", "return None", "import os; os._exit(1)"])
+def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
+    with caplog.at_level(logging.WARNING):
+        result = score(manager(FAIL_AT_B.format(failure), on_error="drop"), list("abcb"))
+    assert (result.dropped, result.scores.tolist()) == ((1, 3), [1.0, 0.0, 1.0, 0.0])
+    assert "2 of 4 samples could not be scored and are left out" in caplog.text
+    assert score(manager(FAIL_AT_B.format(failure)), list("ab")).dropped == ()
 
 
 # -- on_error=raise ---------------------------------------------------------------------------------
