@@ -14,7 +14,7 @@ from camshaft.plugins import find, names
 
 ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
 ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
-REWARDS = ("arithmetic", "auto", "exact_match", "gsm8k")
+REWARDS = ("arithmetic", "auto", "exact_match", "format", "gsm8k", "math", "reasoning_gym")
 
 
 def part_name(

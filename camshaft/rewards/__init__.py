@@ -26,7 +26,10 @@ REWARDS = {
     "auto": "camshaft.rewards.auto:compute_score",
     "exact_match": "camshaft.rewards.exact_match:compute_score",
     "gsm8k": "camshaft.rewards.gsm8k:compute_score",
+    "math": "camshaft.rewards.math_answer:compute_score",
+    "format": "camshaft.rewards.format:compute_score",
     "arithmetic": "camshaft.rewards.arithmetic:compute_score",
+    "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
 }
 """Reward functions by name; entry points of the group `camshaft.rewards` are added to these."""
 

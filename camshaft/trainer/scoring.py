@@ -15,7 +15,9 @@ import torch
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
-from camshaft.rewards.auto import SOURCES
+from camshaft.plugins import import_attribute
+from camshaft.rewards import REWARDS
+from camshaft.rewards.auto import SOURCES, reward_for
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.roles import RewardModelWorker
@@ -82,12 +84,16 @@ def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model:
     own = "custom_reward_function.path=my_reward.py for a function of your own"
     if beside_model:
         own += ", or custom_reward_function.name=null to score with the reward model alone"
-    unknown = sorted({str(source) for source in prompts["data_source"] if source not in SOURCES})
+    chosen = {str(source): reward_for(source) for source in prompts["data_source"]}
+    unknown = sorted(source for source, name in chosen.items() if name is None)
     if custom.function_name() == "auto" and unknown:
         raise RewardError(
             f"no scoring function goes with data_source {', '.join(unknown[:5])} (known: {', '.join(SOURCES)}). Type "
             f"custom_reward_function.name=exact_match to compare with the ground truth, or {own}"
         )
+    if custom.function_name() == "auto":
+        for name in sorted({name for name in chosen.values() if name is not None}):
+            import_attribute(REWARDS[name])  # says what to install for it, before anything is started
     without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
     if without:
         raise RewardError(

@@ -239,6 +239,35 @@ def test_a_function_may_use_alarms_of_its_own(manager, score):
     assert score(manager(body), ["a", "b"]).scores.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "2^{1000000000}", "100000000!"])
+def test_mathematics_that_takes_for_ever_is_wrong_and_no_failure(score, power):
+    with RewardManager(name="math", reward_kwargs={"seconds": 1}, timeout=20.0, num_workers=1) as rewards:
+        result = score(rewards, [rf"\boxed{{{power}}}", r"\boxed{\frac12}"], truths=["3", "0.5"])
+    assert (result.num_failed, result.scores.tolist()) == (0, [0.0, 1.0])
+    assert result.metrics["timing_s/reward_call_max"] < 10
+
+
+def test_a_file_may_limit_the_memory_of_its_processes(file, score):
+    path = file(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            return len(bytearray(2**40 if solution_str == "b" else 8))
+        """
+    )
+    with RewardManager(path) as rewards:
+        result = score(rewards, ["a", "b", "c"])
+    assert result.scores.tolist() == [8, 0, 8]
+    assert "MemoryError" in result.failures[0].message
+
+
+def test_a_scalar_of_torch_is_a_number_and_a_tensor_is_not(manager, score):
+    body = "import torch; return torch.tensor([0.5] * len(solution_str)).squeeze()"
+    result = score(manager(body, timeout=60.0, num_workers=1), ["a", "ab"])
+    assert (result.scores.tolist(), result.num_failed) == ([0.5, 0.0], 1)
+
+
 def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(manager, score, monkeypatch):
     import types
 

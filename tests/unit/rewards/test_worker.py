@@ -48,8 +48,20 @@ def test_reward_kwargs_that_the_function_does_not_take_are_an_error(file):
 
 
 def test_an_unknown_built_in_is_an_error_that_lists_them():
-    with pytest.raises(RewardError, match="no reward function 'gsm9k'; known: arithmetic, auto, exact_match, gsm8k"):
+    with pytest.raises(
+        RewardError, match="no reward function 'gsm9k'; known: arithmetic, auto, exact_match, format, gsm8k, math"
+    ):
         RewardManager(name="gsm9k")
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"), [("math", "math_verify", "math"), ("reasoning_gym", "reasoning_gym", "reasoning-gym")]
+)
+def test_a_library_that_is_missing_is_named_with_what_installs_it(file, monkeypatch, tmp_path, name, library, extra):
+    file(f"raise ModuleNotFoundError('not here', name='{library}')", name=f"{library}.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RewardError, match=rf"needs '{library}': pip install 'camshaft\[{extra}\]'"):
+        RewardManager(name=name)
 
 
 def test_a_file_can_import_its_neighbours(file, score):
