@@ -1,7 +1,7 @@
 r"""Mathematics in general: the answer is an expression, compared as one by the `math-verify` package.
 
-    compute_score("HuggingFaceH4/MATH-500", r"it is \boxed{\frac12}", "0.5")     # {"score": 1.0, "pred": r"\frac{1}{2}"}
-    compute_score("aime_2024", "the answer is $204$", "204")                     # {"score": 1.0, "pred": "204"}
+    compute_score("HuggingFaceH4/MATH-500", r"so \boxed{\frac12}", "0.5")    # {"score": 1.0, "pred": r"\frac{1}{2}"}
+    compute_score("aime_2024", "the answer is $204$", "204")    # {"score": 1.0, "pred": "204"}
     compute_score("aime_2024", "the answer is $204$", "204", method="strict")    # {"score": 0.0, "pred": None}
 
 The answer is in the last \boxed{}. Where there is none, `flexible` takes what the package finds, `strict` nothing. The
