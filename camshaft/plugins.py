@@ -21,7 +21,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 BROUGHT_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
     "tensorboard": "camshaft[tensorboard]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
-    "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
+    "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]", "sglang": "sglang",
+    "torchtitan": "torchtitan", "megatron": "megatron-core",
 }  # fmt: skip
 """What to install for each optional library: an extra of this package, or the library's own name."""
 

@@ -14,9 +14,9 @@ from camshaft.plugins import find, names
 
 ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
 ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
-REWARDS = ("arithmetic", "auto", "exact_match", "gsm8k")
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
+REWARDS = ("arithmetic", "auto", "exact_match", "format", "gsm8k", "math", "reasoning_gym")
 
 
 def part_name(

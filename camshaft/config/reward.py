@@ -70,13 +70,21 @@ class CustomRewardConfig(Section):
 
     path: Path | None = Field(description="Python file or module with the function; null: one of the functions here.")
     name: Text | None = Field(
-        description="Name of the function; without a path, compute_score goes by data_source. null is compute_score, "
-        "but without a path it is no function in camshaft generate and where a reward model scores."
+        description="Name of the function, or what @register_reward calls it; without a path, compute_score goes by "
+        "data_source. null is compute_score, but without a path it is no function in camshaft generate and where a "
+        "reward model scores."
     )
     reward_kwargs: dict[str, Any] = Field(description="Further keyword arguments for every call.")
+    batched: bool | None = Field(
+        description="Whether a call has the lists of a whole batch: data_sources, solution_strs, ground_truths, "
+        "extra_infos. null: if those are the names of the function's parameters."
+    )
     timeout: float = Field(gt=0, description="Seconds that one call may take.")
     num_workers: int = Field(ge=1, description="Processes that score.")
-    on_error: Literal["zero", "raise"] = Field(description="A call that fails or runs out of time: score 0, or stop.")
+    on_error: Literal["zero", "drop", "raise"] = Field(
+        description="A sample whose call fails or runs out of time: score 0, leave it out of the update, or stop. In "
+        "validation and camshaft generate drop is zero."
+    )
 
     def is_named(self) -> bool:
         """Whether a function is asked for at all."""

@@ -6,6 +6,7 @@ How the model is shared out is in `sharding.py`, what is on disk in `files.py`. 
 known but its name.
 """
 
+import re
 from collections.abc import Iterator
 
 from camshaft.config.part_names import ENGINES, REWARDS, part_name
@@ -41,6 +42,8 @@ def scores(config: PPOConfig) -> Iterator[Problem]:
 def scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
     """With a path the name is a function there, and that is found out where it is loaded."""
     if custom.path is None:
+        if custom.function_name() == "format" and "pattern" in custom.reward_kwargs:
+            yield from _pattern(custom.reward_kwargs["pattern"])
         key, rests_on = "custom_reward_function.name", ("custom_reward_function.path",)
         yield from part_name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
 
@@ -52,6 +55,15 @@ def _overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
         key, limit = f"{MODEL}.overlong_buffer.len", "actor_rollout_ref.rollout.response_length"
         sentence = f"must be 1 .. {longest}, which is {limit}. Type {key}={max(1, longest // 4)}, a quarter of it."
         yield Problem(key, buffer.len, sentence, (limit, f"{MODEL}.overlong_buffer.enable"))
+
+
+def _pattern(pattern: object) -> Iterator[Problem]:
+    """What a response of the right form looks like."""
+    try:
+        re.compile(str(pattern))
+    except re.error as error:
+        sentence = f"is no regular expression of Python: {error}. Quote it as '...' where the shell would change it."
+        yield Problem("custom_reward_function.reward_kwargs", {"pattern": pattern}, sentence)
 
 
 def _token_budget(config: PPOConfig) -> Iterator[Problem]:

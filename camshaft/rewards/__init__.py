@@ -6,19 +6,49 @@
 
 A reward function is `compute_score(data_source, solution_str, ground_truth, extra_info)`, plain or async,
 and returns a number, or a dict with `score`, other numbers that are averaged into the metrics, and `pred`, the answer
-that it found in the response.
+that it found in the response. One that takes `data_sources, solution_strs, ground_truths, extra_infos` is called once
+for the whole batch and returns a list of these. `@register_reward("name")` gives it another name than its own.
 
-`manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `wire.py` the
-messages between. `auto.py`, `exact_match.py`, `gsm8k.py`, `arithmetic.py` are functions to choose by name.
-This file is imported in each worker and must stay free of torch.
+`manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `loading.py` how a
+function is found there, `wire.py` the messages between, `failed.py` the list of samples that were not scored. The
+functions to choose by name are in the modules that `REWARDS` lists. This file is imported in each worker and must stay
+free of torch.
 """
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from camshaft.errors import RewardError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 REWARDS = {
     "auto": "camshaft.rewards.auto:compute_score",
     "exact_match": "camshaft.rewards.exact_match:compute_score",
     "gsm8k": "camshaft.rewards.gsm8k:compute_score",
+    "math": "camshaft.rewards.math_answer:compute_score",
+    "format": "camshaft.rewards.format:compute_score",
     "arithmetic": "camshaft.rewards.arithmetic:compute_score",
+    "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
 }
 """Reward functions by name; entry points of the group `camshaft.rewards` are added to these."""
 
 GROUP = "camshaft.rewards"
+
+REGISTERED: dict[str, Callable[..., Any]] = {}
+"""What `register_reward` has named, in this process."""
+
+
+def register_reward(name: str) -> Callable[[Function], Function]:
+    """Name the function below: `custom_reward_function.name=name` finds it in its file or module."""
+
+    def register(function: Function) -> Function:
+        taken = REGISTERED.setdefault(name, function)
+        if taken is not function:
+            raise RewardError(
+                f"two functions are registered as '{name}': {taken.__qualname__} of {taken.__module__} and "
+                f"{function.__qualname__} of {function.__module__}. Give one of them another name"
+            )
+        return function
+
+    return register

@@ -37,7 +37,7 @@ class CombinedRewards:
             metrics[f"reward/{MODEL}/truncated"] = float(batch["rm_truncated"].sum())
         weighted = found.map(lambda values: self.weight * values)
         if self.function is None:
-            none = {f"reward/{name}": 0.0 for name in COUNTS.values()}
+            none = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
             return RewardResult(weighted, self.weight * scores, none | metrics, (), parts, (None,) * len(batch))
         given = self.function.score(batch, decode)

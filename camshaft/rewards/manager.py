@@ -5,9 +5,9 @@
         batch = batch.with_columns(token_level_scores=result.token_level_scores)
         metrics |= result.metrics
 
-A function that raises, hangs, dies or returns something that is not a finite number costs one sample: it
-is counted, shown in the log, and scored 0 (`on_error="zero"`) or made an error (`on_error="raise"`).
-The scores do not depend on `num_workers`.
+A function that raises, hangs, dies or returns something that is not a finite number costs one sample: it is counted,
+shown in the log, and scored 0 (`on_error="zero"`), left out of the update (`on_error="drop"`: the result names the row,
+the trainer empties its mask) or made an error (`on_error="raise"`). The scores do not depend on `num_workers`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,20 +33,29 @@ Decode = Callable[[list[list[int]]], list[str]]
 COUNTS = {"error": "errors", "invalid": "invalid", "timeout": "timeouts", "crash": "crashes"}
 """The metric that counts each kind of failure."""
 
+SLOW = 0.5
+"""A call that takes this share of its time limit is listed with the failures."""
+
 _NUM_SHOWN = 3
+_NUM_LISTED = 100
+_RESPONSE_CHARACTERS = 2000
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """One sample that could not be scored."""
+    """One sample that could not be scored, or was scored slowly."""
 
     row: int
     kind: str
+    """`error`, `invalid`, `timeout`, `crash`; or `slow`."""
     data_source: Any
     message: str
     trace: str
+    seconds: float
+    response: str
+    """The end of it."""
 
     def __str__(self) -> str:
         head = f"row {self.row} (data_source {self.data_source!r}): {self.kind}: {self.message}"
@@ -62,13 +71,15 @@ class RewardResult:
     scores: Tensor
     """(B,) float32; without what shapes the scores for training (`overlong.py`)."""
     metrics: dict[str, float]
-    """`reward/errors`, `invalid`, `timeouts`, `crashes`; and the mean of each part of dict results."""
+    """`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`; and the mean of each part of dict results."""
     failures: tuple[RewardFailure, ...]
-    """The first few samples that failed."""
+    """Samples that failed, as many as are listed, and then those that were slow."""
     parts: tuple[dict[str, float], ...]
     """The other numbers of each row's dict result; none of a row that failed or whose result was a number."""
     answers: tuple[str | None, ...]
     """The `pred` of each row's dict result."""
+    dropped: tuple[int, ...] = ()
+    """Rows that failed and are not to be learned from."""
 
     @property
     def num_failed(self) -> int:
@@ -86,19 +97,21 @@ class RewardManager:
         *,
         timeout: float = 30.0,
         num_workers: int = 4,
-        on_error: Literal["zero", "raise"] = "zero",
+        on_error: Literal["zero", "drop", "raise"] = "zero",
+        batched: bool | None = None,
     ):
         """`path` is a .py file or a module and `name` a function in it ("compute_score" if not given).
 
         Without `path`, `name` is one of `REWARDS`, an entry point, or `module:function`; with neither, each
         row is scored by its `data_source`. The function is loaded now, in a worker, so that a wrong path or
-        a syntax error ends the run before anything else starts. `timeout` is in seconds, for one sample.
+        a syntax error ends the run before anything else starts. `timeout` is in seconds, for one call. `batched` says
+        whether that has lists of samples; None: if the function's parameters are those of batches.
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(f"num_workers={num_workers} must be at least 1 and timeout={timeout} above 0")
         self.on_error = on_error
         chosen = name or ("compute_score" if path else "auto")
-        spec = Spec(path, chosen, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry])
+        spec = Spec(path, chosen, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
 
@@ -118,23 +131,23 @@ class RewardManager:
         columns = zip(batch["data_source"], texts, batch["ground_truth"], extras, strict=True)
         samples = [Sample(*row) for row in columns]
         outcomes = self._pool.run(samples, stop_at_failure=self.on_error == "raise")
-        failures = [
-            RewardFailure(row, outcome.kind, samples[row].data_source, outcome.message, outcome.trace)
-            for row, outcome in enumerate(outcomes)
-            if outcome is not None and outcome.kind != "ok"
-        ]
+        failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed at {failures[0]}")
         settled = [outcome for outcome in outcomes if outcome is not None]
-        _warn(failures, len(settled))
+        limit = SLOW * self._pool.spec.timeout
+        slow = [row for row, outcome in enumerate(settled) if outcome.kind == "ok" and outcome.seconds > limit]
+        _warn(failures, len(settled), "are left out" if self.on_error == "drop" else "count as 0")
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
+        listed = failures + [_failure(row, samples[row], settled[row]) for row in slow[:_NUM_LISTED]]
         return RewardResult(
             token_level_scores=on_last_token(scores, chosen),
             scores=scores,
-            metrics=_metrics(settled),
-            failures=tuple(failures[:_NUM_SHOWN]),
+            metrics=_metrics(settled) | {"reward/slow": float(len(slow))},
+            failures=tuple(listed[:_NUM_LISTED]),
             parts=tuple(outcome.parts for outcome in settled),
             answers=tuple(outcome.answer for outcome in settled),
+            dropped=tuple(failure.row for failure in failures) if self.on_error == "drop" else (),
         )
 
     def close(self) -> None:
@@ -148,10 +161,21 @@ class RewardManager:
         self.close()
 
 
+def _failed(outcome: Outcome | None) -> TypeGuard[Outcome]:
+    return outcome is not None and outcome.kind != "ok"
+
+
+def _failure(row: int, sample: Sample, outcome: Outcome) -> RewardFailure:
+    kind = "slow" if outcome.kind == "ok" else outcome.kind
+    end = sample.solution_str[-_RESPONSE_CHARACTERS:]
+    return RewardFailure(row, kind, sample.data_source, outcome.message, outcome.trace, outcome.seconds, end)
+
+
 def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     metrics = {
         f"reward/{name}": float(sum(outcome.kind == kind for outcome in outcomes)) for kind, name in COUNTS.items()
     }
+    metrics["timing_s/reward_call_max"] = max((outcome.seconds for outcome in outcomes), default=0.0)
     parts: dict[str, list[float]] = {}
     for outcome in outcomes:
         for name, value in outcome.parts.items():
@@ -160,9 +184,10 @@ def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     return metrics | {f"reward/{name}/mean": math.fsum(parts[name]) / len(parts[name]) for name in sorted(parts)}
 
 
-def _warn(failures: Sequence[RewardFailure], num_rows: int) -> None:
+def _warn(failures: Sequence[RewardFailure], num_rows: int, become: str) -> None:
     if failures:
         shown = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
         logger.warning(
-            "%d of %d samples could not be scored and count as 0; the first ones:\n%s", len(failures), num_rows, shown
+            "%d of %d samples could not be scored and %s; the first ones:\n%s",
+            *(len(failures), num_rows, become, shown),
         )

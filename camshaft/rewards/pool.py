@@ -4,12 +4,14 @@
     outcomes = pool.run(samples)         # one per sample, in order, whatever happened
     pool.close()
 
-One thread, no locks: the driver sends each worker a few samples at a time and waits on all their pipes
-at once. A worker answers sample by sample, so the time limit is that of one call and it is known which
-call hangs. Used by `manager.py` only.
+One thread, no locks: the driver sends each worker a few calls at a time and waits on all their pipes
+at once. A worker answers call by call, so the time limit is that of one call and it is known which
+call hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is tried
+again in halves, down to the sample that is to blame. Used by `manager.py` only.
 """
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -18,7 +20,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -26,15 +28,19 @@ from typing import Any, Literal
 
 import camshaft
 from camshaft.errors import RewardError
-from camshaft.rewards.wire import FrameReader, Loaded, Reply, Sample, Spec, pack
+from camshaft.rewards.wire import Answer, FrameReader, Loaded, Sample, Spec, pack
 
 Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
+Rows = tuple[int, ...]
+"""The samples of one call."""
 
 LOAD_SECONDS = 120.0
 """A worker that has not loaded its function by then is not going to."""
 
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Outcome:
     message: str = ""
     trace: str = ""
     answer: str | None = None
+    seconds: float = 0.0
+    """What the call took that decided it."""
 
 
 class WorkerPool:
@@ -55,6 +63,8 @@ class WorkerPool:
     def __init__(self, spec: Spec, num_workers: int):
         self.spec = spec
         self.num_workers = num_workers
+        self.batched = False
+        """Whether the function takes batches; known after `check`."""
         self._workers: list[_Worker] = []
         # Also runs at the end of the interpreter. A forked child has these objects, but they are not its own.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
@@ -63,25 +73,27 @@ class WorkerPool:
     def check(self) -> None:
         """Start one worker and see that the function loads, or raise why not."""
         with self._all_stopped_on_error():
-            self._workers.append(_Worker(self.spec))
-            while not self._workers[0].ready:
+            worker = _Worker(self.spec)
+            self._workers.append(worker)
+            while not worker.ready:
                 self._wait(_Job([]))
+            self.batched = worker.batched
 
     def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome | None]:
         """The outcome of each sample; with `stop_at_failure` those after the first failed one may be None."""
         if not self.close.alive:
             raise RewardError("the reward workers have been closed")
         self._stop([worker for worker in self._workers if worker.is_dead])
-        job = _Job(samples, stop_at_failure)
+        job = _Job(samples, stop_at_failure, self.batched)
         with self._all_stopped_on_error():
             while not job.done:
                 for _ in range(min(job.num_queued, self.num_workers) - len(self._workers)):
                     self._workers.append(_Worker(self.spec))
                 for worker in self._workers:
-                    if worker.ready and not worker.rows and job.num_queued:
+                    if worker.ready and not worker.calls and job.num_queued:
                         worker.assign(job, job.take(self.num_workers))
                 self._wait(job)
-        self._stop([worker for worker in self._workers if worker.rows])
+        self._stop([worker for worker in self._workers if worker.calls])
         return job.outcomes
 
     @contextlib.contextmanager
@@ -95,7 +107,7 @@ class WorkerPool:
 
     def _wait(self, job: "_Job") -> None:
         """Until something arrives or a limit passes; then act on it."""
-        watched = {worker.outbox: worker for worker in self._workers if worker.rows or not worker.ready}
+        watched = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
         until = min(worker.deadline for worker in watched.values())
         arrived = wait(list(watched), timeout=max(0.0, until - time.monotonic()))
         for fd in arrived:
@@ -107,14 +119,16 @@ class WorkerPool:
                 self._lost(worker, job, "timeout")
 
     def _lost(self, worker: "_Worker", job: "_Job", kind: Literal["crash", "timeout"]) -> None:
-        """A worker is gone: its current sample is to blame, the others go back to the queue."""
+        """A worker is gone: its current call is to blame, the others go back to the queue."""
         self._stop([worker])
         if not worker.ready:
             how = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
             raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {how}")
         late = f"no answer within {self.spec.timeout:g} s; the process was killed"
-        job.settle(worker.rows.popleft(), Outcome(kind, message=late if kind == "timeout" else f"it {worker.fate()}"))
-        job.put_back(worker.rows)
+        message = late if kind == "timeout" else f"it {worker.fate()}"
+        rows = worker.calls.popleft()
+        job.put_back(worker.calls)
+        job.fail(rows, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
 
     def _stop(self, workers: "Sequence[_Worker]") -> None:
         for worker in workers:
@@ -123,12 +137,13 @@ class WorkerPool:
 
 
 class _Job:
-    """The samples of one `run`, which of them wait, and what became of the others."""
+    """The samples of one `run`, which calls wait, and what became of the others."""
 
-    def __init__(self, samples: Sequence[Sample], stop_at_failure: bool = False):
+    def __init__(self, samples: Sequence[Sample], stop_at_failure: bool = False, batched: bool = False):
         self.samples = samples
         self.outcomes: list[Outcome | None] = [None] * len(samples)
-        self._queue = deque(range(len(samples)))
+        every = tuple(range(len(samples)))
+        self._queue: deque[Rows] = deque(([every] if every else []) if batched else [(row,) for row in every])
         self._stop_at_failure = stop_at_failure
         self._end = len(samples)
         """Rows from here on do not matter any more."""
@@ -143,23 +158,46 @@ class _Job:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def take(self, num_workers: int) -> list[int]:
-        """The next rows for one worker: many at first, single ones towards the end, so that all end together."""
+    def take(self, num_workers: int) -> list[Rows]:
+        """The next calls for one worker: many at first, single ones towards the end, so that all end together."""
         count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
         return [self._queue.popleft() for _ in range(count)]
 
-    def put_back(self, rows: Sequence[int] | deque[int]) -> None:
-        self._queue.extendleft(reversed([row for row in rows if row < self._end]))
+    def put_back(self, calls: Iterable[Rows]) -> None:
+        """To the head of the queue, in their order and without what does not matter any more."""
+        self._queue.extendleft(reversed(self._wanted(calls)))
+
+    def answer(self, rows: Rows, answer: Answer) -> None:
+        """Take in what a call gave."""
+        outcomes = [Outcome(**reply._asdict(), seconds=answer.seconds) for reply in answer.replies]
+        if len(outcomes) == len(rows):
+            for row, outcome in zip(rows, outcomes, strict=True):
+                self.settle(row, outcome)
+        else:
+            self.fail(rows, outcomes[0])
+
+    def fail(self, rows: Rows, outcome: Outcome) -> None:
+        """A call failed: that is its sample's outcome, or of several samples, a reason to try each half alone."""
+        if len(rows) == 1:
+            self.settle(rows[0], outcome)
+            return
+        logger.warning("a call with %d samples failed and is tried again in halves: %s", len(rows), outcome.message)
+        middle = len(rows) // 2
+        self.put_back([rows[:middle], rows[middle:]])
 
     def settle(self, row: int, outcome: Outcome) -> None:
         self.outcomes[row] = outcome
         if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
-            # Rows before this one were handed out before it; their outcomes decide which failure is the first.
+            # Rows before this one are with a worker or in the queue; their outcomes decide which failure is the first.
             self._end = row
-            self._queue = deque(queued for queued in self._queue if queued < row)
+            self._queue = deque(self._wanted(self._queue))
             self._num_open = self.outcomes[:row].count(None)
         elif row < self._end:
             self._num_open -= 1
+
+    def _wanted(self, calls: Iterable[Rows]) -> list[Rows]:
+        kept = (tuple(row for row in rows if row < self._end) for rows in calls)
+        return [rows for rows in kept if rows]
 
 
 class _Worker:
@@ -168,10 +206,12 @@ class _Worker:
     def __init__(self, spec: Spec):
         self._timeout = spec.timeout
         self._frames = FrameReader()
-        self.rows: deque[int] = deque()
+        self.calls: deque[Rows] = deque()
         """Sent and not yet answered; the first one is being computed."""
-        self.ready = False
-        self.deadline = time.monotonic() + LOAD_SECONDS
+        self.ready = self.batched = False
+        self.since = time.monotonic()
+        """When it began what it is doing."""
+        self.deadline = self.since + LOAD_SECONDS
         home = str(Path(camshaft.__file__).resolve().parent.parent)
         paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
         self._process = subprocess.Popen(
@@ -188,10 +228,10 @@ class _Worker:
         self.outbox = self._stdout.fileno()
         self._send(spec)
 
-    def assign(self, job: _Job, rows: list[int]) -> None:
-        self._send([job.samples[row].packed() for row in rows])
-        self.rows.extend(rows)
-        self.deadline = time.monotonic() + self._timeout
+    def assign(self, job: _Job, calls: list[Rows]) -> None:
+        self._send([[job.samples[row].packed() for row in rows] for rows in calls])
+        self.calls.extend(calls)
+        self._next_call()
 
     def receive(self, job: _Job) -> bool:
         """Take in what has arrived; False if the process has closed its end."""
@@ -200,14 +240,18 @@ class _Worker:
             self._take(message, job)
         return bool(data)
 
-    def _take(self, message: Loaded | Reply, job: _Job) -> None:
+    def _take(self, message: Loaded | Answer, job: _Job) -> None:
         if isinstance(message, Loaded):
             if message.problem is not None:
                 raise RewardError(message.problem)
-            self.ready = True
+            self.ready, self.batched = True, message.batched
             return
-        job.settle(self.rows.popleft(), Outcome(**message._asdict()))
-        self.deadline = time.monotonic() + self._timeout
+        job.answer(self.calls.popleft(), message)
+        self._next_call()
+
+    def _next_call(self) -> None:
+        self.since = time.monotonic()
+        self.deadline = self.since + self._timeout
 
     def _send(self, message: Any) -> None:
         data = memoryview(pack(message))

@@ -1,13 +1,13 @@
 """The messages between the reward manager and its workers: pickles with their length in front.
 
-    os.write(fd, pack([sample.packed() for sample in samples]))
+    os.write(fd, pack([[sample.packed() for sample in call] for call in calls]))
     frames = FrameReader()
     for message in frames.feed(os.read(fd, 65536)): ...
 
-To a worker: one `Spec`, then lists of packed `Sample`s. From a worker: `Loaded`, then one `Reply` per
-sample, in order. A sample is a pickle of its own, so that one which cannot be read fails alone. Both sides
-are ours and run as the same user, so pickle carries no risk that the reward function itself does not.
-Standard library only: this is imported in each worker.
+To a worker: one `Spec`, then lists of calls, each a list of packed `Sample`s: one sample, or a batch for a function
+that takes batches. From a worker: `Loaded`, then one `Answer` per call, in order. A sample is a pickle of its own, so
+that one which cannot be read fails alone. Both sides are ours and run as the same user, so pickle carries no risk that
+the reward function itself does not. Standard library only: this is imported in each worker.
 """
 
 import pickle
@@ -28,6 +28,8 @@ class Spec(NamedTuple):
     timeout: float
     sys_path: list[str]
     """Where the driver finds modules; a worker looks there too."""
+    batched: bool | None = None
+    """Whether a call has lists of samples; None: its parameters tell."""
 
 
 class Sample(NamedTuple):
@@ -50,10 +52,11 @@ class Loaded(NamedTuple):
     """The function is there, or why it is not."""
 
     problem: str | None
+    batched: bool = False
 
 
 class Reply(NamedTuple):
-    """What one call gave."""
+    """What became of one sample."""
 
     kind: str
     """`ok`, `error` (it raised) or `invalid` (not a finite number)."""
@@ -63,6 +66,13 @@ class Reply(NamedTuple):
     trace: str = ""
     answer: str | None = None
     """The `pred` of a dict result, as text: what the response answers."""
+
+
+class Answer(NamedTuple):
+    """What one call gave: a reply for each of its samples, or a single one that says why it failed as a whole."""
+
+    replies: list[Reply]
+    seconds: float
 
 
 def pack(message: Any) -> bytes:

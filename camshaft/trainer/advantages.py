@@ -40,9 +40,10 @@ def token_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl: FixedKL) -> 
         distance = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, algorithm.kl_penalty)
     distance = scores.like(torch.where(mask.values, distance, 0))
     rewards = scores.like(scores.values - kl.coef * distance.values)
-    current = float(mean_of_rows(distance, mask).mean())
+    counted = mask.sum() > 0
+    current = float(mean_of_rows(distance, mask)[counted].mean())
     metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": kl.coef}
-    kl.update(current, len(batch))
+    kl.update(current, int(counted.sum()))
     return DataProto.from_dict({"token_level_rewards": rewards}), metrics
 
 
@@ -74,6 +75,12 @@ def estimate(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def group_ids(batch: DataProto) -> Tensor:
-    """(B,) a number per prompt, equal for the rows of one `uid`."""
-    numbers: dict[str, int] = {}
-    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in batch["uid"]])
+    """(B,) a number per prompt, equal for the rows of one `uid`.
+
+    A row without a token that counts (its reward function failed, and it was dropped) has a number of its own: it has
+    no score that the others could be held against.
+    """
+    counted = (batch.ragged("response_mask").sum() > 0).tolist()
+    numbers: dict[str | int, int] = {}
+    keys = (uid if counts else row for row, (uid, counts) in enumerate(zip(batch["uid"], counted, strict=True)))
+    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])

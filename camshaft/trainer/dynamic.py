@@ -12,7 +12,7 @@ that a checkpoint has to hold. A prompt that was dropped comes again in the next
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -40,8 +40,8 @@ def informative(
     while True:
         call = StepMetrics()
         batch, scored = answered(prompts, call, drawn * n)
-        worths.append(worth(scored, metric).view(-1, n))
-        differs = worths[-1].amax(1) != worths[-1].amin(1)
+        worths.append(worth(scored, metric))
+        differs = _differs(worths[-1], scored.dropped, n)
         chosen = differs.nonzero().flatten()[:missing]
         told.append(call.values)
         kept.append(batch.reorder((chosen[:, None] * n + torch.arange(n)).flatten()))
@@ -62,6 +62,14 @@ def informative(
         }
     )
     return DataProto.concat(kept)
+
+
+def _differs(worths: Tensor, dropped: Sequence[int], n: int) -> Tensor:
+    """(B / n,) whether the responses to a prompt are worth different things; those that were dropped say nothing."""
+    counts = torch.ones(len(worths), dtype=torch.bool)
+    counts[list(dropped)] = False
+    most, least = (torch.where(counts, worths, end).view(-1, n) for end in (-torch.inf, torch.inf))
+    return most.amax(1) > least.amin(1)
 
 
 def _metric(config: PPOConfig) -> str:

@@ -106,9 +106,10 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Rewards, advantages, lengths, and how far the rollout's log-probs are from the trainer's."""
     mask = batch["response_mask"].values
     responses, prompts = batch["responses"].lengths.float(), batch["prompts"].lengths.float()
+    counted = batch["response_mask"].sum() > 0  # a row that was dropped has no score
     found = {
-        **_spread("critic/score", batch["token_level_scores"].sum()),
-        **_spread("critic/rewards", batch["token_level_rewards"].sum()),
+        **_spread("critic/score", batch["token_level_scores"].sum()[counted]),
+        **_spread("critic/rewards", batch["token_level_rewards"].sum()[counted]),
         **_spread("critic/advantages", batch["advantages"].values[mask]),
         **_spread("critic/returns", batch["returns"].values[mask]),
         **_spread("response_length", responses),

@@ -22,6 +22,7 @@ from camshaft.controller import spawn
 from camshaft.data import PromptOptions, StatefulLoader, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
+from camshaft.rewards.failed import FailedSamples
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.places import pool_specs, run_pools
@@ -50,6 +51,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
         self.total_steps = run_length(config.trainer, self.loader)
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
         """Ranks, or groups of ranks, that split what the actor's worker is given."""

@@ -27,6 +27,7 @@ from camshaft.trainer.deal import deal
 from camshaft.trainer.dynamic import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.scoring import with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.session import told_resume
 from camshaft.trainer.validate import save_samples, validate
@@ -125,8 +126,9 @@ class PPOTrainer:
         with metrics.phase("reward"):
             batch = self.parts.model_scored(batch)
             scored = self.rewards.score(batch, self.parts.decode)
+            self.parts.failed.add(scored.failures, f"step {self.global_step}")
             metrics.add(scored.metrics)
-        return batch.with_columns(token_level_scores=scored.token_level_scores), scored
+        return with_scores(batch, scored), scored
 
     def _answered(self, prompts: DataProto, metrics: StepMetrics, first_row: int) -> tuple[DataProto, RewardResult]:
         """Generated and scored, for dynamic sampling, which must know the scores before it goes on."""

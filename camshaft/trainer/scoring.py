@@ -3,18 +3,23 @@
     rewards = build_rewards(config.custom_reward_function)      # functions; camshaft generate has no more
     rewards = run_rewards(config)                               # those, beside a reward model or without
     batch = model_scores(batch, reward_model, ranks)            # `rm_scores`, which `run_rewards(config).score` reads
+    batch = with_scores(batch, rewards.score(batch, decode))    # `token_level_scores`
 
 Used by training, validation and `camshaft generate`.
 """
 
 from __future__ import annotations
 
+import torch
+
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
-from camshaft.rewards.auto import SOURCES
+from camshaft.plugins import import_attribute
+from camshaft.rewards import REWARDS
+from camshaft.rewards.auto import SOURCES, reward_for
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import RewardManager
+from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
 
@@ -33,6 +38,7 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
         timeout=custom.timeout,
         num_workers=custom.num_workers,
         on_error=custom.on_error,
+        batched=custom.batched,
     )
 
 
@@ -65,6 +71,22 @@ def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) 
     return batch.union(DataProto(model.compute_rm_score(padded).unpad(added).columns))
 
 
+def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
+    """`batch` with its scores. A row that is dropped stays, and none of its tokens counts any more."""
+    batch = batch.with_columns(token_level_scores=result.token_level_scores)
+    if not result.dropped:
+        return batch
+    if len(result.dropped) == len(batch):
+        raise RewardError(
+            f"the reward function failed on all {len(batch)} responses of a step, and custom_reward_function.on_error="
+            f"drop leaves nothing to learn from. The first failure is at {result.failures[0]}"
+        )
+    mask = batch.ragged("response_mask")
+    kept = torch.ones(len(batch), dtype=torch.bool)
+    kept[list(result.dropped)] = False
+    return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
+
+
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:
     """Can a scoring function of ours score these rows? One of the user's own is not second-guessed."""
     if custom.path is not None or not len(prompts):
@@ -72,12 +94,16 @@ def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model:
     own = "custom_reward_function.path=my_reward.py for a function of your own"
     if beside_model:
         own += ", or custom_reward_function.name=null to score with the reward model alone"
-    unknown = sorted({str(source) for source in prompts["data_source"] if source not in SOURCES})
+    chosen = {str(source): reward_for(source) for source in prompts["data_source"]}
+    unknown = sorted(source for source, name in chosen.items() if name is None)
     if custom.function_name() == "auto" and unknown:
         raise RewardError(
             f"no scoring function goes with data_source {', '.join(unknown[:5])} (known: {', '.join(SOURCES)}). Type "
             f"custom_reward_function.name=exact_match to compare with the ground truth, or {own}"
         )
+    if custom.function_name() == "auto":
+        for name in sorted({name for name in chosen.values() if name is not None}):
+            import_attribute(REWARDS[name])  # says what to install for it, before anything is started
     without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
     if without:
         raise RewardError(

@@ -50,7 +50,10 @@ CORE = ("reward", "acc")
 """The values whose mean@n, best@n and maj@n, over all n responses, stand in `val-core`; all else is in `val-aux`."""
 
 
-COUNTED = ("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/model/truncated")
+COUNTED = (
+    *("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/slow"),
+    "reward/model/truncated",
+)
 """What scoring counts, where it scores with what has it."""
 
 
@@ -66,6 +69,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         batch = batch.union(DataProto(parts.generate(batch, validate=True).columns))
         batch = parts.model_scored(batch)
         result = parts.rewards.score(batch, parts.decode)
+        parts.failed.add(result.failures, "validation")
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
         rows += [Scored(*row) for row in zip(*columns, strict=True)]

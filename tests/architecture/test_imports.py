@@ -38,6 +38,8 @@ HOMES = {
     "wandb": ["tracking/wandb.py"],
     "tensorboard": ["tracking/tensorboard.py"],
     "peft": ["models/lora.py"],
+    "math_verify": ["rewards/math_answer.py"],
+    "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
     "fsspec": ["storage.py", "checkpoint/remote.py"],
     "hydra": ["config"],
     "omegaconf": ["config"],

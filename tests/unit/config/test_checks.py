@@ -177,6 +177,10 @@ def test_group_estimators_need_several_responses(words, estimator):
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),
         (["trainer.logger=[consol]"], "Did you mean console?"),
         (["custom_reward_function.name=gsm9k"], "package.module:function. Did you mean gsm8k?"),
+        (
+            ["custom_reward_function.name=format", "custom_reward_function.reward_kwargs.pattern='(a'"],
+            "is no regular expression of Python: missing )",
+        ),
     ],
 )
 def test_keys_that_contradict_each_other_are_told(words, more, expected):

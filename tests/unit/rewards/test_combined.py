@@ -31,8 +31,9 @@ def test_both_scores_add_up_with_the_models_weight_and_are_told_apart(manager):
     # 1 + 0.5 x 2 and 3 - 0.5 x 4, each on the last token.
     assert result.scores.tolist() == [2.0, 1.0]
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[2.0], [0, 0, 1.0]]
+    assert result.metrics.pop("timing_s/reward_call_max") > 0
     assert result.metrics == {
-        "reward/errors": 0, "reward/invalid": 0, "reward/timeouts": 0, "reward/crashes": 0,
+        "reward/errors": 0, "reward/invalid": 0, "reward/timeouts": 0, "reward/crashes": 0, "reward/slow": 0,
         "reward/function/mean": 2.0, "reward/model/mean": -1.0, "reward/model/truncated": 1.0,
     }  # fmt: skip
     assert result.parts == ({"function": 1.0, "model": 2.0}, {"function": 3.0, "model": -4.0})
@@ -44,6 +45,11 @@ def test_a_function_that_fails_leaves_the_models_score(manager):
     assert result.scores.tolist() == [2.0, 4.0]
     assert (result.num_failed, result.metrics["reward/acc/mean"]) == (1, 1.0)
     assert "reward/model/truncated" not in result.metrics
+
+
+def test_a_row_that_the_function_drops_is_dropped_whatever_the_model_says(manager):
+    rewards = CombinedRewards(manager("if solution_str == 'a': raise ValueError\nreturn 1.0", on_error="drop"))
+    assert rewards.score(batch_of([2.0], [0, 0, 3.0]), decode).dropped == (0,)
 
 
 def test_a_model_scores_alone():

@@ -1,7 +1,8 @@
 import pytest
 
 from camshaft.plugins import import_attribute
-from camshaft.rewards import REWARDS, arithmetic, auto, exact_match, gsm8k
+from camshaft.rewards import REWARDS, arithmetic, auto, exact_match, gsm8k, math_answer
+from camshaft.rewards import format as form
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -80,5 +81,83 @@ def test_arithmetic_rewards_the_right_text_and_a_little_the_form(text, score, co
 def test_auto_goes_by_the_data_source():
     assert auto.compute_score("openai/gsm8k", "#### 1", "1") == {"score": 1.0, "pred": "1"}
     assert auto.compute_score("camshaft/arithmetic", "1", "1") == arithmetic.compute_score("x", "1", "1")
+    assert auto.compute_score("aime_2025", "\\boxed{1}", "1") == {"score": 1.0, "pred": "1"}
     with pytest.raises(ValueError, match="data_source='mine'"):
         auto.compute_score("mine", "1", "1")
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("openai/gsm8k", "gsm8k"), ("lighteval/MATH", "math"), ("DigitalLearningGmbH/MATH-lighteval", "math"),
+        ("HuggingFaceH4/MATH-500", "math"), ("math_dapo", "math"), ("math_dapo_reasoning", "math"), ("aime", "math"),
+        ("aime_2024", "math"), ("aime25", "math"), ("reasoning_gym/gcd", "reasoning_gym"), ("openai/gsm8k2", None),
+        ("lighteval/math", None), ("reasoning_gym", None), (None, None), (7, None),
+    ],
+)  # fmt: skip
+def test_each_data_set_has_its_reward(source, name):
+    assert auto.reward_for(source) == name
+
+
+# -- mathematics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "flexible", "strict"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1, 1),
+        (r"so \boxed{\frac12}.", r"\frac{1}{2}", 1, 1),
+        (r"\boxed{0.33}", r"\frac{1}{3}", 0, 0),
+        (r"\boxed{3}, no: $\boxed{4}$", "4", 1, 1),
+        (r"\boxed{3}, no: $\boxed{4}$", "3", 0, 0),
+        (r"\boxed{x=3}", "3", 1, 1),
+        (r"\boxed{2\sqrt{2}}", r"\sqrt{8}", 1, 1),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1, 1),
+        (r"\boxed{\{1,2\}}", r"\{2,1\}", 1, 1),
+        (r"\boxed{(1,2)}", "(2,1)", 0, 0),
+        (r"\boxed{\text{east}}", r"\text{east}", 1, 1),
+        (r"\boxed{7}", r"Thus $3+4=\boxed{7}$.", 1, 1),
+        ("the answer is $204$", "204", 1, 0),
+        ("it is 204.", "204", 1, 0),
+        (r"\boxed{", "204", 0, 0),
+        ("", "204", 0, 0),
+        (r"\boxed{4} " + "so " * 2000, "4", 0, 0),  # only the end is searched
+    ],
+)
+def test_math_compares_expressions(text, truth, flexible, strict):
+    assert math_answer.compute_score("x", text, truth)["score"] == flexible
+    assert math_answer.compute_score("x", text, truth, method="strict")["score"] == strict
+
+
+def test_math_tells_the_answer_and_refuses_what_it_cannot_use():
+    assert math_answer.compute_score("x", r"so \boxed{\frac12}", "0.5")["pred"] == r"\frac{1}{2}"
+    assert math_answer.compute_score("x", "no idea", "0.5")["pred"] is None
+    with pytest.raises(ValueError, match="the ground truth '' is no mathematics"):
+        math_answer.compute_score("x", "1", "")
+    with pytest.raises(ValueError, match="choose strict or flexible"):
+        math_answer.compute_score("x", "1", "1", method="loose")  # pyright: ignore[reportArgumentType]
+
+
+# -- form -------------------------------------------------------------------------------------------
+
+THOUGHT = "<think>6 times\n7</think>\n<answer>42</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern", "score", "pred"),
+    [
+        (THOUGHT, None, 1, "42"),
+        (f"  {THOUGHT}\n", None, 1, "42"),
+        (f"Well. {THOUGHT}", None, 0, None),
+        (f"{THOUGHT} <answer>43</answer>", None, 0, None),
+        ("<think><think>a</think></think><answer>42</answer>", None, 0, None),
+        ("<answer>42</answer>", None, 0, None),
+        ("", None, 0, None),
+        ("Answer: 42", r"Answer: (?P<pred>\d+)", 1, "42"),
+        ("Answer: 42!", r"Answer: (?P<pred>\d+)", 0, None),
+        ("a\nb", "a.b", 1, None),
+    ],
+)
+def test_format_looks_at_the_form_alone(text, pattern, score, pred):
+    found = form.compute_score("x", text, None, **({"pattern": pattern} if pattern else {}))
+    assert found == {"score": score, "pred": pred}

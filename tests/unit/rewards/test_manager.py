@@ -239,6 +239,35 @@ def test_a_function_may_use_alarms_of_its_own(manager, score):
     assert score(manager(body), ["a", "b"]).scores.tolist() == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "2^{1000000000}", "100000000!"])
+def test_mathematics_that_takes_for_ever_is_wrong_and_no_failure(score, power):
+    with RewardManager(name="math", reward_kwargs={"seconds": 1}, timeout=20.0, num_workers=1) as rewards:
+        result = score(rewards, [rf"\boxed{{{power}}}", r"\boxed{\frac12}"], truths=["3", "0.5"])
+    assert (result.num_failed, result.scores.tolist()) == (0, [0.0, 1.0])
+    assert result.metrics["timing_s/reward_call_max"] < 10
+
+
+def test_a_file_may_limit_the_memory_of_its_processes(file, score):
+    path = file(
+        """
+        import resource
+        resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+        def compute_score(data_source, solution_str, ground_truth, extra_info):
+            return len(bytearray(2**40 if solution_str == "b" else 8))
+        """
+    )
+    with RewardManager(path) as rewards:
+        result = score(rewards, ["a", "b", "c"])
+    assert result.scores.tolist() == [8, 0, 8]
+    assert "MemoryError" in result.failures[0].message
+
+
+def test_a_scalar_of_torch_is_a_number_and_a_tensor_is_not(manager, score):
+    body = "import torch; return torch.tensor([0.5] * len(solution_str)).squeeze()"
+    result = score(manager(body, timeout=60.0, num_workers=1), ["a", "ab"])
+    assert (result.scores.tolist(), result.num_failed) == ([0.5, 0.0], 1)
+
+
 def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(manager, score, monkeypatch):
     import types
 
@@ -249,10 +278,35 @@ def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(mana
     assert (result.scores.tolist(), result.metrics["reward/errors"]) == ([1.0, 0.0], 1.0)
 
 
-def test_only_the_first_failures_are_listed_but_all_are_counted(manager, score):
-    result = score(manager("1 / 0"), ["a"] * 20)
-    assert result.num_failed == 20
-    assert [failure.row for failure in result.failures] == [0, 1, 2]
+def test_only_the_first_failures_are_listed_and_shown_but_all_are_counted(manager, score, caplog):
+    with caplog.at_level(logging.WARNING):
+        result = score(manager("1 / 0"), ["a"] * 120)
+    assert result.num_failed == 120
+    assert [failure.row for failure in result.failures] == list(range(100))
+    assert "120 of 120 samples could not be scored and count as 0" in caplog.text
+    assert "row 2 (" in caplog.text
+    assert "row 3 (" not in caplog.text
+
+
+def test_a_slow_call_is_counted_timed_and_listed_after_the_failures(manager, score):
+    body = "import time\ntime.sleep(0.7 * (solution_str == 'late'))\nreturn 1 / (solution_str != 'bad')"
+    result = score(manager(body, timeout=1.2, num_workers=1), ["late", "a", "bad"])
+    assert (result.scores.tolist(), result.metrics["reward/slow"]) == ([1.0, 1.0, 0.0], 1.0)
+    assert 0.7 <= result.metrics["timing_s/reward_call_max"] < 1.2
+    assert [(one.row, one.kind, one.response) for one in result.failures] == [(2, "error", "bad"), (0, "slow", "late")]
+    assert result.failures[1].seconds == result.metrics["timing_s/reward_call_max"]
+
+
+# -- on_error=drop ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", ["raise ValueError", "return None", "import os; os._exit(1)"])
+def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
+    with caplog.at_level(logging.WARNING):
+        result = score(manager(FAIL_AT_B.format(failure), on_error="drop"), list("abcb"))
+    assert (result.dropped, result.scores.tolist()) == ((1, 3), [1.0, 0.0, 1.0, 0.0])
+    assert "2 of 4 samples could not be scored and are left out" in caplog.text
+    assert score(manager(FAIL_AT_B.format(failure)), list("ab")).dropped == ()
 
 
 # -- on_error=raise ---------------------------------------------------------------------------------

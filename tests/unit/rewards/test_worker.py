@@ -48,8 +48,20 @@ def test_reward_kwargs_that_the_function_does_not_take_are_an_error(file):
 
 
 def test_an_unknown_built_in_is_an_error_that_lists_them():
-    with pytest.raises(RewardError, match="no reward function 'gsm9k'; known: arithmetic, auto, exact_match, gsm8k"):
+    with pytest.raises(
+        RewardError, match="no reward function 'gsm9k'; known: arithmetic, auto, exact_match, format, gsm8k, math"
+    ):
         RewardManager(name="gsm9k")
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"), [("math", "math_verify", "math"), ("reasoning_gym", "reasoning_gym", "reasoning-gym")]
+)
+def test_a_library_that_is_missing_is_named_with_what_installs_it(file, monkeypatch, tmp_path, name, library, extra):
+    file(f"raise ModuleNotFoundError('not here', name='{library}')", name=f"{library}.py")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RewardError, match=rf"needs '{library}': pip install 'camshaft\[{extra}\]'"):
+        RewardManager(name=name)
 
 
 def test_a_file_can_import_its_neighbours(file, score):
@@ -83,3 +95,54 @@ def test_built_ins_go_by_name_and_by_data_source(score):
 
 def test_a_worker_does_not_import_torch(manager, score):
     assert score(manager("import sys\nreturn float('torch' in sys.modules)"), ["a"]).scores.tolist() == [0.0]
+
+
+# -- names ------------------------------------------------------------------------------------------
+
+REGISTERED = """
+from camshaft.rewards import register_reward
+
+@register_reward("length")
+def f(data_source, solution_str, ground_truth, extra_info): return len(solution_str)
+
+@register_reward("two")
+def g(data_sources, solution_strs, ground_truths, extra_infos): return [2.0] * len(solution_strs)
+"""
+
+
+def test_a_registered_name_is_found_in_its_file_and_module(file, score, monkeypatch, tmp_path):
+    path = file(REGISTERED, name="registered.py")
+    with RewardManager(path, "length") as rewards:
+        assert score(rewards, ["a", "bcd"]).scores.tolist() == [1.0, 3.0]
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardManager("registered", "two") as rewards:
+        assert score(rewards, ["a", "bcd"]).scores.tolist() == [2.0, 2.0]
+
+
+def test_a_name_that_is_not_registered_is_an_error_that_lists_those_that_are(file):
+    with pytest.raises(RewardError, match="has no 'lenght'; its functions: f, g, length, two"):
+        RewardManager(file(REGISTERED), "lenght")
+
+
+def test_two_functions_of_one_name_are_an_error(file):
+    with pytest.raises(RewardError, match=r"two functions are registered as 'two': g of .* and h of"):
+        RewardManager(file(REGISTERED + "\n@register_reward('two')\ndef h(): pass\n"), "two")
+
+
+@pytest.mark.parametrize(("name", "scores"), [("theirs", [5.0, 5.0]), ("in_batches", [0.0, 1.0])])
+def test_an_entry_point_of_an_installed_package(file, score, monkeypatch, tmp_path, name, scores):
+    file(
+        """
+        def one(data_source, solution_str, ground_truth, extra_info): return 5.0
+        def many(data_sources, solution_strs, ground_truths, extra_infos): return range(len(solution_strs))
+        """,
+        name="their_rewards.py",
+    )
+    info = tmp_path / "their_rewards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-rewards\nVersion: 1.0\n")
+    points = "theirs = their_rewards:one\nin_batches = their_rewards:many\n"
+    (info / "entry_points.txt").write_text(f"[camshaft.rewards]\n{points}")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with RewardManager(name=name) as rewards:
+        assert score(rewards, ["a", "b"]).scores.tolist() == scores

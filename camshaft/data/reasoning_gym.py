@@ -1,0 +1,116 @@
+"""Tasks of the `reasoning-gym` package as parquet files: questions that are made up, each with a rule for its answers.
+
+    paths = write_reasoning_gym("data/gcd", "gcd", num_train=2000, num_heldout=200, settings={"max_value": 20})
+    paths.train          # data_source "reasoning_gym/gcd", prompt, reward_model.ground_truth, extra_info
+
+A row carries what the rule needs, the task's settings and its entry, as JSON in `extra_info`; the reward
+`reasoning_gym`, which goes with the `data_source`, reads it. No question is there twice, in one file or in both. The
+same arguments write the same files.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from camshaft.data.parquet import write_parquet
+from camshaft.errors import ConfigError
+
+PATIENCE = 20
+"""So many questions are drawn for one that is new."""
+
+
+@dataclass(frozen=True)
+class TaskPaths:
+    """The files of one task."""
+
+    train: Path
+    test: Path
+
+
+def write_reasoning_gym(
+    folder: str | Path,
+    task: str,
+    *,
+    num_train: int,
+    num_heldout: int,
+    seed: int = 0,
+    settings: Mapping[str, Any] | None = None,
+    system: str | None = None,
+) -> TaskPaths:
+    """`train.parquet` and `test.parquet`; `settings` are the task's own, `system` is a message before each question."""
+    if min(num_train, num_heldout) < 1:
+        raise ConfigError(f"num_train={num_train} and num_heldout={num_heldout} must be at least 1")
+    count = num_train + num_heldout
+    made = _created(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
+    entries = []
+    for entry in _new(made):
+        entries.append(entry)
+        if len(entries) == count:
+            break
+    else:
+        raise ConfigError(
+            f"{task} with these settings made {len(entries)} different questions in {PATIENCE * count} draws, and "
+            f"num_train={num_train} + num_heldout={num_heldout} were asked for. Ask for fewer, or widen its settings: "
+            f"{asdict(made.config)}"
+        )
+    config = json.dumps(asdict(made.config))
+    splits = {"test": entries[:num_heldout], "train": entries[num_heldout:]}
+    paths = {}
+    for split, chosen in splits.items():
+        rows = [_row(made, task, config, entry, split, index, system) for index, entry in enumerate(chosen)]
+        paths[split] = write_parquet(Path(folder).expanduser() / f"{split}.parquet", rows)
+    return TaskPaths(**paths)
+
+
+def _created(task: str, settings: dict[str, Any]) -> Any:
+    try:
+        from reasoning_gym.factory import DATASETS, create_dataset
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks need '{error.name}': pip install 'camshaft[reasoning-gym]'") from error
+    if task not in DATASETS:
+        raise ConfigError(f"reasoning-gym has no task '{task}'; known: {', '.join(sorted(DATASETS))}")
+    try:
+        return create_dataset(task, **settings)
+    except (AssertionError, TypeError, ValueError) as error:
+        fields = ", ".join(f"{name}={field.default}" for name, field in DATASETS[task][1].__dataclass_fields__.items())
+        raise ConfigError(f"{task} does not take these settings: {error}. It has {fields}") from error
+
+
+def _new(made: Any) -> Iterator[dict[str, Any]]:
+    """The entries whose question was not there before."""
+    seen = set()
+    for index in range(len(made)):
+        entry = made[index]
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            yield entry
+
+
+def _row(
+    made: Any, task: str, config: str, entry: dict[str, Any], split: str, index: int, system: str | None
+) -> dict[str, Any]:
+    answer, carried = entry["answer"], _carried(made, task, entry)
+    before = [{"role": "system", "content": system}] if system else []
+    return {
+        "data_source": f"reasoning_gym/{task}",
+        "prompt": [*before, {"role": "user", "content": entry["question"]}],
+        "ability": "reasoning",
+        # Some tasks have a rule and no answer of their own; the reward asks the rule.
+        "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
+        "extra_info": {"split": split, "index": index, "config": config, "entry": carried},
+    }
+
+
+def _carried(made: Any, task: str, entry: dict[str, Any]) -> str:
+    """The entry as JSON, by which the rule says of the task's own answer what it says by the entry."""
+    answer = "" if entry["answer"] is None else str(entry["answer"])
+    try:
+        text = json.dumps(entry)
+        same = made.score_answer(answer, json.loads(text)) == made.score_answer(answer, entry)
+    except (TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"an entry of {task} cannot be kept in a file: {error}. Choose another task") from error
+    if not same:
+        raise ConfigError(f"an entry of {task} that comes from a file is scored in another way. Choose another task")
+    return text

@@ -1,0 +1,50 @@
+"""GSM8K as prompts with a checked answer: python examples/data/gsm8k.py --local_dir downloads/gsm8k --out data/gsm8k
+
+`--local_dir` holds the files of openai/gsm8k as they are on the hub (main/train-00000-of-00001.parquet, ...; `socratic`
+beside it is left alone) or in the authors' repository (train.jsonl, test.jsonl): rows with `question` and `answer`,
+which ends in `#### <number>`.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from camshaft.data.parquet import write_parquet
+from camshaft.data.raw import read_splits
+from camshaft.errors import BatchError, CamshaftError, tell
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+
+
+def row(raw: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    _, mark, answer = raw["answer"].rpartition("####")
+    if not mark:
+        raise BatchError(f"{split}, row {index}: the answer has no '####': ...{raw['answer'][-60:]!r}")
+    return {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"{raw['question']} {INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer.strip().replace(",", "")},
+        "extra_info": {"split": split, "index": index, "question": raw["question"], "answer": raw["answer"]},
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--local_dir", required=True, help="folder with the raw files")
+    parser.add_argument("--out", required=True, help="folder for train.parquet and test.parquet")
+    options = parser.parse_args(arguments)
+    try:
+        main_set = Path(options.local_dir).expanduser() / "main"
+        folder = main_set if main_set.is_dir() else options.local_dir
+        for split, rows in read_splits(folder, ["question", "answer"]).items():
+            made = [row(raw, split, index) for index, raw in enumerate(rows)]
+            print(f"{write_parquet(f'{options.out}/{split}.parquet', made)}: {len(made)} rows")
+    except CamshaftError as error:
+        return tell(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

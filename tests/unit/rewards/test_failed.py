@@ -1,0 +1,43 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from camshaft.rewards import failed
+from camshaft.rewards.failed import FailedSamples
+from camshaft.rewards.manager import RewardFailure
+
+
+def failure(row: int, response: str = "4\ud800") -> RewardFailure:
+    return RewardFailure(row, "error", "sums", "ValueError: no", "Traceback ...", 0.25, response)
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_line_says_what_failed_where_and_when(tmp_path: Path) -> None:
+    path = tmp_path / "rewards" / "failed.jsonl"
+    FailedSamples(path).add([failure(3)], "step 12")
+    FailedSamples(path).add([failure(4)], "validation")  # a run that goes on
+    assert lines(path)[0] == {
+        "when": "step 12", "row": 3, "kind": "error", "data_source": "sums", "message": "ValueError: no",
+        "trace": "Traceback ...", "seconds": 0.25, "response": "4\ud800",
+    }  # fmt: skip
+    assert [line["when"] for line in lines(path)] == ["step 12", "validation"]
+
+
+def test_without_failures_there_is_no_file(tmp_path: Path) -> None:
+    FailedSamples(tmp_path / "rewards" / "failed.jsonl").add([], "step 1")
+    assert not (tmp_path / "rewards").exists()
+
+
+def test_the_newest_are_kept_and_the_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failed, "MAX_BYTES", 1000)
+    path = tmp_path / "failed.jsonl"
+    for step in range(100):
+        FailedSamples(path).add([failure(step, "x" * 100)], f"step {step}")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["failed.1.jsonl", "failed.jsonl"]
+    assert all(file.stat().st_size < 1000 + 400 for file in tmp_path.iterdir())
+    rows = [line["row"] for name in ("failed.1.jsonl", "failed.jsonl") for line in lines(tmp_path / name)]
+    assert rows == list(range(100 - len(rows), 100))
