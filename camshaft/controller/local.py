@@ -30,6 +30,7 @@ from camshaft.controller.serve import STOP, serve, stacks_of
 from camshaft.controller.wire import Frames, receive, send
 from camshaft.controller.worker import Place
 from camshaft.errors import ConfigError, how_it_ended
+from camshaft.stop import held_back
 
 PRELOAD = [
     "torch",
@@ -122,7 +123,7 @@ class _LocalLink(Link):
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, place, folder, dict(os.environ)), name=name
         )
-        with theirs:
+        with theirs, held_back():  # the fork server too is to live on
             self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._carry, name=f"link-{name}", daemon=True).start()

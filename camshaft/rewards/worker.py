@@ -28,6 +28,7 @@ from camshaft.errors import CamshaftError
 from camshaft.plugins import find, import_attribute, names
 from camshaft.rewards import GROUP, REWARDS
 from camshaft.rewards.wire import FrameReader, Loaded, Reply, Sample, Spec, pack
+from camshaft.stop import outlive_stop_signals
 
 ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 ANSWER = "pred"
@@ -42,6 +43,7 @@ _FAREWELL_SECONDS = 1.0
 
 def main() -> None:
     """Serve until the driver closes our standard input."""
+    outlive_stop_signals()
     inbox, outbox = _take_over_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox, messages), daemon=True).start()
