@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -123,6 +124,7 @@ class _LocalLink(Link):
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, place, folder, dict(os.environ)), name=name
         )
+        resource_tracker.ensure_running()  # where it is started, it lets SIGTERM through
         with theirs, held_back():  # the fork server too is to live on
             self._process.start()
         self.pid = self._process.pid

@@ -109,7 +109,7 @@ class StatefulLoader:
         for name, column in sorted(self.data.columns.items()):
             for tensor in (column.values, column.lengths) if isinstance(column, Ragged) else ():
                 digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-                digest.update(tensor.contiguous().numpy())
+                digest.update(tensor.contiguous().numpy().data)
         return digest.hexdigest()[:16]
 
     def _order(self, epoch: int) -> np.ndarray:

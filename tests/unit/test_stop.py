@@ -8,7 +8,7 @@ import time
 import pytest
 
 from camshaft import stop as stop_module
-from camshaft.stop import STOP_SIGNALS, held_back, listening, outlive_stop_signals
+from camshaft.stop import STOP_SIGNALS, held_back, listening
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
