@@ -72,7 +72,7 @@ test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
 
 test-cluster: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "cluster or not cluster" tests/ray_controller tests/contracts/test_controller_contract.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "cluster or not cluster" tests/ray_controller tests/contracts/test_controller_contract.py tests/smoke/test_killed_anywhere.py
 
 test-gpu: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu

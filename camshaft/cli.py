@@ -5,6 +5,7 @@
     camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
+    camshaft checkpoints FOLDER           which steps of a run are on disk, and which are whole
     camshaft parity --engine A --rollout B --model FOLDER     do the two agree, and if not, why?
 
 Errors of ours are one message on stderr and exit status 2 (a wrong config or argument) or 1 (all else);
@@ -82,6 +83,10 @@ def _parser() -> argparse.ArgumentParser:
                 help="an entry of EngineConfig.options, as often as needed: --option fsdp_size=2",
             )
     _parity_command(commands)
+    says = "the steps of a run that are on disk: whole or broken, size, age, best"
+    checkpoints = commands.add_parser("checkpoints", help=says, description=says)
+    checkpoints.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
+    checkpoints.set_defaults(run=_checkpoints)
     return parser
 
 
@@ -130,6 +135,12 @@ def _parity_command(commands: Any) -> None:
 
 def _parity(options: argparse.Namespace) -> int:
     from camshaft.parity.command import run
+
+    return run(options)
+
+
+def _checkpoints(options: argparse.Namespace) -> int:
+    from camshaft.checkpoint.command import run
 
     return run(options)
 

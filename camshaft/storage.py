@@ -222,6 +222,43 @@ def copy_folder(source: str, target: str) -> None:
         finish(goal, manifest["files"], manifest["facts"])
 
 
+def steps_at(place: str | Path) -> list[int]:
+    """The numbers of `step_folders`, in a folder or at a URL."""
+    if not is_url(place):
+        return [step for step, _ in step_folders(_local(place))]
+    files, root = _file_system(str(place))
+    names = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)] if files.exists(root) else []
+    return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
+
+
+def facts_at(place: str | Path) -> dict[str, Any]:
+    """The facts of a folder, also at a URL; an error if it has no manifest."""
+    if not is_url(place):
+        return read_manifest(_local(place))["facts"]
+    files, root = _file_system(str(place))
+    return _manifest_at(files, root, str(place))["facts"]
+
+
+def write_text(place: str | Path, name: str, text: str) -> None:
+    """A small file in a folder, where it appears whole, or at a URL."""
+    if is_url(place):
+        files, root = _file_system(str(place))
+        files.pipe_file(f"{root}/{name}", text.encode())
+        return
+    with new_file(_local(place) / name) as work:
+        work.write_text(text, encoding="utf-8")
+
+
+def read_text(place: str | Path, name: str) -> str | None:
+    """What `write_text` wrote; None if there is no such file."""
+    with contextlib.suppress(FileNotFoundError):
+        if not is_url(place):
+            return (_local(place) / name).read_text(encoding="utf-8")
+        files, root = _file_system(str(place))
+        return files.cat_file(f"{root}/{name}").decode()
+    return None
+
+
 def is_there(folder: str | Path) -> bool:
     """Is there such a folder? At a URL: is there one that counts, with a manifest?"""
     if not is_url(folder):

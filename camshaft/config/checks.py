@@ -271,6 +271,7 @@ def _run(config: PPOConfig) -> Iterator[Problem]:
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
         sentence = f"is not read with trainer.resume_mode={trainer.resume_mode}. Type trainer.resume_mode=resume_path."
         yield Problem("trainer.resume_from_path", trainer.resume_from_path, sentence, ("trainer.resume_mode",))
+    yield from _best(trainer.best_metric, trainer.test_freq)
     if trainer.use_legacy_worker_impl in ("enable", True):
         sentence = "there is one implementation here and no older one to go back to. Leave the key out."
         yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, sentence)
@@ -286,6 +287,12 @@ def _run(config: PPOConfig) -> Iterator[Problem]:
 def _training_files(paths: Iterable[str]) -> Iterator[Problem]:
     if not paths:
         yield Problem("data.train_files", None, "there is nothing to train on. Name at least one file.")
+
+
+def _best(metric: str | None, test_freq: int) -> Iterator[Problem]:
+    if metric is not None and test_freq == -1:
+        sentence = "is measured by validation, and there is none between steps. Type trainer.test_freq=<steps>."
+        yield Problem("trainer.best_metric", metric, sentence, ("trainer.test_freq",))
 
 
 def _warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
@@ -328,5 +335,6 @@ def _sft(config: SFTConfig) -> Iterator[Problem]:
     if not data.val_files and trainer.test_freq != -1:
         sentence = "validation needs files. Name some, or type trainer.test_freq=-1."
         yield Problem("data.val_files", None, sentence, ("trainer.test_freq",))
+    yield from _best(trainer.best_metric, trainer.test_freq)
     yield from _warmup("optim", config.optim, trainer.total_training_steps)
     yield from _contents("checkpoint", config.checkpoint)

@@ -23,6 +23,7 @@ from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
 from camshaft.config.usage import USAGE
 from camshaft.errors import CamshaftError, ConfigError, tell
+from camshaft.stop import ENDED_BY_SIGNAL
 
 INTERRUPTED = 130
 """What shells return for a program that was ended with Ctrl-C."""
@@ -41,7 +42,8 @@ def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], 
     """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
 
     Errors of ours, those of `job` too, become one message on stderr; so does Ctrl-C.
-    With `-m` every config of the sweep is checked before the first job starts; they run one after another.
+    With `-m` every config of the sweep is checked before the first job starts; they run one after another, and none
+    after one that a signal has ended.
     `--cfg job` prints the config, checks it, and starts nothing.
     Hydra only composes: it makes no folders, changes no directory, sets up no logging.
     """
@@ -58,12 +60,21 @@ def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], 
             composed = _composed_by_main(silent, config_name)
         configs = [from_container(tree, schema, keys_of(typed)) for tree, typed in composed]
         _check_folders(configs, composed)
-        return 0 if only_print else max((job(config) for config in configs), default=0)
+        return 0 if only_print else _all(configs, job)
     except CamshaftError as error:
         return tell(error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
+
+
+def _all(configs: Sequence[Config], job: Callable[[Config], int]) -> int:
+    worst = 0
+    for config in configs:
+        worst = max(worst, job(config))
+        if worst > ENDED_BY_SIGNAL:
+            break
+    return worst
 
 
 def _check_words(words: Sequence[str]) -> None:

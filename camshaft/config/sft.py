@@ -43,11 +43,19 @@ class SFTTrainerConfig(PlaceConfig):
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(
         description="Second place that checkpoints are copied to, a folder or a URL (hdfs://, s3://); null for none. "
-        "Only written: old copies are not removed, and resuming does not look there yet."
+        "Old copies are not removed. A run that finds no step in default_local_dir goes on from the newest here."
     )
     max_ckpt_to_keep: int | None = Field(ge=1, description="Checkpoints kept, newest first; null: all.")
+    best_metric: Text | None = Field(
+        description="Validation metric by which the best step is saved and kept beside the newest: val/loss; null for "
+        "none."
+    )
+    best_metric_mode: Literal["max", "min"] = Field(
+        description="Whether the largest or the smallest value is the best."
+    )
     resume_mode: Literal["auto", "disable"] = Field(
-        description="Start from the newest checkpoint in default_local_dir, or from the model as it is."
+        description="Start from the newest checkpoint in default_local_dir (or default_hdfs_dir), or from the model as "
+        "it is."
     )
     export_path: Path | None = Field(
         description="Folder of the finished model in the Hugging Face layout; null: <default_local_dir>/huggingface."

@@ -26,13 +26,21 @@ class TrainerConfig(PlaceConfig):
     critic_warmup: int = Field(ge=0, description="Iterations at the start that train the critic alone.")
     default_hdfs_dir: Path | None = Field(
         description="Second place that checkpoints are copied to, a folder or a URL (hdfs://, s3://); null for none. "
-        "Only written: old copies are not removed, and resuming does not look there yet."
+        "Old copies are not removed. A run that finds no step in default_local_dir goes on from the newest here."
     )
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")
     max_actor_ckpt_to_keep: int | None = Field(ge=1, description="Actor checkpoints kept, newest first; null: all.")
     max_critic_ckpt_to_keep: int | None = Field(ge=1, description="Critic checkpoints kept, newest first; null: all.")
+    best_metric: Text | None = Field(
+        description="Validation metric by which the best step is saved and kept beside the newest, "
+        "val-core/gsm8k/reward/mean for instance; null for none."
+    )
+    best_metric_mode: Literal["max", "min"] = Field(
+        description="Whether the largest or the smallest value is the best."
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        description="Start from the newest checkpoint in default_local_dir, from none, or from resume_from_path."
+        description="Start from the newest checkpoint in default_local_dir (or default_hdfs_dir), from none, or from "
+        "resume_from_path."
     )
     resume_from_path: Path | None = Field(description="Checkpoint to start from; read with resume_mode=resume_path.")
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = Field(

@@ -18,6 +18,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from camshaft.controller.serve import STOP, serve, stacks_of
 from camshaft.controller.wire import Frames, receive, send
 from camshaft.controller.worker import Place
 from camshaft.errors import ConfigError, how_it_ended
+from camshaft.stop import held_back
 
 PRELOAD = [
     "torch",
@@ -122,7 +124,8 @@ class _LocalLink(Link):
         self._process: BaseProcess = context.Process(
             target=serve, args=(theirs, place, folder, dict(os.environ)), name=name
         )
-        with theirs:
+        resource_tracker.ensure_running()  # where it is started, it lets SIGTERM through
+        with theirs, held_back():  # the fork server too is to live on
             self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._carry, name=f"link-{name}", daemon=True).start()

@@ -48,6 +48,7 @@ from camshaft.controller.watch import Watch, answers
 from camshaft.controller.wire import Frames
 from camshaft.controller.worker import Place, Worker
 from camshaft.errors import ConfigError, WorkerError
+from camshaft.stop import outlive_stop_signals
 
 logger = logging.getLogger(__name__)
 
@@ -326,6 +327,7 @@ class ActorHost:
     def __init__(self, place: Place, environment: dict[str, str], path: list[str], folder: str):
         lead_group()
         stacks_on_signal(stack_file(os.getpid()))
+        outlive_stop_signals(signal.SIGTERM)
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(folder)

@@ -1,8 +1,9 @@
 """What runs in a worker process of `local.py`: answer requests, end.
 
 The process leads a session of its own, so that Ctrl-C reaches the driver alone and ending the session takes the roles'
-own child processes with it. It ends when the driver says so or when the driver is gone, also if it was killed. A
-signal makes it write the stacks of its threads into its file of the pool's folder, whatever it is doing.
+own child processes with it. It ends when the driver says so or when the driver is gone, also if it was killed.
+SIGUSR1 makes it write the stacks of its threads into its file of the pool's folder, whatever it is doing; SIGTERM,
+which asks the driver to save and end, does nothing to it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from camshaft.controller.host import Host, log_to_file, set_environment
 from camshaft.controller.machine import read_stacks, stacks_on_signal
 from camshaft.controller.wire import Frames, receive, send
 from camshaft.controller.worker import Place
+from camshaft.stop import outlive_stop_signals
 
 STOP: Frames = []
 """The message that ends a worker process."""
@@ -36,6 +38,7 @@ def serve(connection: socket.socket, place: Place, folder: Path, environment: di
     """The life of one rank."""
     os.setsid()
     stacks_on_signal(_stack_file(folder, place.rank))
+    outlive_stop_signals(signal.SIGTERM)
     threading.Thread(target=_end_with_driver, args=(folder,), name="driver-watch", daemon=True).start()
     os.environ.clear()  # this process was forked from a server with the variables of its start
     set_environment(place, environment)

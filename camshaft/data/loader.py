@@ -13,13 +13,15 @@ The order of an epoch depends on the seed and the number of the epoch alone, so 
 to be saved. Used by the trainers.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
-from camshaft.dataproto import DataProto
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
 
@@ -116,7 +118,17 @@ class StatefulLoader:
         self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed}
+        return {"num_rows": len(self.data), "rows": self._fingerprint, "shuffle": self.shuffle, "seed": self.seed}
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        """Of all tokens, so that other rows are noticed that are as many."""
+        digest = hashlib.sha256()
+        for name, column in sorted(self.data.columns.items()):
+            for tensor in (column.values, column.lengths) if isinstance(column, Ragged) else ():
+                digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+                digest.update(tensor.contiguous().numpy().data)
+        return digest.hexdigest()[:16]
 
     def _order(self, epoch: int) -> np.ndarray:
         if self._shuffled[0] != epoch:

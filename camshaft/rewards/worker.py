@@ -27,6 +27,7 @@ from camshaft.errors import CamshaftError
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, load_function, title
 from camshaft.rewards.wire import Answer, FrameReader, Loaded, Reply, Sample, pack
+from camshaft.stop import outlive_stop_signals
 
 ANSWER = "pred"
 """The entry of a dict result that says what the response answers: those to one prompt are held against each other."""
@@ -45,6 +46,7 @@ _FAREWELL_SECONDS = 1.0
 
 def main() -> None:
     """Serve until the driver closes our standard input."""
+    outlive_stop_signals()
     inbox, outbox = _take_over_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox, messages), daemon=True).start()

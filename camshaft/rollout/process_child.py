@@ -32,6 +32,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.buckets import Assembler
 from camshaft.rollout.transport import open_receiver
+from camshaft.stop import outlive_stop_signals
 
 WATCH_SECONDS = 0.5
 """How often the process looks whether its parent still lives."""
@@ -139,6 +140,7 @@ def _end_with_parent(parent: int) -> None:
 
 def main(file: int, parent: int) -> None:
     """See the map above."""
+    outlive_stop_signals()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
         serve(Connection(file))

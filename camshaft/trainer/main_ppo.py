@@ -35,8 +35,9 @@ def run_ppo(config: PPOConfig) -> int:
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()
         with run.tracking(config, parts.total_steps, saved) as tracking:
-            trainer.fit(tracking)
-    return 0
+            stop = run.listen()
+            trainer.fit(tracking, stop)
+    return stop.status
 
 
 if __name__ == "__main__":

@@ -26,9 +26,11 @@ def run_sft(config: SFTConfig) -> int:
     with session(config.trainer) as run, SFTTrainer(config) as trainer:
         saved = trainer.prepare()
         with run.tracking(config, trainer.total_steps, saved) as tracking:
-            trainer.fit(tracking)
-        run.say(f"wrote {config.export_path()}")
-    return 0
+            stop = run.listen()
+            trainer.fit(tracking, stop)
+        if not stop.status:
+            run.say(f"wrote {config.export_path()}")
+    return stop.status
 
 
 if __name__ == "__main__":

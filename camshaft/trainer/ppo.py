@@ -19,17 +19,19 @@ from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import RewardResult
+from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
 from camshaft.trainer.baseline import with_baselines
+from camshaft.trainer.best import BestStep
 from camshaft.trainer.correction import correct
 from camshaft.trainer.deal import deal
 from camshaft.trainer.dynamic import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.resume import check_resume, remembered, told_resume
 from camshaft.trainer.scoring import with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
-from camshaft.trainer.session import told_resume
 from camshaft.trainer.validate import save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
@@ -50,6 +52,7 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
+        self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
 
     # -- the algorithm ----------------------------------------------------------------------------
@@ -151,39 +154,52 @@ class PPOTrainer:
 
     def prepare(self) -> Saved | None:
         """Build the models and, if there is something to resume from, load it."""
+        saved = self._saved()
+        if saved is not None:
+            check_resume(saved, self.config, ["actor", *([] if self.critic is None else ["critic"])])
         building = [submit(role.init_model) for role in self.parts.roles()]
         for model in building:
             model.result()
-        saved = self._saved()
         if saved is not None:
             self.actor.load_checkpoint(saved.role("actor"))
             if self.critic is not None:
                 self.critic.load_checkpoint(saved.role("critic"))
             self.parts.loader.load_state_dict(saved.state["loader"])
             self.kl.load_state_dict(saved.state["kl"])
+            self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
             told_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto":
             self.parts.checkpoints.put_aside(after=self.global_step)
         return saved
 
-    def fit(self, tracking: Tracking) -> dict[str, float]:
-        """Train to the end; returns the metrics of the last step."""
-        trainer, total = self.config.trainer, self.parts.total_steps
+    def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
+        """Train to the end, or until it is asked to stop; returns the metrics of the last step."""
+        trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
         if trainer.val_before_train and self.global_step == 0:
-            tracking.log(self.validate(), step=0)
+            metrics = self.validate()
+            self.best.offer(metrics, step=0)
+            tracking.log(metrics, step=0)
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
             self.global_step += 1
             metrics = self.step(prompts)
             last = self.global_step == total or self.parts.loader.exhausted
+            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
             if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
-                metrics |= self.validate()
+                validated = self.validate()
+                due = self.best.offer(validated, self.global_step) or due
+                metrics |= validated
             tracking.log(metrics, step=self.global_step)
-            if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
+            if due:
                 self.save()
+            if stop.asked and not last:
+                if not due:
+                    self.save()
+                stop.heed(self.global_step, total)
+                break
         return metrics
 
     def validate(self) -> dict[str, float]:
@@ -202,12 +218,17 @@ class PPOTrainer:
         roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:
             roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
-        state = {"loader": self.parts.loader.state_dict(), "kl": self.kl.state_dict()}
+        state = {
+            "loader": self.parts.loader.state_dict(),
+            "kl": self.kl.state_dict(),
+            "best": self.best.state_dict(),
+            "config": remembered(self.config),
+        }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
         exports = {"actor": self.actor.export} if self.config.actor_rollout_ref.actor.checkpoint.with_hf_model() else {}
         if self.critic is not None and self.config.critic.checkpoint.with_hf_model():
             exports["critic"] = self.critic.export
-        self.parts.checkpoints.save(step, roles, state, keep, exports)
+        self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 
     def _saved(self) -> Saved | None:
         trainer, checkpoints = self.config.trainer, self.parts.checkpoints

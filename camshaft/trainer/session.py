@@ -2,7 +2,8 @@
 
 with session(config.trainer) as run:
     total_steps = run_length(config.trainer, loader)
-    with run.tracking(config, total_steps, saved) as tracking: ...
+    with run.tracking(config, total_steps, saved) as tracking:
+        stop = run.listen()
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from camshaft.config.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SFTWorker
+from camshaft.stop import Stop, listening
 from camshaft.tracking import RunInfo, Tracking
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Session:
     def __init__(self, trainer: TrainerConfig | SFTTrainerConfig):
         self.trainer = trainer
         self.console = Console(highlight=False)
+        self._until_end = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -53,6 +56,13 @@ class Session:
         )
         return Tracking(trainer.logger, info)
 
+    def listen(self) -> Stop:
+        """From now on there is something to save: until the session ends a signal asks the run to stop."""
+        return self._until_end.enter_context(listening())
+
+    def close(self) -> None:
+        self._until_end.close()
+
 
 @contextlib.contextmanager
 def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
@@ -64,6 +74,7 @@ def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None)
         with logged(run.console, trainer.seed):
             yield run
     finally:
+        run.close()
         lock.close()
 
 
@@ -89,18 +100,6 @@ def _locked(folder: Path) -> IO[str]:
             "(trainer.experiment_name=...)"
         )
     return lock
-
-
-def told_resume(saved: Saved, total_steps: int) -> None:
-    """Say where a run goes on, or that there is nothing left to do."""
-    if saved.step < total_steps:
-        logger.info("resumed from %s: step %d of %d is next", saved.folder, saved.step + 1, total_steps)
-    else:
-        logger.warning(
-            "%s is the end of a finished run: all %d steps are done. For more raise trainer.total_epochs or "
-            "trainer.total_training_steps; to start over type trainer.resume_mode=disable",
-            *(saved.folder, total_steps),
-        )
 
 
 def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWorker], failed: bool) -> None:

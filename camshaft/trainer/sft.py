@@ -24,9 +24,12 @@ from camshaft.data import SFTOptions, StatefulLoader, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SFTWorker
+from camshaft.stop import Stop
 from camshaft.tracking import Tracking
+from camshaft.trainer.best import BestStep
 from camshaft.trainer.places import global_pool, run_pools
-from camshaft.trainer.session import finish_saving, run_length, told_resume
+from camshaft.trainer.resume import check_resume, remembered, told_resume
+from camshaft.trainer.session import finish_saving, run_length
 
 
 class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
@@ -54,6 +57,7 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
             self.model = spawn(SFTWorker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
             self._exit = undo.pop_all()
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -74,20 +78,23 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
 
     def prepare(self) -> Saved | None:
         """Build the model and, if there is something to resume from, load it."""
-        self.model.init_model()
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
+        if saved is not None:
+            check_resume(saved, self.config, ["model"])
+        self.model.init_model()
         if saved is not None:
             self.model.load_checkpoint(saved.role("model"))
             self.loader.load_state_dict(saved.state["loader"])
+            self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
             told_resume(saved, self.total_steps)
         if self.config.trainer.resume_mode == "disable":
             self.checkpoints.put_aside(after=0)
         return saved
 
-    def fit(self, tracking: Tracking) -> dict[str, float]:
-        """Train to the end, then write the Hugging Face folder; returns the metrics of the last step."""
-        trainer = self.config.trainer
+    def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
+        """Train to the end and write the Hugging Face folder, or until it is asked to stop; the last step's metrics."""
+        trainer, stop = self.config.trainer, stop or Stop()
         metrics: dict[str, float] = {}
         for batch in self.loader:
             if self.global_step >= self.total_steps:
@@ -95,15 +102,23 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
             self.global_step += 1
             metrics = self.step(batch)
             last = self.global_step == self.total_steps or self.loader.exhausted
+            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
             if (
                 self.val_rows is not None
                 and trainer.test_freq > 0
                 and (last or self.global_step % trainer.test_freq == 0)
             ):
-                metrics |= self.validate(self.val_rows)
+                validated = self.validate(self.val_rows)
+                due = self.best.offer(validated, self.global_step) or due
+                metrics |= validated
             tracking.log(metrics, step=self.global_step)
-            if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
+            if due:
                 self.save()
+            if stop.asked and not last:
+                if not due:
+                    self.save()
+                stop.heed(self.global_step, self.total_steps)
+                return metrics
         self.model.export(self.config.export_path())
         return metrics
 
@@ -130,4 +145,9 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
         keep = {"model": self.config.trainer.max_ckpt_to_keep}
         exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}
-        self.checkpoints.save(self.global_step, roles, {"loader": self.loader.state_dict()}, keep, exports)
+        state = {
+            "loader": self.loader.state_dict(),
+            "best": self.best.state_dict(),
+            "config": remembered(self.config),
+        }
+        self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)

@@ -5,8 +5,8 @@
 #
 # The words are those of `camshaft ppo`; how many machines and devices there are is known from Slurm. What `camshaft`
 # and `ray` need is active where sbatch is typed (Slurm takes the environment along) and, like models, data and
-# trainer.default_local_dir, at the same place on every machine. A job that was requeued goes on from its newest
-# checkpoint.
+# trainer.default_local_dir, at the same place on every machine. Ten minutes before the job's time is over, or when it is
+# preempted, the run is asked to save and end, and the job is queued again; it goes on from its newest checkpoint.
 #SBATCH --job-name=camshaft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -14,6 +14,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 #SBATCH --requeue
+#SBATCH --signal=B:USR1@600
 #SBATCH --open-mode=append
 #SBATCH --output=camshaft-%j.log
 set -euo pipefail
@@ -49,4 +50,17 @@ while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[1]):
 " "${#machines[@]}"
 
 "${on[@]}" --nodelist="$head" camshaft ppo trainer.controller=ray trainer.nnodes="${#machines[@]}" \
-    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" "$@"
+    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" "$@" &
+run=$!
+# The signal comes to this script alone (B:), as Ray would die of it; srun hands it on to the driver.
+trap 'kill -USR1 "$run"' USR1
+status=0
+wait "$run" || status=$?
+while kill -0 "$run" 2> /dev/null; do # the signal ends a wait, not the run
+    status=0
+    wait "$run" || status=$?
+done
+if [ "$status" -eq 138 ]; then # 128 + SIGUSR1: it was asked, and has saved
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

@@ -20,6 +20,7 @@ from support.ppo_runs import ppo_words
 from support.processes import MARK, marked, still_running
 from support.same_run import ACTOR
 
+from camshaft import storage
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
 
@@ -168,6 +169,28 @@ def test_a_killed_process_is_an_error_and_the_run_goes_on(
         assert status == 1
         assert KINDS[kind] in message
         assert said.count("Traceback") <= 1
+    again = finished(start("-m", "camshaft", *words(home, run)))
+    assert again.status == 0, again.err
+    assert numbers(run) == numbers(home / "whole")
+
+
+@pytest.mark.cluster
+def test_a_run_that_is_asked_to_stop_saves_on_its_ranks_and_leaves_nothing(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mark = tmp_path / "run", f"stop-{os.getpid()}"
+    monkeypatch.setenv(MARK, mark)
+    process = start("-m", "camshaft", *words(home, run), "trainer.save_freq=-1")
+    monkeypatch.delenv(MARK)
+    wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+    for kind in ("actor", "critic"):
+        os.kill(victim(kind, mark, process.pid), signal.SIGTERM)  # they are not asked
+    process.send_signal(signal.SIGTERM)
+    ended = finished(process)
+    assert ended.status == 143, ended.err
+    ((step, _),) = storage.step_folders(run)
+    assert max(numbers(run)) == step < STEPS
+    assert still_running(marked(mark), 60) == []
     again = finished(start("-m", "camshaft", *words(home, run)))
     assert again.status == 0, again.err
     assert numbers(run) == numbers(home / "whole")

@@ -9,7 +9,7 @@ error. Each holds the number of the step. Without them the tracker does nothing,
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,17 @@ class InterruptingTracker(Tracker):
 
 
 def run_until(
-    step: int, run: Path, words: list[str], monkeypatch: pytest.MonkeyPatch, how: signal.Signals = signal.SIGKILL
+    step: int,
+    run: Path,
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    how: signal.Signals = signal.SIGKILL,
+    everybody: Callable[[signal.Signals], None] | None = None,
 ) -> Run:
     """Start `camshaft *words` in a process of its own, and end it when the step is logged and not yet saved.
 
-    `run` is the folder of the run, which has this module's tracker.
+    `run` is the folder of the run, which has this module's tracker. `everybody` sends the signal to more processes than
+    the driver.
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run.mkdir()
@@ -57,7 +63,7 @@ def run_until(
             assert time.monotonic() < until
             time.sleep(0.01)
     finally:
-        process.send_signal(how)
+        (everybody or process.send_signal)(how)
+        (run / "hold").unlink()  # for those signals that a run does not end of
         ended = finished(process)
-    (run / "hold").unlink()
     return ended

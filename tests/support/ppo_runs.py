@@ -155,9 +155,9 @@ def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
         return saved_weights(Path(folder) / "weights")
 
 
-def saved_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights of an engine's checkpoint, read by torch from however many files."""
-    reader = HuggingFaceStorageReader(str(folder / "model"))
+def saved_weights(folder: Path, part: str = "model") -> dict[str, Tensor]:
+    """The weights of an engine's checkpoint, or its `optimizer`, read by torch from however many files."""
+    reader = HuggingFaceStorageReader(str(folder / part))
     held: dict[str, Any] = reader.read_metadata().state_dict_metadata
     weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in held.items()}
     with warnings.catch_warnings():

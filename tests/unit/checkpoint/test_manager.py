@@ -1,4 +1,5 @@
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -6,7 +7,7 @@ import pytest
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
-from camshaft.checkpoint.manager import LATEST, Write
+from camshaft.checkpoint.manager import BEST, LATEST, Write
 from camshaft.errors import CheckpointError
 
 BOTH = ("actor", "critic")
@@ -180,6 +181,110 @@ def test_the_second_place_may_be_a_url_and_its_steps_come_back(tmp_path: Path) -
         assert storage.is_there("memory://steps/run/global_step_1/trainer")
     finally:
         files.rm("/steps", recursive=True)
+
+
+# -- the best step --------------------------------------------------------------------------------
+
+
+def with_best(manager: CheckpointManager, step: int, best: int | None, keep: int = 1) -> None:
+    manager.save(step, {name: role() for name in BOTH}, {}, dict.fromkeys(BOTH, keep), best=best)
+
+
+def test_the_best_step_stays_beside_the_newest_until_there_is_a_better_one(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    found = []
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
+        with_best(manager, step, best)
+        found.append(list(there(tmp_path)))
+    assert found == [[1], [2], [2, 3], [2, 4], [5], [5, 6]]
+    assert there(tmp_path)[5] == ["actor", "critic", "trainer"]
+    assert (tmp_path / BEST).read_text() == "5"
+
+
+def test_the_best_step_before_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    with_best(manager, 1, best=1)
+    behind: list[str] = []
+    late = {"actor": role(), "critic": lambda local, _: behind.append(local)}
+    manager.save(2, late, {}, {"actor": 1, "critic": 1}, best=2)
+    assert there(tmp_path) == {1: ["actor", "critic", "trainer"], 2: ["actor", "trainer"]}
+    role()(behind[0], None)
+    with_best(manager, 3, best=2)
+    assert list(there(tmp_path)) == [2, 3]
+
+
+def test_a_best_step_of_another_folder_is_not_marked_here(tmp_path: Path) -> None:
+    with_best(CheckpointManager(tmp_path), 7, best=3)
+    assert not (tmp_path / BEST).exists()
+
+
+# -- back from the second place -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "url"])
+def second(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "folder":
+        yield str(tmp_path / "second")
+        return
+    yield f"memory://{tmp_path.name}/run"
+    fsspec.filesystem("memory").rm(f"/{tmp_path.name}", recursive=True)
+
+
+def lost(second: str, part: str) -> None:
+    storage.remove(f"{second}/{part}")
+
+
+def test_a_run_that_has_no_step_here_fetches_the_newest_whole_one(second: str, tmp_path: Path) -> None:
+    first = CheckpointManager(tmp_path / "a", second)
+    for step in (1, 2, 10, 11):
+        save(first, step, text=f"weights of {step}")
+    lost(second, "global_step_11/critic")
+    manager = CheckpointManager(tmp_path / "b", second)
+    found = manager.latest()
+    assert found is not None
+    assert (found.step, found.state, found.roles) == (10, {"at": 10}, BOTH)
+    assert there(tmp_path / "b") == {10: ["actor", "critic", "trainer"]}
+    assert Path(found.role("critic"), "weights.txt").read_text() == "weights of 10"
+
+
+def test_a_step_that_is_here_is_taken_before_a_newer_one_there(second: str, tmp_path: Path) -> None:
+    save(save(CheckpointManager(tmp_path / "a", second), 1), 2)
+    save(CheckpointManager(tmp_path / "b"), 1)
+    found = CheckpointManager(tmp_path / "b", second).latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_steps_that_an_earlier_run_left_there_are_not_those_of_a_run_that_began_anew(
+    second: str, tmp_path: Path
+) -> None:
+    save(CheckpointManager(tmp_path / "a", second), 30)
+    save(CheckpointManager(tmp_path / "b", second), 5)
+    found = CheckpointManager(tmp_path / "c", second).latest()
+    assert found is not None
+    assert found.step == 5
+
+
+def test_a_second_place_without_steps_is_a_run_from_the_start(second: str, tmp_path: Path) -> None:
+    assert CheckpointManager(tmp_path / "a", second).latest() is None
+    save(CheckpointManager(tmp_path / "b", second), 5)  # the fixture has something to remove
+
+
+def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    second = tmp_path / "second"
+    save(save(CheckpointManager(tmp_path / "a", str(second)), 1), 2)
+    (second / "global_step_2" / "actor" / "weights.txt").write_text("other")
+    found = CheckpointManager(tmp_path / "b", str(second)).latest()
+    assert found is not None
+    assert found.step == 1
+    assert "passed over" in caplog.text
+
+
+def test_a_step_written_again_over_a_background_save_has_no_old_part(tmp_path: Path) -> None:
+    manager = save(CheckpointManager(tmp_path), 1, text="old")
+    manager.save(1, {"actor": role("new"), "critic": lambda *_: None}, {}, {})
+    assert there(tmp_path) == {1: ["actor", "trainer"]}
+    assert manager.latest() is None
 
 
 # -- model folders --------------------------------------------------------------------------------

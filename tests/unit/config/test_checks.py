@@ -316,6 +316,7 @@ def test_the_critic_must_read_the_actors_token_ids(words, tmp_path):
         (["data.train_max_samples=10"], "data.train_batch_size=256"),
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "data.max_length=1024"),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.test_freq=-1"),
+        (["trainer.best_metric=val/reward/mean", "trainer.test_freq=-1"], "trainer.test_freq=<steps>"),
         (["data.train_files=null"], "nothing to train on"),
         (["model.path=/nowhere"], "no such folder"),
         (["strategy=refrence"], "Did you mean reference?"),

@@ -312,6 +312,18 @@ def test_the_exit_status_is_that_of_the_job(words):
     assert run_with_hydra(words, "ppo_trainer", PPOConfig, lambda _: 3) == 3
 
 
+def test_a_job_that_a_signal_has_ended_is_the_last_of_its_sweep(words):
+    sweep = ["-m", *words, "trainer.seed=1,2,3", "trainer.default_local_dir=out/${trainer.seed}"]
+    seen = []
+
+    def job(config):
+        seen.append(config.trainer.seed)
+        return [1, 143, 0][len(seen) - 1]
+
+    assert run_with_hydra(sweep, "ppo_trainer", PPOConfig, job) == 143
+    assert seen == [1, 2]
+
+
 def test_errors_of_the_job_travel_unchanged(words):
     def job(_: PPOConfig) -> int:
         raise ZeroDivisionError("in the job")

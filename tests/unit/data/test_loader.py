@@ -148,6 +148,8 @@ def test_resuming_with_other_data_or_seed_is_an_error():
     state = StatefulLoader(rows(6), 2, seed=1).state_dict()
     with pytest.raises(BatchError, match=r"num_rows=6, here it is 7"):
         StatefulLoader(rows(7), 2, seed=1).load_state_dict(state)
+    with pytest.raises(BatchError, match=r"rows=[0-9a-f]{16}, here it is [0-9a-f]{16}: the rows"):
+        StatefulLoader(rows(7).reorder(slice(1, 7)), 2, seed=1).load_state_dict(state)
     with pytest.raises(BatchError, match=r"seed=1, here it is 2.*trainer\.resume_mode=disable, or another"):
         StatefulLoader(rows(6), 2, seed=2).load_state_dict(state)
 

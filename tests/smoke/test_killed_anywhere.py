@@ -1,0 +1,129 @@
+"""kill -9 at any moment, in mid-save too: what the run logs and writes in the end is that of the undisturbed run.
+
+Twenty steps; the driver is killed twice, after a seeded random time in a seeded random step, on one process, on two
+ranks and on Ray. One short case is in every run of the tests, the others in `make test-cluster`.
+"""
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import camshaft, finished, start
+from support.ppo_runs import ppo_words, saved_weights
+from support.same_run import ACTOR, RANKS
+
+from camshaft import storage
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(900)
+
+LOCAL: dict[str, Any] = {}
+RAY = {**RANKS, "trainer.controller": "ray", "ray_kwargs.ray_init": "{include_dashboard:false,num_cpus:2}"}
+LAYOUTS: dict[str, dict[str, Any]] = {"one process": LOCAL, "two ranks": RANKS, "ray": RAY}
+BUSY: dict[str, Any] = {
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 50,
+    "algorithm.kl_ctrl.target_kl": 0.02,
+    f"{ACTOR}.shuffle": True,
+    f"{ACTOR}.ppo_epochs": 2,
+    f"{ACTOR}.optim.lr_scheduler_type": "cosine",
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 64,
+    "+actor_rollout_ref.model.override_config.attention_dropout": 0.1,
+    "data.shuffle": True,
+    "data.train_max_samples": 24,
+    "trainer.total_epochs": 7,
+    "trainer.test_freq": 5,
+    "trainer.save_freq": 2,
+    "trainer.best_metric": "val/reward/mean",
+    "trainer.max_actor_ckpt_to_keep": 2,
+    "trainer.logger": "[jsonl]",
+    "trainer.resume_mode": "auto",
+}
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gae": {"critic.optim.lr_warmup_steps": 3, "trainer.max_critic_ckpt_to_keep": 1},
+    "grpo": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4},
+    "lora": {
+        "actor_rollout_ref.model.lora_rank": 4,
+        "algorithm.adv_estimator": "rloo",
+        "actor_rollout_ref.rollout.n": 2,
+    },
+}
+CASES = [(layout, algorithm, 20) for layout in LAYOUTS for algorithm in ("gae", "grpo")] + [("one process", "lora", 20)]
+
+
+def kill(run: Path, words: list[str], draw: random.Random, first: int, last: int) -> int:
+    """Start the run and kill its driver in one of these steps, or while that is saved; the newest step logged."""
+    step, saves = draw.randint(first, last), draw.random() < 0.5
+    step += step % 2 if saves else 0
+    process = start("-m", "camshaft", *words)
+    until = time.monotonic() + 200
+    try:
+        while not (list(run.glob(f"global_step_{step}/*.unfinished")) if saves else logged(run) >= step):
+            assert process.poll() is None, finished(process)
+            assert time.monotonic() < until
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0.0, 0.05 if saves else 1.0))
+    finally:
+        process.kill()
+        finished(process)
+    return logged(run)
+
+
+def logged(run: Path) -> int:
+    file = run / "metrics.jsonl"
+    return max((int(line["step"]) for line in read_metrics(file)), default=0) if file.exists() else 0
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [deterministic(line) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def saved(run: Path) -> dict[str, Any]:
+    """Every bit that is kept, by step, role and name. Which rank wrote a tensor that several hold may differ."""
+    found: dict[str, Any] = {}
+    for role in sorted(run.glob("global_step_*/[!t]*")):
+        name = str(role.relative_to(run))
+        for part in ("model", "optimizer"):
+            found |= {f"{name}/{part}/{key}": tensor.tolist() for key, tensor in saved_weights(role, part).items()}
+        files = storage.read_manifest(role)["files"]
+        found |= {f"{name}/{file}": told for file, told in files.items() if file.startswith(("random", "state"))}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "algorithm", "steps"),
+    [("one process", "gae", 8), *(pytest.param(*case, marks=pytest.mark.cluster) for case in CASES)],
+)
+def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
+    layout: str, algorithm: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    settings = {**BUSY, **ALGORITHMS[algorithm], **LAYOUTS[layout], "trainer.total_training_steps": steps}
+
+    def words(run: Path) -> list[str]:
+        return ["ppo", *ppo_words(tmp_path, {**settings, "trainer.default_local_dir": run})]
+
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    draw = random.Random(f"{layout} {algorithm} {steps}")
+    reached = 0
+    for _ in range(2 if steps == 20 else 1):
+        reached = kill(killed, words(killed), draw, max(reached + 1, steps // 2), steps - 2)
+    for run in (killed, whole):
+        ended = (
+            camshaft(*words(run)) if layout == "one process" else finished(start("-m", "camshaft", *words(run)), 300)
+        )
+        assert ended.status == 0, ended.err
+    assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
+    assert lines(killed) == lines(whole)
+    ours, theirs = saved(killed), saved(whole)
+    assert len(theirs) > 100
+    assert [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)] == []
+    best = [(run / "best_checkpointed_iteration.txt").read_text() for run in (killed, whole)]
+    assert best[0] == best[1]
+    assert (whole / f"global_step_{best[0]}" / "actor").is_dir()

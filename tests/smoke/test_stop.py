@@ -1,0 +1,101 @@
+"""Runs that a scheduler asks to stop: what is in hand is saved, the status says so, and the same command goes on."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import camshaft, finished, sft_words, start
+from support.interrupting import NAME, run_until
+from support.ppo_runs import ppo_words
+from support.processes import MARK, marked, still_running
+from support.same_run import RANKS
+
+from camshaft import storage
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
+
+pytestmark = pytest.mark.timeout(200)
+
+SHORT: dict[str, Any] = {
+    "trainer.total_training_steps": 4,
+    "trainer.total_epochs": 2,
+    "trainer.save_freq": -1,
+    "trainer.logger": f"[jsonl,{NAME}]",
+    "trainer.resume_mode": "auto",
+}
+
+
+def lines(run: Path) -> list[dict[str, float]]:
+    return [deterministic(line) for line in read_metrics(run / "metrics.jsonl")]
+
+
+def steps(run: Path) -> list[int]:
+    return [step for step, _ in storage.step_folders(run)]
+
+
+def words(home: Path, run: Path, **more: Any) -> list[str]:
+    return ["ppo", *ppo_words(home, {**SHORT, "trainer.default_local_dir": run, **more})]
+
+
+def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    ended = run_until(2, run, words(tmp_path, run), monkeypatch, signal.SIGTERM)
+    assert ended.status == 143
+    assert "camshaft: SIGTERM: ends with the step in hand, and saves it." in ended.err
+    assert "Traceback" not in ended.err
+    said = " ".join(ended.out.split())
+    assert "SIGTERM: ended after step 2 of 4. The same command goes on from there (exit status 143)" in said
+    assert steps(run) == [2]
+    again = camshaft(*words(tmp_path, run))
+    assert again.status == 0
+    assert "step 3 of 4 is next" in " ".join(again.out.split())
+    assert camshaft(*words(tmp_path, whole)).status == 0
+    assert lines(run) == lines(whole)
+    assert len(lines(run)) == 4
+    assert steps(whole) == []
+
+
+def test_a_supervised_run_ends_at_sigusr1_without_an_export_and_one_that_is_done_takes_no_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    command = ["sft", *sft_words(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
+    ended = run_until(3, run, command, monkeypatch, signal.SIGUSR1)
+    assert (ended.status, steps(run)) == (138, [3])
+    assert not (run / "huggingface").exists()
+    assert "wrote" not in ended.out
+    storage.remove(run)
+    ended = run_until(4, run, command, monkeypatch, signal.SIGUSR1)
+    assert ended.status == 0
+    assert (run / "huggingface").is_dir()
+
+
+def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm does at the end of a job's time: driver, fork server, ranks and those that compute rewards."""
+    run, mark = tmp_path / "run", f"stop-{os.getpid()}"
+    monkeypatch.setenv(MARK, mark)
+    sent: list[int] = []
+
+    def everybody(how: signal.Signals) -> None:
+        sent.extend(marked(mark))
+        for pid in sent:
+            os.kill(pid, how)
+
+    ended = run_until(1, run, words(tmp_path, run, **RANKS), monkeypatch, signal.SIGTERM, everybody)
+    assert ended.status == 143, ended.err
+    assert len(sent) >= 5
+    assert steps(run) == [1]
+    assert all(storage.is_complete(run / "global_step_1" / part) for part in ("actor", "critic", "trainer"))
+    assert still_running(sent, 10) == []
+
+
+def test_before_the_first_step_a_signal_ends_a_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    process = start("-m", "camshaft", *words(tmp_path, tmp_path / "run"))
+    process.send_signal(signal.SIGTERM)
+    assert finished(process).status == -signal.SIGTERM
+    assert steps(tmp_path / "run") == []

@@ -1,0 +1,70 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from camshaft import stop as stop_module
+from camshaft.stop import STOP_SIGNALS, held_back, listening
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_first_signal_asks_and_the_handlers_are_gone_afterwards(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = [signal.getsignal(each) for each in STOP_SIGNALS]
+    with listening() as stop:
+        assert stop.asked is None
+        os.kill(os.getpid(), number)
+        assert stop.asked == number
+        assert stop.status == 0
+        stop.heed(3, 9)
+        assert stop.status == 128 + number
+    assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
+    assert f"camshaft: {number.name}: ends with the step in hand" in capfd.readouterr().err
+
+
+def test_one_that_comes_right_after_the_first_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop_module, "SAME_SECONDS", 60.0)
+    with listening() as stop:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.asked == signal.SIGTERM
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    program = "from camshaft import stop\nimport os, time\nstop.SAME_SECONDS = 0.0\n"
+    program += "with stop.listening() as asked:\n    os.kill(os.getpid(), 10)\n    time.sleep(0.1)\n"
+    program += "    assert asked.asked\n    os.kill(os.getpid(), 15)\n    time.sleep(60)\n"
+    start = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
+    assert time.monotonic() - start < 30
+
+
+def test_outside_the_main_thread_nobody_listens() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    found = []
+
+    def run() -> None:
+        with listening() as stop:
+            found.append((stop.asked, signal.getsignal(signal.SIGTERM)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert found == [(None, before)]
+
+
+def test_a_worker_outlives_stop_signals_from_its_first_moment_and_what_it_starts_does_not() -> None:
+    program = "import os, signal, subprocess, sys, time\nfrom camshaft.stop import outlive_stop_signals\n"
+    program += "outlive_stop_signals()\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+    program += "child = subprocess.Popen(['sleep', '60'])\nchild.terminate()\nsys.exit(child.wait() + 20)\n"
+    with held_back():
+        worker = subprocess.Popen([sys.executable, "-c", program])
+    for number in STOP_SIGNALS:  # before it has run a line
+        worker.send_signal(number)
+    assert worker.wait(60) == 20 - signal.SIGTERM
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()

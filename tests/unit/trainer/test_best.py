@@ -1,0 +1,51 @@
+import json
+import math
+
+import pytest
+
+from camshaft.errors import ConfigError
+from camshaft.trainer.best import BestStep
+
+
+@pytest.mark.parametrize(("mode", "wanted"), [("max", [True, False, True, False]), ("min", [True, True, False, True])])
+def test_the_best_is_the_first_of_the_largest_or_the_smallest(mode: str, wanted: list[bool]) -> None:
+    best = BestStep("val/x", mode)
+    assert [best.offer({"val/x": value}, step) for step, value in enumerate((0.5, 0.2, 0.7, -1.0), 1)] == wanted
+    assert best.step == (3 if mode == "max" else 4)
+    assert not best.offer({"val/x": best.value}, 9)
+
+
+def test_what_is_not_a_number_is_never_the_best() -> None:
+    best = BestStep("x", "max")
+    assert not best.offer({"x": math.nan}, 1)
+    assert best.offer({"x": -5.0}, 2)
+    assert not best.offer({"x": math.nan}, 3)
+    assert best.step == 2
+
+
+def test_before_training_the_name_alone_is_looked_at() -> None:
+    best = BestStep("val-core/sums/reward/mean", "max")
+    assert not best.offer({"val-core/sums/reward/mean": 1.0}, step=0)
+    assert best.step is None
+    with pytest.raises(ConfigError, match=r"no such metric\. Type trainer\.best_metric=val-core/sum/reward/mean"):
+        best.offer({"val/reward/mean": 0.0, "val-core/sum/reward/mean": 1.0}, step=0)
+
+
+def test_without_a_metric_nothing_is_the_best() -> None:
+    best = BestStep(None, "max")
+    assert not best.offer({}, 1)
+    assert best.step is None
+
+
+def test_the_best_so_far_is_remembered_unless_something_else_is_looked_for() -> None:
+    best = BestStep("x", "max")
+    best.offer({"x": 0.75}, 4)
+    state = json.loads(json.dumps(best.state_dict()))
+    again, other, fresh = BestStep("x", "max"), BestStep("x", "min"), BestStep("x", "max")
+    again.load_state_dict(state)
+    other.load_state_dict(state)
+    assert (again.step, again.value) == (4, 0.75)
+    assert not again.offer({"x": 0.5}, 5)
+    assert other.step is None
+    fresh.load_state_dict(BestStep("x", "max").state_dict())
+    assert fresh.offer({"x": -1.0}, 1)

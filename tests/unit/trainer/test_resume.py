@@ -1,0 +1,159 @@
+"""What a run goes on from, kind by kind, and what it says of a config that has changed."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import sft_words
+from support.ppo_runs import ppo_config
+
+from camshaft import storage
+from camshaft.checkpoint import CheckpointManager
+from camshaft.config import load_sft
+from camshaft.errors import BatchError, CheckpointError
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
+from camshaft.trainer.resume import changes, remembered
+from camshaft.trainer.sft import SFTTrainer
+
+BUSY: dict[str, Any] = {
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 50,
+    "algorithm.kl_ctrl.target_kl": 0.02,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+    "+actor_rollout_ref.model.override_config.attention_dropout": 0.1,
+    "+critic.model.override_config.attention_dropout": 0.1,
+    "trainer.total_epochs": 1,
+    "trainer.test_freq": 1,
+    "trainer.save_freq": 2,
+    "trainer.best_metric": "val/reward/mean",
+    "trainer.resume_mode": "auto",
+}
+
+
+def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, steps: int = 2) -> Path:
+    """Begin or go on until so many steps are done; the folder of the newest step, or of what was saved again."""
+    config = ppo_config(folder, {**BUSY, "trainer.total_training_steps": steps, **overrides})
+    info = RunInfo("p", "e", folder, steps)
+    with PPOParts(config) as parts, Tracking([], info) as tracking:
+        trainer = PPOTrainer(config, parts)
+        trainer.prepare()
+        if saves_to is None:
+            trainer.fit(tracking)
+            return parts.checkpoints.root / f"global_step_{steps}"
+        parts.checkpoints = CheckpointManager(saves_to)
+        trainer.save()
+        return saves_to / f"global_step_{trainer.global_step}"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a run of two steps."""
+    folder = tmp_path_factory.mktemp("home")
+    run(folder, {})
+    return folder
+
+
+KINDS = {
+    "weights": ["actor/model/model.safetensors", "critic/model/model.safetensors"],
+    "moments of the optimizer": ["actor/optimizer/optimizer.safetensors", "critic/optimizer/optimizer.safetensors"],
+    "what dropout draws from": ["actor/random/rank_0.safetensors", "critic/random/rank_0.safetensors"],
+    "schedule": ["actor/state.json", "critic/state.json"],
+    "loader, KL controller, best step": ["trainer/state.json"],
+}
+
+
+def checksums(step: Path) -> dict[str, Any]:
+    parts = ("actor", "critic", "trainer")
+    return {
+        f"{part}/{name}": told for part in parts for name, told in storage.read_manifest(step / part)["files"].items()
+    }
+
+
+def test_what_a_resumed_run_would_save_is_what_was_saved(home: Path, tmp_path: Path) -> None:
+    before = checksums(home / "run" / "global_step_2")
+    torch.manual_seed(99)  # this process is another than the one that saved
+    again = checksums(run(home, {}, saves_to=tmp_path / "again"))
+    torch.manual_seed(99)
+    fresh = checksums(run(home, {"trainer.default_local_dir": tmp_path / "new"}, saves_to=tmp_path / "fresh"))
+    assert sorted(before) == sorted(name for names in KINDS.values() for name in names)
+    for kind, names in KINDS.items():
+        for name in names:
+            assert again[name] == before[name], kind
+            assert name not in fresh or fresh[name] != before[name], f"{kind}: two steps did not change it"
+
+
+def test_the_state_of_the_trainer_is_what_it_ran_with(home: Path) -> None:
+    state = json.loads((home / "run" / "global_step_2" / "trainer" / "state.json").read_text())
+    assert (state["loader"]["epoch"], state["loader"]["position"]) == (0, 16)
+    assert state["kl"]["coef"] != ppo_config(home, BUSY).algorithm.kl_ctrl.kl_coef
+    assert state["best"]["step"] in (1, 2)
+    assert (home / "run" / "best_checkpointed_iteration.txt").read_text() == str(state["best"]["step"])
+    assert state["config"]["trainer.seed"] == 1
+    assert not any(key.startswith(("ray_kwargs", "trainer.resume")) for key in state["config"])
+
+
+def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
+    words = sft_words(tmp_path, {"trainer.total_training_steps": 2, "trainer.save_freq": 2})
+    found = []
+    for again in (False, True):
+        with SFTTrainer(load_sft(words)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
+            trainer.prepare()
+            if again:
+                trainer.checkpoints = CheckpointManager(tmp_path / "again")
+                trainer.save()
+            else:
+                trainer.fit(tracking)
+            step = trainer.checkpoints.root / "global_step_2"
+            found.append([storage.read_manifest(step / part)["files"] for part in ("model", "trainer")])
+    assert found[0] == found[1]
+
+
+# -- a config that has changed --------------------------------------------------------------------
+
+
+def test_what_changed_is_said_as_it_is_typed(tmp_path: Path) -> None:
+    before = remembered(ppo_config(tmp_path, BUSY))
+    now = ppo_config(
+        tmp_path, {**BUSY, "trainer.save_freq": 5, "data.shuffle": False, "trainer.resume_mode": "disable"}
+    )
+    assert sorted(changes(before, now)) == ["data.shuffle=false (was true)", "trainer.save_freq=5 (was 2)"]
+    assert changes(before, ppo_config(tmp_path, BUSY)) == []
+
+
+def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(home, {"actor_rollout_ref.actor.optim.lr": 5e-4}, saves_to=tmp_path)
+    assert "since step 2 was saved the config has changed: actor_rollout_ref.actor.optim.lr=0.0005 (was 0.001)" in (
+        caplog.text
+    )
+
+
+def test_a_step_without_the_critic_that_the_run_needs_is_refused(tmp_path: Path) -> None:
+    grpo = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
+    run(tmp_path, {**grpo, "trainer.save_freq": 1}, steps=1)
+    with pytest.raises(CheckpointError) as caught:
+        run(tmp_path, {}, steps=2)
+    assert "was saved by a run without critic" in str(caught.value)
+    assert "algorithm.adv_estimator=gae (was grpo)" in str(caught.value)
+    assert "trainer.resume_mode=disable" in str(caught.value)
+
+
+def test_other_rows_and_another_model_are_refused(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(BatchError, match="rows would come in another order"):
+        run(home, {"data.train_files": home / "data" / "heldout.parquet"}, saves_to=tmp_path)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        run(home, {"actor_rollout_ref.model.lora_rank": 2}, saves_to=tmp_path)
+
+
+def test_a_run_whose_folder_is_lost_goes_on_from_the_second_place(tmp_path: Path) -> None:
+    second = {"trainer.default_hdfs_dir": f"file://{tmp_path / 'second'}"}
+    first = run(tmp_path, second)
+    there = {**second, "trainer.default_local_dir": tmp_path / "elsewhere"}
+    again = run(tmp_path, there, saves_to=tmp_path / "again")
+    ours, theirs = checksums(again), checksums(first)
+    del ours["trainer/state.json"], theirs["trainer/state.json"]  # of another folder
+    assert ours == theirs
