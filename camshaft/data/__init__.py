@@ -10,6 +10,7 @@ writes small data sets. Rows have the ecosystem's format: `data_source`, `prompt
 `extra_info`. The trainers import from here; nothing here knows of engines or roles.
 """
 
+from camshaft.data.files import data_files
 from camshaft.data.loader import StatefulLoader
 from camshaft.data.prompts import PromptOptions, PromptSet, load_prompts
 from camshaft.data.responses import ResponseFile
@@ -24,6 +25,7 @@ __all__ = [
     "SFTOptions",
     "SFTSet",
     "StatefulLoader",
+    "data_files",
     "load_prompts",
     "load_sft",
     "write_arithmetic",

@@ -19,7 +19,7 @@ from typing import Any
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
 from camshaft.controller import spawn
-from camshaft.data import PromptOptions, StatefulLoader, load_prompts
+from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
@@ -93,10 +93,13 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             max_prompt_length=data.max_prompt_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
+            workers=data.filter_overlong_prompts_workers,
             prompt_key=data.prompt_key,
+            prompt_id_key=data.prompt_id_key,
+            max_prompt_id_length=data.max_prompt_id_length,
             reward_fn_key=data.reward_fn_key,
             return_raw_chat=config.needs_raw_chat(),
             return_raw_input_ids=data.return_raw_input_ids,
         )
         paths, most = (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
-        return load_prompts([Path(path) for path in paths], self.tokenizer, options, None if most == -1 else most).batch
+        return load_prompts(data_files(paths), self.tokenizer, options, None if most == -1 else most).batch

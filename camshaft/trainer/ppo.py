@@ -34,7 +34,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
-    *("raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated"),
+    *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated"),
 )
 """Columns that nobody learns from: they need not travel to the ranks."""
 
