@@ -3,21 +3,30 @@
     loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
     for batch in loader:
         ...
-        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they belong to
+        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they are places in
     loader.load_state_dict(state)        # the next batch is the one after the last that was given out
 
 The order of an epoch depends on the seed and the number of the epoch alone, so nothing but the place has
 to be saved. Used by the trainers.
 """
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from camshaft.dataproto import DataProto
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
+
+_MEANS = {
+    "num_rows": "rows were added or taken away",
+    "shuffle": "the rows would come in another order",
+    "seed": "the rows would come in another order",
+    "tokens": "the rows have other tokens, or stand in another order",
+}
+"""What it says of the data where a fact of the saved place is another now."""
 
 
 class StatefulLoader:
@@ -52,6 +61,7 @@ class StatefulLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self._tokens = _checksum(data)
         self.epoch = 0
         """The epoch that the next batch belongs to, counted from 0."""
         self.position = 0
@@ -88,17 +98,18 @@ class StatefulLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; an error if the data or its order are not those it was saved with."""
         for name, here in self._identity().items():
-            if state[name] != here:
+            # Checkpoints of before this was written down do not tell the checksum of the tokens.
+            if name in state and state[name] != here:
                 raise BatchError(
-                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: the rows would "
-                    "come in another order. Resume with the same data and seed, or start afresh: type "
+                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: {_MEANS[name]}. "
+                    "Resume with the same data, lengths, tokenizer and seed, or start afresh: type "
                     "trainer.resume_mode=disable, or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed}
+        return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed, "tokens": self._tokens}
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:
@@ -110,3 +121,15 @@ class StatefulLoader:
         left = len(self.data) - self.position
         if left < (self.batch_size if self.drop_last else 1):
             self.epoch, self.position = self.epoch + 1, 0
+
+
+def _checksum(data: DataProto) -> str:
+    """Of the tokens of all rows: what tells that a file was changed and kept its length."""
+    digest = hashlib.sha256()
+    for name in sorted(data.columns):
+        column = data[name]
+        if isinstance(column, Ragged):
+            digest.update(name.encode())
+            digest.update(column.lengths.numpy())
+            digest.update(column.values.contiguous().numpy())
+    return digest.hexdigest()[:16]

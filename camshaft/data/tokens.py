@@ -22,7 +22,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -142,7 +142,7 @@ def _ids(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
 
 def _kept_at(work: _Work) -> Path | None:
     """The file of these ids; None: the tokenizer is one of Python's own making, which nothing tells apart."""
-    tokenizer = work.tokenizer
+    tokenizer: Any = work.tokenizer
     if not tokenizer.is_fast:
         return None
     template = json.dumps(tokenizer.chat_template)
@@ -150,7 +150,7 @@ def _kept_at(work: _Work) -> Path | None:
     versions = [transformers.__version__, tokenizers.__version__]
     facts = [type(tokenizer).__name__, template, tokenizer.special_tokens_map, today, versions]
     digest = hashlib.sha256(json.dumps(facts, default=str).encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())  # pyright: ignore[reportOptionalMemberAccess]
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
     for prompt in work.prompts:
         digest.update(json.dumps(prompt, default=repr).encode())
     return cache_folder("prompts") / f"{digest.hexdigest()}.safetensors"
