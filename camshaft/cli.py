@@ -3,6 +3,7 @@
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
     camshaft generate key=value ...       responses to the prompts of a parquet file
+    camshaft check-data key=value ...     what camshaft ppo would find in its data, before anything is started
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
     camshaft checkpoints FOLDER           which steps of a run are on disk, and which are whole
@@ -51,6 +52,10 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_generation
 
         return main_generation.main(arguments[1:])
+    if arguments[:1] == ["check-data"]:
+        from camshaft.trainer import main_check_data
+
+        return main_check_data.main(arguments[1:])
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -66,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
     generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
     commands.add_parser("generate", help=generate, add_help=False)
+    look = "look at the data and the scoring function of a run: camshaft check-data key=value ..."
+    commands.add_parser("check-data", help=look, add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")

@@ -32,6 +32,7 @@ class Column:
 _TABLE = (
     Column("prompts", "ragged", "int64", "token ids of the prompt", "data/loader", ("roles/rollout", "roles/base", "roles/reward_input")),
     Column("uid", "object", "str", "the prompt a row belongs to; rows of one group share it", "data/loader", ("trainer/advantages",)),
+    Column("prompt_id", "ragged", "int64", "token ids of the prompt's id, where the config names a column of ids", "data/prompts", ("trainer/scoring",)),
     Column("data_source", "object", "str", "name of the data set a row comes from", "data/loader", ("rewards/manager",)),
     Column("ground_truth", "object", "any", "what the reward function compares with", "data/loader", ("rewards/manager",)),
     Column("extra_info", "object", "dict", "whatever else the data set has to say", "data/loader", ("rewards/manager",)),

@@ -1,7 +1,7 @@
 """Every error that camshaft raises on purpose.
 
 One class for each place where a person has to act: the config, a batch, an engine, a rollout, a
-reward, a checkpoint. A message says what was wrong, the value, and what to type next. Invariants of
+reward, a file elsewhere, a checkpoint. A message says what was wrong, the value, and what to type next. Invariants of
 our own are plain `assert`s; errors of libraries travel unchanged.
 
     except CamshaftError as error:
@@ -34,6 +34,10 @@ class RolloutError(CamshaftError, RuntimeError):
 
 class RewardError(CamshaftError, RuntimeError):
     """A reward function cannot be loaded, or failed where the config says that failing is fatal."""
+
+
+class StorageError(CamshaftError, RuntimeError):
+    """Another file system cannot be reached, or what was copied from it is not what is there."""
 
 
 class CheckpointError(CamshaftError, RuntimeError):

@@ -20,11 +20,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from camshaft.errors import CheckpointError
+from camshaft.errors import CheckpointError, StorageError
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    "webhdfs": "requests",
+    "oss": "ossfs",
+}
+"""What to install beside fsspec, by the beginning of a URL; others are named by fsspec itself."""
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 
@@ -209,11 +219,11 @@ def copy_folder(source: str, target: str) -> None:
     if is_url(source) and is_url(target):
         raise CheckpointError(f"'{source}' to '{target}': one of the two has to be a local path")
     if is_url(target):
-        _upload(_local(source), target)
+        _upload(local(source), target)
     elif is_url(source):
-        _download(source, _local(target))
+        _download(source, local(target))
     else:
-        origin, goal = _local(source), _local(target)
+        origin, goal = local(source), local(target)
         verify(origin)
         work = begin(goal)
         shutil.copytree(origin, work, dirs_exist_ok=True)
@@ -225,8 +235,8 @@ def copy_folder(source: str, target: str) -> None:
 def steps_at(place: str | Path) -> list[int]:
     """The numbers of `step_folders`, in a folder or at a URL."""
     if not is_url(place):
-        return [step for step, _ in step_folders(_local(place))]
-    files, root = _file_system(str(place))
+        return [step for step, _ in step_folders(local(place))]
+    files, root = file_system(str(place))
     names = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)] if files.exists(root) else []
     return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
 
@@ -234,18 +244,18 @@ def steps_at(place: str | Path) -> list[int]:
 def facts_at(place: str | Path) -> dict[str, Any]:
     """The facts of a folder, also at a URL; an error if it has no manifest."""
     if not is_url(place):
-        return read_manifest(_local(place))["facts"]
-    files, root = _file_system(str(place))
+        return read_manifest(local(place))["facts"]
+    files, root = file_system(str(place))
     return _manifest_at(files, root, str(place))["facts"]
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
     """A small file in a folder, where it appears whole, or at a URL."""
     if is_url(place):
-        files, root = _file_system(str(place))
+        files, root = file_system(str(place))
         files.pipe_file(f"{root}/{name}", text.encode())
         return
-    with new_file(_local(place) / name) as work:
+    with new_file(local(place) / name) as work:
         work.write_text(text, encoding="utf-8")
 
 
@@ -253,8 +263,8 @@ def read_text(place: str | Path, name: str) -> str | None:
     """What `write_text` wrote; None if there is no such file."""
     with contextlib.suppress(FileNotFoundError):
         if not is_url(place):
-            return (_local(place) / name).read_text(encoding="utf-8")
-        files, root = _file_system(str(place))
+            return (local(place) / name).read_text(encoding="utf-8")
+        files, root = file_system(str(place))
         return files.cat_file(f"{root}/{name}").decode()
     return None
 
@@ -262,17 +272,17 @@ def read_text(place: str | Path, name: str) -> str | None:
 def is_there(folder: str | Path) -> bool:
     """Is there such a folder? At a URL: is there one that counts, with a manifest?"""
     if not is_url(folder):
-        return _local(folder).exists()
-    files, root = _file_system(str(folder))
+        return local(folder).exists()
+    files, root = file_system(str(folder))
     return files.exists(f"{root}/{MANIFEST}")
 
 
 def remove(folder: str | Path) -> None:
     """Delete a folder; at a URL its manifest first, and nothing that this does not name."""
     if not is_url(folder):
-        shutil.rmtree(_local(folder))
+        shutil.rmtree(local(folder))
         return
-    files, root = _file_system(str(folder))
+    files, root = file_system(str(folder))
     _remove_copy(files, root, str(folder))
 
 
@@ -281,25 +291,33 @@ def is_url(place: str | Path) -> bool:
     return isinstance(place, str) and "://" in place and not place.startswith("file://")
 
 
-def _local(place: str | Path) -> Path:
+def local(place: str | Path) -> Path:
+    """The path behind a place on this machine."""
     return Path(str(place).removeprefix("file://")).expanduser()
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
     """fsspec's file system behind a URL, and the path in it."""
+    scheme = url.partition("://")[0]
     try:
         from fsspec.core import url_to_fs
 
         files, root = url_to_fs(url)
     except ImportError as error:
-        raise CheckpointError(
-            f"'{url}' needs a package that is not installed: pip install 'camshaft[remote]' and the one for "
-            f"{url.partition('://')[0]}:// ({error})"
+        package = _PACKAGES.get(scheme)
+        more = f" {package}" if package else f" and the one for {scheme}://"
+        raise StorageError(
+            f"'{url}' needs a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
         ) from error
     except ValueError as error:
-        raise CheckpointError(f"'{url}': {error}; give a local path, or a URL that fsspec knows") from error
+        raise StorageError(f"'{url}': {error}; give a local path, or a URL that fsspec knows") from error
+    except OSError as error:
+        # pyarrow brings the client of Hadoop and looks for its libraries when it connects.
+        hint = ". Set JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)" if scheme == "hdfs" else ""
+        reason = str(error).partition("\n")[0]  # of the places that pyarrow looks in, one is enough
+        raise StorageError(f"'{url}': {scheme}:// cannot be reached ({reason}){hint}") from error
     if not root.strip("/"):
-        raise CheckpointError(f"'{url}' names no folder; put one after the host or bucket")
+        raise StorageError(f"'{url}' names no folder; put one after the host or bucket")
     files.invalidate_cache()  # others write there
     return files, root.rstrip("/")
 
@@ -329,7 +347,7 @@ def _remove_copy(files: Any, root: str, url: str) -> None:
 def _upload(origin: Path, url: str) -> None:
     verify(origin)
     told = read_manifest(origin)["files"]
-    files, root = _file_system(url)
+    files, root = file_system(url)
     _remove_copy(files, root, url)
     for name in told:
         files.put_file(str(origin / name), f"{root}/{name}")
@@ -342,7 +360,7 @@ def _upload(origin: Path, url: str) -> None:
 
 
 def _download(url: str, goal: Path) -> None:
-    files, root = _file_system(url)
+    files, root = file_system(url)
     manifest = _manifest_at(files, root, url)
     work = begin(goal)
     for name, told in manifest["files"].items():

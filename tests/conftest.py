@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if "CAMSHAFT_CACHE" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
+    os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # what a test caches is gone when it ends
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -241,6 +241,9 @@ def _lengths(config: PPOConfig) -> Iterator[Problem]:
     if rollout.response_length > data.max_response_length:
         sentence = f"is longer than data.max_response_length={data.max_response_length}. Set that instead."
         yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, sentence, ("data.max_response_length",))
+    if data.max_prompt_id_length is not None and data.prompt_id_key is None:
+        sentence = "is not read without data.prompt_id_key. Name the column of ids, or leave the key out."
+        yield Problem("data.max_prompt_id_length", data.max_prompt_id_length, sentence, ("data.prompt_id_key",))
 
 
 # -- sampling -------------------------------------------------------------------------------------

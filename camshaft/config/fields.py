@@ -52,8 +52,13 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) else value
 
 
-def _home(values: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(os.path.expanduser(value) for value in values)
+def _local(value: str) -> str:
+    """`file://` names what is on this machine; `~` is the user's folder."""
+    return os.path.expanduser(value.removeprefix("file://"))
+
+
+def _all_local(values: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(_local, values))
 
 
 def _joined(value: Any) -> Any:
@@ -69,11 +74,11 @@ def _off_or_positive(value: int) -> int:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
-Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(os.path.expanduser), IsPath(), Says("a path")]
+Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(_local), IsPath(), Says("a path")]
 Paths = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
-    AfterValidator(_home),
+    AfterValidator(_all_local),
     IsPath(),
     Says("a path or a list of paths"),
 ]

@@ -1,5 +1,6 @@
 """What a config names on disk: checked on the driver, before anything is started. Used by `checks.py`."""
 
+import glob
 import json
 import re
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from camshaft.config.problems import Problem
 from camshaft.config.reward import CustomRewardConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
+from camshaft.storage import is_url
 
 
 def ppo_files(config: PPOConfig) -> Iterator[Problem]:
@@ -66,17 +68,27 @@ def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
 
 
 def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
+    """Files, folders and patterns of this machine; what a URL names is seen when it is fetched."""
     for path in paths:
-        if not Path(path).is_file():
+        if is_url(path) or Path(path).is_file():
+            continue
+        if Path(path).is_dir():
+            if not any(Path(path).glob("*.parquet")):
+                yield Problem(key, path, "is a folder without parquet files. Name one that has some, or a file.")
+        elif not glob.has_magic(path):
             yield _missing(key, path, "file")
+        elif not glob.glob(path):
+            yield Problem(key, path, f"no file is called like that{_seen(path)}.")
 
 
 def folder(key: str, path: str) -> Iterator[Problem]:
-    if not Path(path).is_dir():
+    if not is_url(path) and not Path(path).is_dir():
         yield _missing(key, path, "folder")
 
 
 def model_folder(key: str, path: str) -> Iterator[Problem]:
+    if is_url(path):
+        return
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
             yield Problem(key, path, "is a folder without config.json; it must be in the Hugging Face layout.")
@@ -97,8 +109,11 @@ def adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
 
 
 def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
-    seen = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-    return Problem(key, path, f"there is no such {kind}{seen}.{hint}")
+    return Problem(key, path, f"there is no such {kind}{_seen(path)}.{hint}")
+
+
+def _seen(path: str) -> str:
+    return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
 
 
 def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
@@ -106,9 +121,7 @@ def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
     key, mine, actors = "critic.model.tokenizer_path", config.critic.model.tokenizer_path, config.tokenizer_path()
     if mine == actors:
         return
-    if not Path(mine).is_dir():
-        yield _missing(key, mine, "folder")
-        return
+    yield from folder(key, mine)
     ours, theirs = _vocabulary(mine), _vocabulary(actors)
     if ours is not None and theirs is not None and ours != theirs:
         sentence = f"is another tokenizer than the actor's, {actors}. A critic must read the actor's token ids."
@@ -129,9 +142,7 @@ def _reward_model(config: PPOConfig) -> Iterator[Problem]:
             )
             yield Problem(key, None, sentence, rests_on)
         return
-    if not Path(model.input_tokenizer).is_dir():
-        yield _missing(key, model.input_tokenizer, "folder")
-        return
+    yield from folder(key, model.input_tokenizer)
     mine, ours = _vocabulary(model.input_tokenizer), _vocabulary(policys)
     if mine is not None and ours is not None and mine != ours:
         sentence = f"must be the tokenizer that the responses are in. Type {key}={policys}."

@@ -18,7 +18,7 @@ from camshaft.config.roles import GeneratorConfig
 class GenerateDataConfig(Section):
     """Which prompts are read, and where the responses go."""
 
-    path: Paths = Field(description="Parquet files with the prompts, read whole.")
+    path: Paths = Field(description="Parquet files with the prompts, read whole: paths, folders, patterns or URLs.")
     output_path: Path = Field(
         description="Parquet file to write: the rows of data.path, in their order, with the responses in new columns."
     )
@@ -37,7 +37,7 @@ class GenerateDataConfig(Section):
 class GenerateModelConfig(Section):
     """The language model."""
 
-    path: Path = Field(description="Local folder in the Hugging Face layout: config.json, weights, tokenizer.")
+    path: Path = Field(description="Folder in the Hugging Face layout: config.json, weights, tokenizer; or its URL.")
     external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
     override_config: dict[str, Any] = Field(description="Entries that replace those of config.json.")
     trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")

@@ -12,7 +12,7 @@ ComputeDType = Literal["float32", "bfloat16"]
 class AnyModelConfig(Section):
     """Which Hugging Face model, and how it is built."""
 
-    path: Path = Field(description="Local folder in the Hugging Face layout: config.json, weights, tokenizer.")
+    path: Path = Field(description="Folder in the Hugging Face layout: config.json, weights, tokenizer; or its URL.")
     external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
     override_config: dict[str, Any] = Field(description="Entries that replace those of config.json, dropout for one.")
     enable_gradient_checkpointing: bool = Field(description="Recompute activations on the way back: memory for time.")

@@ -31,10 +31,6 @@ def _is(*values: Any) -> Asks:
     return lambda value: value in values
 
 
-def _is_set(value: Any) -> bool:
-    return value is not None
-
-
 _NO_PURE_BFLOAT16 = (
     "training in pure bfloat16 loses updates smaller than its rounding: keep float32 weights and compute in bfloat16."
     " Type {key}=float32 {section}.mixed_precision.param_dtype=bfloat16."
@@ -56,11 +52,6 @@ NOT_YET = (
         _NO_PURE_BFLOAT16,
     ),
     NotYet(
-        ("data.prompt_id_key", "data.max_prompt_id_length"),
-        _is_set,
-        "prompt ids are not there yet. Type {key}=null.",
-    ),
-    NotYet(
         ("actor_rollout_ref.actor.kl_loss_type",),
         _is("full"),
         "the KL divergence over the whole vocabulary is not there yet for the loss, but for the reward it is"
@@ -78,12 +69,21 @@ NOT_YET = (
     ),
 )
 
-MAY_BE_REMOTE = frozenset({"trainer.default_hdfs_dir"})
-"""Keys of folders that something is copied to, and that may be URLs of other file systems."""
+MAY_BE_REMOTE = frozenset(
+    {
+        "trainer.default_hdfs_dir",
+        *("data.train_files", "data.val_files", "data.path", "data.tokenizer"),
+        *("model.path", "model.lora_adapter_path"),
+        *("actor_rollout_ref.model.path", "actor_rollout_ref.model.lora_adapter_path"),
+        *("critic.model.path", "critic.model.lora_adapter_path", "critic.model.tokenizer_path"),
+        *("reward_model.model.path", "reward_model.model.input_tokenizer"),
+    }
+)
+"""Keys of files and folders that may be URLs of other file systems: what is read, and what copies go to."""
 
 _NOT_REMOTE = (
-    "a remote file system is not there yet for this key: the copies in trainer.default_hdfs_dir are all that may be on "
-    "one. Give a local path."
+    "a remote file system is not there yet for this key: data and models are read from one, and copies go "
+    "to one with trainer.default_hdfs_dir. Give a local path."
 )
 
 

@@ -15,7 +15,7 @@ class RewardModelModelConfig(Section):
         description="The policy's tokenizer, where the reward model has another tokenizer or chat template: responses "
         "become text by it, and the conversation is put through the reward model's template. null: the same ids."
     )
-    path: Path = Field(description="Local folder of a sequence-classification model in the Hugging Face layout.")
+    path: Path = Field(description="Folder of a sequence-classification model in the Hugging Face layout; or its URL.")
     external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
     override_config: dict[str, Any] = Field(description="Entries that replace those of config.json.")
     trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")

@@ -13,7 +13,7 @@ from camshaft.config.place import PlaceConfig, RayConfig
 class SFTDataConfig(Section):
     """Prompts with the responses to learn, and batch sizes."""
 
-    train_files: Paths = Field(description="Parquet files to train on, read whole.")
+    train_files: Paths = Field(description="Parquet files to train on, read whole: paths, folders, patterns or URLs.")
     val_files: Paths = Field(description="Parquet files for the validation loss; null for none.")
     prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or raw text.")
     response_key: Text = Field(description="Column with the response to learn.")

@@ -86,14 +86,16 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special_tok
     return ids
 
 
+def as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
+    """What a model is to go on from: templated messages, or text as it is."""
+    return prompt if isinstance(prompt, str) else render(prompt, tokenizer, place, add_generation_prompt=True)
+
+
 def encode_prompts(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
 ) -> list[list[int]]:
     """Ids of each prompt as a model sees it at generation: templated messages, or text as it is."""
-    rendered = [
-        p if isinstance(p, str) else render(p, tokenizer, place, True)
-        for p, place in watched(list(zip(prompts, places, strict=True)), "chat template", len(prompts))
-    ]
+    rendered = [as_text(prompt, tokenizer, place) for prompt, place in zip(prompts, places, strict=True)]
     ids: list[list[int]] = [[] for _ in prompts]
     for plain in (True, False):
         rows = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]

@@ -3,7 +3,7 @@
     loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
     for batch in loader:
         ...
-        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they belong to
+        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they are places in
     loader.load_state_dict(state)        # the next batch is the one after the last that was given out
 
     batch = loader.next_batch()          # one more in mid-step; of the last one, the rows that were not needed
@@ -23,6 +23,14 @@ import torch
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
+
+_MEANS = {
+    "num_rows": "rows were added or taken away",
+    "shuffle": "the rows would come in another order",
+    "seed": "the rows would come in another order",
+    "tokens": "the rows have other tokens, or stand in another order",
+}
+"""What it says of the data where a fact of the saved place is another now."""
 
 
 class StatefulLoader:
@@ -108,20 +116,21 @@ class StatefulLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; an error if the data or its order are not those it was saved with."""
         for name, here in self._identity().items():
-            if state[name] != here:
+            # Checkpoints of before this was written down do not tell the checksum of the tokens.
+            if name in state and state[name] != here:
                 raise BatchError(
-                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: the rows would "
-                    "come in another order. Resume with the same data and seed, or start afresh: type "
+                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: {_MEANS[name]}. "
+                    "Resume with the same data, lengths, tokenizer and seed, or start afresh: type "
                     "trainer.resume_mode=disable, or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": len(self.data), "rows": self._fingerprint, "shuffle": self.shuffle, "seed": self.seed}
+        return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed, "tokens": self._tokens}
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _tokens(self) -> str:
         """Of all tokens, so that other rows are noticed that are as many."""
         digest = hashlib.sha256()
         for name, column in sorted(self.data.columns.items()):

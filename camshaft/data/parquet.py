@@ -8,8 +8,9 @@ Only the columns asked for are read. Used by `prompts.py`, `sft.py` and `respons
 knows of remote file systems brings them near first.
 """
 
+import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,24 @@ def read_parquet(
         _check_columns(file, source.schema_arrow.names, required)
         before = len(rows)
         wanted = list(dict.fromkeys([*required, *(name for name in optional if name in shared)]))
-        for part in source.iter_batches(columns=wanted):
-            rows.extend(part.to_pylist())
-            if limit is not None and len(rows) >= limit:
-                del rows[limit:]
-                break
+        with reading(file):
+            for part in source.iter_batches(columns=wanted):
+                rows.extend(part.to_pylist())
+                if limit is not None and len(rows) >= limit:
+                    del rows[limit:]
+                    break
         counts.append(len(rows) - before)
         source.close()
     return Table(rows, tuple(files), tuple(counts))
+
+
+@contextlib.contextmanager
+def reading(file: Path) -> Iterator[None]:
+    """Damage in mid-file, and values that Python has nothing for, as an error that names the file."""
+    try:
+        yield
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise BatchError(f"{file} cannot be read: {error}. Write the file anew, without such values") from error
 
 
 def read_columns(paths: Paths) -> frozenset[str]:
@@ -112,7 +123,7 @@ def _open(file: Path) -> parquet.ParquetFile:
         raise BatchError(f"{file} is a folder; name the parquet files themselves (there: {names})")
     try:
         source = parquet.ParquetFile(file)
-    except pyarrow.ArrowInvalid as error:
+    except (pyarrow.ArrowException, OSError) as error:
         raise BatchError(
             f"{file} is not a parquet file ({error}). JSON lines become one with "
             f"pyarrow.parquet.write_table(pyarrow.json.read_json('{file.name}'), '{file.stem}.parquet')"

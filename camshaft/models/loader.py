@@ -5,7 +5,8 @@
     save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
 
 Every weight of the folder has to find its place, and every weight of the model has to come from the folder, by
-name. One exception: the head of a value model may be drawn from the seed. Nothing is downloaded.
+name. One exception: the head of a value model may be drawn from the seed. Nothing is downloaded but what a URL names
+(`hdfs://`, `s3://`, ...).
 """
 
 import difflib
@@ -34,6 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
+from camshaft.fetch import fetch
 from camshaft.models.attention import PACKED, refuse_unsupported
 from camshaft.models.lora import adapter_layers, add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor
@@ -154,8 +156,8 @@ def import_external(modules: str | None) -> None:
 
 
 def model_folder(path: str) -> Path:
-    """The local folder behind `path`: a folder, or a hub name that is already in the local Hugging Face cache."""
-    folder = Path(path).expanduser()
+    """The local folder behind `path`: a folder, the copy of what a URL names, or a hub name that is cached here."""
+    folder = fetch(path)
     if not folder.is_dir():
         folder = _cached(path)
     if not (folder / "config.json").is_file():

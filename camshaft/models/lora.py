@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 
 from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
+from camshaft.fetch import fetch
 from camshaft.models.packed import NUMBER_HEADS
 from camshaft.plugins import BROUGHT_BY
 
@@ -61,7 +62,7 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     peft = _peft()
     targets = _targets(hf, config)
     shapes = _shapes(hf, targets, config.rank)
-    stored = None if config.adapter_path is None else _stored(Path(config.adapter_path), hf, config, shapes)
+    stored = None if config.adapter_path is None else _stored(fetch(config.adapter_path), hf, config, shapes)
     layers = peft.LoraConfig(
         r=config.rank, lora_alpha=_number(config.alpha), target_modules=targets, init_lora_weights=False
     )

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by
 from camshaft.controller import spawn
-from camshaft.data import PromptOptions, ResponseFile, load_prompts
+from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, model_folder
 from camshaft.roles import GenerateWorker
@@ -64,7 +64,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             length_key="rollout.prompt_length",
         )
         most = None if data.max_samples == -1 else data.max_samples
-        self.sources = [Path(path) for path in data.path]
+        self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, most).batch
         if custom.is_named():
             check_scorable(self.prompts, custom)

@@ -19,7 +19,7 @@ from typing import Any
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
 from camshaft.controller import spawn
-from camshaft.data import PromptOptions, StatefulLoader, load_prompts
+from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.failed import FailedSamples
@@ -100,15 +100,28 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
-        data = config.data
-        options = PromptOptions(
-            max_prompt_length=data.max_prompt_length,
-            truncation=data.truncation,
-            filter_overlong=data.filter_overlong_prompts,
-            prompt_key=data.prompt_key,
-            reward_fn_key=data.reward_fn_key,
-            return_raw_chat=config.needs_raw_chat(),
-            return_raw_input_ids=data.return_raw_input_ids,
-        )
-        paths, most = (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
-        return load_prompts([Path(path) for path in paths], self.tokenizer, options, None if most == -1 else most).batch
+        paths, most = prompt_files(config, train)
+        return load_prompts(data_files(paths), self.tokenizer, prompt_options(config), most).batch
+
+
+def prompt_files(config: PPOConfig, train: bool) -> tuple[tuple[str, ...], int]:
+    """The files of a run, and how many of their rows it reads."""
+    data = config.data
+    return (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
+
+
+def prompt_options(config: PPOConfig) -> PromptOptions:
+    """How a run reads its prompts."""
+    data = config.data
+    return PromptOptions(
+        max_prompt_length=data.max_prompt_length,
+        truncation=data.truncation,
+        filter_overlong=data.filter_overlong_prompts,
+        workers=data.filter_overlong_prompts_workers,
+        prompt_key=data.prompt_key,
+        prompt_id_key=data.prompt_id_key,
+        max_prompt_id_length=data.max_prompt_id_length,
+        reward_fn_key=data.reward_fn_key,
+        return_raw_chat=config.needs_raw_chat(),
+        return_raw_input_ids=data.return_raw_input_ids,
+    )

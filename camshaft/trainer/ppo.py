@@ -40,7 +40,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
-    *("raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
+    *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
 )
 """Columns that nobody learns from: they need not travel to the ranks."""
 

@@ -25,7 +25,7 @@ from camshaft.roles import RewardModelWorker
 
 READ_BY_MODEL = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
 """What ours reads, where it is there."""
-ABOUT_ROWS = ("uid", "data_source", "ground_truth", "extra_info")
+ABOUT_ROWS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info")
 """What else a worker of the user's own may want to know."""
 
 

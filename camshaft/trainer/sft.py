@@ -20,7 +20,7 @@ from typing import Any
 from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
 from camshaft.config import GLOBAL_POOL, SFTConfig, Topology
 from camshaft.controller import spawn
-from camshaft.data import SFTOptions, StatefulLoader, load_sft
+from camshaft.data import SFTOptions, StatefulLoader, data_files, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SFTWorker
@@ -72,7 +72,7 @@ class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
             prompt_key=data.prompt_key,
             response_key=data.response_key,
         )
-        return load_sft([Path(p) for p in paths], self.tokenizer, options, None if most == -1 else most).batch
+        return load_sft(data_files(paths), self.tokenizer, options, None if most == -1 else most).batch
 
     # -- the loop ---------------------------------------------------------------------------------
 

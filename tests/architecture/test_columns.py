@@ -23,7 +23,7 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
     asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
-    asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True}
+    asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True, "data.prompt_id_key": "data_source"}
     run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **asked}, steps=1)
     run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
     batch = as_sequences(seen[0].union(seen[1].select("reward_baselines")))

@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from camshaft import storage
-from camshaft.errors import CheckpointError
+from camshaft.errors import CheckpointError, StorageError
 
 
 def write(folder: Path, text: str = "hello", **facts: object) -> None:
@@ -165,14 +165,14 @@ def test_urls_that_lead_nowhere_say_what_to_do(tmp_path: Path, url: str, said: s
         "needs-more", "morefs_that_nobody_has.core.MoreFS", clobber=True, errtxt="Install morefs"
     )
     write(tmp_path / "x")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(StorageError, match=said):
         storage.copy_folder(str(tmp_path / "x"), url)
 
 
 def test_without_fsspec_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(CheckpointError, match=r"pip install 'camshaft\[remote\]'"):
+    with pytest.raises(StorageError, match=r"pip install 'camshaft\[remote\]'"):
         storage.copy_folder(str(tmp_path / "x"), "memory://bucket/x")
 
 

@@ -277,6 +277,19 @@ def test_what_is_not_on_disk_is_told_with_its_key(words, word):
     assert "there is no such" in text
 
 
+def test_a_limit_of_prompt_ids_that_are_not_read_is_told(words):
+    assert "is not read without data.prompt_id_key" in _error([*words, "data.max_prompt_id_length=8"])
+    load_ppo([*words, "data.max_prompt_id_length=8", "data.prompt_id_key=index"])
+
+
+def test_data_may_be_a_folder_a_pattern_or_a_url(words, tmp_path):
+    for path in (tmp_path, f"{tmp_path}/tr*.parquet", f"file://{tmp_path}/train.parquet", "s3://bucket/parts/"):
+        load_ppo([*words, f"data.train_files='{path}'"])
+    (tmp_path / "empty").mkdir()
+    assert "is a folder without parquet files" in _error([*words, f"data.train_files={tmp_path}/empty"])
+    assert "no file is called like that" in _error([*words, f"data.train_files='{tmp_path}/*.parq'"])
+
+
 def test_a_relative_path_is_told_with_the_folder_it_was_looked_for_in(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])

@@ -21,12 +21,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("trainer.logger=[tensorboard]", "[console,jsonl]"),
         (f"{ACTOR}.kl_loss_type=full", "low_var_kl"),
         ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
-        ("data.prompt_id_key=id", "=null"),
-        ("data.max_prompt_id_length=8", "=null"),
-        ("data.train_files=hdfs://node/train.parquet", "local path"),
-        ("data.val_files=[s3://bucket/val.parquet]", "local path"),
-        ("actor_rollout_ref.model.path=hdfs://node/model", "local path"),
         ("trainer.default_local_dir=s3://bucket/run", "local path"),
+        ("custom_reward_function.path=s3://bucket/reward.py", "local path"),
     ],
 )
 def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word, instead):
@@ -60,6 +56,11 @@ def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word,
         "trainer.default_hdfs_dir=null",
         "trainer.default_hdfs_dir=hdfs://node/run",
         "trainer.default_hdfs_dir=s3://bucket/run",
+        "data.train_files=hdfs://node/train.parquet",
+        "data.val_files=[s3://bucket/val.parquet]",
+        "data.tokenizer=s3://bucket/model",
+        "actor_rollout_ref.model.path=hdfs://node/model",
+        "critic.model.path=hdfs://node/model",
     ],
 )
 def test_what_is_there_and_what_third_parties_bring_passes(words, word):

@@ -148,10 +148,35 @@ def test_resuming_with_other_data_or_seed_is_an_error():
     state = StatefulLoader(rows(6), 2, seed=1).state_dict()
     with pytest.raises(BatchError, match=r"num_rows=6, here it is 7"):
         StatefulLoader(rows(7), 2, seed=1).load_state_dict(state)
-    with pytest.raises(BatchError, match=r"rows=[0-9a-f]{16}, here it is [0-9a-f]{16}: the rows"):
+    with pytest.raises(BatchError, match=r"tokens=[0-9a-f]{16}, here it is [0-9a-f]{16}: the rows"):
         StatefulLoader(rows(7).reorder(slice(1, 7)), 2, seed=1).load_state_dict(state)
     with pytest.raises(BatchError, match=r"seed=1, here it is 2.*trainer\.resume_mode=disable, or another"):
         StatefulLoader(rows(6), 2, seed=2).load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["a token", "the order of two rows", "a longer row"])
+def test_resuming_with_as_many_other_rows_is_an_error(change):
+    prompts = {
+        "a token": [[0], [1], [9]],
+        "the order of two rows": [[1], [0], [2]],
+        "a longer row": [[0], [1], [2, 2]],
+    }
+
+    def loader(found):
+        return StatefulLoader(DataProto.from_dict({"prompts": Ragged.from_rows(found), "uid": ["0", "1", "2"]}), 1)
+
+    state = loader([[0], [1], [2]]).state_dict()
+    loader([[0], [1], [2]]).load_state_dict(state)
+    with pytest.raises(
+        BatchError, match=r"tokens=\w+, here it is \w+: the rows have other tokens, or stand in another"
+    ):
+        loader(prompts[change]).load_state_dict(state)
+
+
+def test_a_place_of_before_tokens_were_written_down_is_still_one():
+    state = StatefulLoader(rows(6), 2, seed=1).state_dict()
+    del state["tokens"]
+    StatefulLoader(rows(6), 2, seed=1).load_state_dict(state)
 
 
 def test_fewer_rows_than_a_batch_is_an_error_with_the_sum():

@@ -122,6 +122,62 @@ def test_filtering_everything_is_an_error(load):
         load([row("abc"), row("abcd")], max_prompt_length=1, filter_overlong=True)
 
 
+@pytest.mark.parametrize("of", [user, str], ids=["chat", "text"])
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+@pytest.mark.parametrize("limit", [1, 2, 5, 8])
+def test_cutting_keeps_the_tokens_that_a_slice_of_the_ids_keeps(load, tokenizer, of, truncation, limit):
+    texts = ["1+2=3", "x", "10+20=30+40=70", "ab"]
+    batch = load([row(of(text)) for text in texts], max_prompt_length=limit, truncation=truncation).batch
+    for found, text in zip(batch["prompts"].rows(), texts, strict=True):
+        ids = tokenizer(text).input_ids
+        if of is user:
+            ids = tokenizer.apply_chat_template(user(text), add_generation_prompt=True, return_dict=False)
+        half = limit // 2
+        slices = {"left": ids[-limit:], "right": ids[:limit], "middle": ids[:half] + ids[len(ids) - limit + half :]}
+        assert found.tolist() == (slices[truncation] if len(ids) > limit else ids)
+
+
+def test_a_long_conversation_is_an_error_too(load):
+    with pytest.raises(BatchError, match=r"row 0: the prompt has \d+ tokens, data\.max_prompt_length=4"):
+        load([row(user("abcdefg"))], max_prompt_length=4)
+
+
+# -- ids of prompts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids", [["a7", "b12"], [7, 12]], ids=["text", "numbers"])
+def test_an_id_travels_as_tokens_and_as_it_is(load, tokenizer, ids):
+    rows = [row("x", index=ids[0], extra_info={"split": "train"}), row("1+2=3+4", index=9), row("y", index=ids[1])]
+    if ids[0] == "a7":
+        rows[1]["index"] = "nine"
+    batch = load(rows, prompt_id_key="index", max_prompt_length=4, filter_overlong=True).batch
+    assert [found.tolist() for found in batch["prompt_id"].rows()] == [tokenizer(str(i)).input_ids for i in ids]
+    assert [extra["prompt_id"] for extra in batch["extra_info"]] == ids
+    assert batch["extra_info"][0]["split"] == "train"
+    assert "prompt_id" not in load(rows).batch
+
+
+def test_an_id_that_is_too_long_is_an_error_with_its_length(load):
+    rows = [row("x", index="a"), row("y", index="abcde")]
+    assert load(rows, prompt_id_key="index", max_prompt_id_length=5).batch["prompt_id"].lengths.tolist() == [1, 5]
+    with pytest.raises(
+        BatchError, match=r"row 1: the id 'abcde' of 'index' has 5 tokens, data\.max_prompt_id_length=4"
+    ):
+        load(rows, prompt_id_key="index", max_prompt_id_length=4)
+
+
+@pytest.mark.parametrize("bad", [None, "", 1.5, True, ["a"]])
+def test_an_id_that_is_none_is_an_error_that_names_the_row(load, bad):
+    with pytest.raises(BatchError, match=r"row 0: 'index' is .*an id is text or a whole number"):
+        load([row("x", index=bad)], prompt_id_key="index")
+
+
+def test_an_id_does_not_replace_what_extra_info_calls_by_its_name(load):
+    assert load([row("x", index="a", extra_info={"prompt_id": "a"})], prompt_id_key="index").batch
+    with pytest.raises(BatchError, match="row 0: the id 'a' of 'index' goes into extra_info"):
+        load([row("x", index="a", extra_info={"prompt_id": "b"})], prompt_id_key="index")
+
+
 # -- for a reward model with another template -------------------------------------------------------
 
 

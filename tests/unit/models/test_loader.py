@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +14,7 @@ from support.tiny import tiny_folder, tiny_rows
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from camshaft.config.engine import EngineModel
-from camshaft.errors import EngineError
+from camshaft.errors import EngineError, StorageError
 from camshaft.models.loader import load_config, load_model, load_tokenizer, save_pretrained, stored_weights
 from camshaft.models.packed import PackedModel
 
@@ -267,3 +268,18 @@ def test_stored_weights_that_are_not_whole_are_an_error(tmp_path: Path) -> None:
     folder = edit_weights(copy_of(tiny_folder(), tmp_path), lambda held: held.pop("model.norm.weight"))
     with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
         list(stored_weights(EngineModel(path=str(folder))))
+
+
+def test_a_url_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
+    folder, files = tiny_folder(), fsspec.filesystem("memory")
+    for path in (path for path in folder.rglob("*") if path.is_file()):
+        files.pipe_file(f"/bucket/tiny/{path.relative_to(folder)}", path.read_bytes())
+    try:
+        there, here = weights(load("memory://bucket/tiny")), weights(load(folder))
+        assert all(torch.equal(there[name], weight) for name, weight in here.items())
+        assert load_tokenizer("memory://bucket/tiny").get_vocab() == load_tokenizer(str(folder)).get_vocab()
+        with pytest.raises(StorageError, match="there is no memory://bucket/none"):
+            load_tokenizer("memory://bucket/none")
+    finally:
+        files.rm("/bucket", recursive=True)

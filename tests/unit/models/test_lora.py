@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import peft
 import pytest
 import torch
@@ -103,6 +104,16 @@ def edit_adapter(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fresh_adapter_changes_nothing(family: str):
     assert torch.equal(log_probs(load(family)), log_probs(load(family, lora=None)))
+
+
+def test_an_adapter_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
+    stored, files = peft_folder(tmp_path, "qwen2"), fsspec.filesystem("memory")
+    for path in stored.iterdir():
+        files.pipe_file(f"/bucket/adapter/{path.name}", path.read_bytes())
+    here = log_probs(load(lora=LORA.model_copy(update={"adapter_path": str(stored)})))
+    assert torch.equal(log_probs(load(lora=LORA.model_copy(update={"adapter_path": "memory://bucket/adapter"}))), here)
+    files.rm("/bucket", recursive=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -1,0 +1,222 @@
+"""What is on another file system is copied near once, whole, by one process."""
+
+import base64
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from pathlib import Path
+from typing import ClassVar
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from camshaft.errors import StorageError
+from camshaft.fetch import cache_folder, fetch
+
+
+class Counting(MemoryFileSystem):
+    """Memory that counts what is read, and may deliver less, break off, change or tell checksums."""
+
+    protocol = "counting"
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+    read: ClassVar[list[str]] = []
+    fault = ""
+    md5: ClassVar[dict[str, str]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return super()._strip_protocol(path.removeprefix("counting:/"))
+
+    def get_file(self, rpath, lpath, *args, **kwargs):
+        self.read.append(rpath)
+        super().get_file(rpath, lpath, *args, **kwargs)
+        if self.fault == "short":
+            os.truncate(lpath, os.path.getsize(lpath) - 1)
+        elif self.fault == "broken":
+            os.truncate(lpath, 1)
+            raise ConnectionError("the line is dead")
+        elif self.fault == "changed":
+            self.pipe_file(rpath, self.cat_file(rpath))
+
+    def info(self, path, **kwargs):
+        found = super().info(path, **kwargs)
+        name = self._strip_protocol(path)
+        return {**found, "md5Hash": self.md5[name]} if name in self.md5 else found
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def remote(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    fsspec.register_implementation("counting", Counting, clobber=True)
+    for name, empty in {"store": {}, "pseudo_dirs": [""], "read": [], "md5": {}}.items():
+        monkeypatch.setattr(Counting, name, empty)
+    return fsspec.filesystem("counting")
+
+
+URL = "counting://bucket/data/train.parquet"
+
+
+def test_a_file_is_copied_once_and_again_when_it_changed(remote: Counting) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"one")
+    assert fetch(URL).read_bytes() == b"one"
+    assert fetch(URL) == cache_folder("files") / "counting" / "bucket" / "data" / "train.parquet"
+    assert len(remote.read) == 1
+    remote.pipe_file("/bucket/data/train.parquet", b"two")  # as many bytes
+    assert fetch(URL).read_bytes() == b"two"
+    assert len(remote.read) == 2
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off"])
+def test_a_copy_that_is_not_what_was_copied_is_made_again(remote: Counting, damage: str) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    path = fetch(URL)
+    record = path.with_name(path.name + ".origin.json")
+    if damage == "gone":
+        path.unlink()
+    elif damage == "record gone":
+        record.unlink()
+    elif damage == "record cut off":
+        record.write_text(record.read_text()[:20])
+    else:
+        path.write_bytes(b"hell" if damage == "shorter" else b"jello")
+    assert fetch(URL).read_bytes() == b"hello"
+    assert len(remote.read) == 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("short", "of the 5 bytes of /bucket/data/train.parquet 4 arrived"),
+        ("broken", "ConnectionError: the line is dead"),
+        ("changed", "changed while it was copied"),
+    ],
+)
+def test_a_copy_that_did_not_arrive_whole_is_never_used(remote: Counting, monkeypatch, fault: str, said: str) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    with monkeypatch.context() as patch:
+        patch.setattr(Counting, "fault", fault)
+        with pytest.raises(StorageError, match=said):
+            fetch(URL)
+        assert not (cache_folder("files") / "counting/bucket/data/train.parquet.origin.json").exists()
+        with pytest.raises(StorageError, match=said):
+            fetch(URL)
+    assert fetch(URL).read_bytes() == b"hello"
+
+
+def test_a_checksum_that_the_file_system_tells_is_held_against_the_copy(remote: Counting) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    remote.md5["/bucket/data/train.parquet"] = base64.b64encode(hashlib.md5(b"other").digest()).decode()
+    with pytest.raises(StorageError, match="another MD5"):
+        fetch(URL)
+    remote.md5["/bucket/data/train.parquet"] = base64.b64encode(hashlib.md5(b"hello").digest()).decode()
+    assert fetch(URL).read_bytes() == b"hello"
+
+
+def test_a_folder_comes_whole_and_later_only_what_changed_in_it(remote: Counting) -> None:
+    for name in ("config.json", "model.safetensors", "sub/extra.txt"):
+        remote.pipe_file(f"/bucket/model/{name}", name.encode())
+    folder = fetch("counting://bucket/model/")
+    assert (folder / "sub" / "extra.txt").read_text() == "sub/extra.txt"
+    assert len(remote.read) == 3
+    remote.pipe_file("/bucket/model/config.json", b"new")
+    remote.rm_file("/bucket/model/sub/extra.txt")
+    assert fetch("counting://bucket/model") == folder
+    assert (folder / "config.json").read_text() == "new"
+    assert remote.read[3:] == ["/bucket/model/config.json"]
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["config.json", "model.safetensors"]
+
+
+def test_a_file_may_become_a_folder_and_a_folder_a_file(remote: Counting) -> None:
+    remote.pipe_file("/bucket/x", b"file")
+    assert fetch("counting://bucket/x").read_bytes() == b"file"
+    remote.rm_file("/bucket/x")
+    remote.pipe_file("/bucket/x/a", b"inside")
+    assert (fetch("counting://bucket/x") / "a").read_bytes() == b"inside"
+    remote.rm("/bucket/x", recursive=True)
+    remote.pipe_file("/bucket/x", b"file")
+    assert fetch("counting://bucket/x").read_bytes() == b"file"
+
+
+def test_what_is_on_this_machine_stays_where_it_is(tmp_path: Path) -> None:
+    assert fetch(tmp_path / "a.parquet") == tmp_path / "a.parquet"
+    assert fetch(f"file://{tmp_path}/a.parquet") == tmp_path / "a.parquet"
+
+
+def test_no_url_leads_out_of_the_cache(remote: Counting) -> None:
+    remote.pipe_file("/bucket/x", b"x")
+    with pytest.raises(StorageError):
+        fetch("counting://bucket/../../../../x")
+    assert {path.name for path in cache_folder("files").parent.iterdir()} == {"files"}
+
+
+def _holding(path: str, begun, seconds: float) -> None:
+    """Another process that is copying to `path`, slowly."""
+    import fcntl
+
+    Path(path).parent.mkdir(parents=True)
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        begun.set()
+        time.sleep(seconds)
+
+
+def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    context = multiprocessing.get_context("spawn")
+    begun = context.Event()
+    path = str(cache_folder("files") / "counting" / "bucket" / "data" / "train.parquet")
+    other = context.Process(target=_holding, args=(path, begun, 1.0))
+    other.start()
+    assert begun.wait(60)
+    began = time.monotonic()
+    assert fetch(URL).read_bytes() == b"hello"
+    assert time.monotonic() - began > 0.5
+    other.join()
+    assert caplog.text.count("another process is copying it") == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("counting://bucket/none.parquet", "there is no counting://bucket/none.parquet"),
+        ("s4://bucket/x", "Protocol not known: s4"),
+        ("needs-s3://host/x", r"pip install 'camshaft\[remote\]' and the one for needs-s3:// \(Install s3fs"),
+        ("hdfs://nowhere:1/x", r"hdfs:// cannot be reached.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
+    ],
+)
+def test_what_cannot_be_reached_says_why(remote: Counting, url: str, said: str) -> None:
+    fsspec.register_implementation("needs-s3", "no_such_s3fs.core.FS", clobber=True, errtxt="Install s3fs")
+    with pytest.raises(StorageError, match=said):
+        fetch(url)
+
+
+def test_the_package_of_a_known_file_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(StorageError, match=r"pip install 'camshaft\[remote\]' s3fs"):
+        fetch("s3://bucket/train.parquet")
+
+
+def test_a_cache_that_cannot_be_written_names_the_variable(remote: Counting, tmp_path: Path, monkeypatch) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(StorageError, match="set CAMSHAFT_CACHE to a folder with room"):
+        fetch(URL)
+
+
+def test_the_record_says_where_a_copy_is_from(remote: Counting) -> None:
+    remote.pipe_file("/bucket/data/train.parquet", b"hello")
+    path = fetch(URL)
+    told = json.loads(path.with_name(path.name + ".origin.json").read_text())
+    assert told["url"] == URL
+    assert told["files"][""]["bytes"] == 5

@@ -1,0 +1,151 @@
+"""What `camshaft check-data` says of data, good and bad, and with which exit status."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from camshaft.cli import main
+from camshaft.data.parquet import write_parquet
+from camshaft.models.tiny import make_tiny_model
+
+REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "
+
+Check = Callable[..., tuple[int, str]]
+
+
+def row(prompt: str, truth: str | None = "7", source: str = "sums") -> dict:
+    return {
+        "data_source": source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "reward_model": None if truth is None else {"ground_truth": truth},
+    }
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Writes rows and a function, and runs the command; gives the exit status and what it said."""
+
+    def check(train: list[dict], *words: str, val: list[dict] | None = None, reward: str = "") -> tuple[int, str]:
+        (tmp_path / "reward.py").write_text(REWARD + (reward or "return float(solution_str == ground_truth)") + "\n")
+        status = main(
+            [
+                "check-data",
+                f"data.train_files={write_parquet(tmp_path / 'train.parquet', train)}",
+                f"data.val_files={write_parquet(tmp_path / 'val.parquet', val or [row('30+4=', '34')])}",
+                f"actor_rollout_ref.model.path={model}",
+                f"critic.model.path={model}",
+                f"custom_reward_function.path={tmp_path / 'reward.py'}",
+                "custom_reward_function.num_workers=1",
+                "actor_rollout_ref.actor.strategy=reference",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+                "critic.ppo_micro_batch_size_per_gpu=1",
+                "actor_rollout_ref.rollout.name=torch",
+                "data.train_batch_size=2",
+                "trainer.device=cpu",
+                "trainer.n_gpus_per_node=1",
+                f"trainer.default_local_dir={tmp_path / 'out'}",
+                *words,
+            ]
+        )
+        said = capsys.readouterr()
+        return status, said.out + said.err
+
+    return check
+
+
+def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) -> None:
+    train = [row("1+2=", "3"), row("3+4=", "7"), row("1+2=", "3"), row("30+4=", "34")]
+    status, said = check(train, val=[row("30+4=", "34"), row("9+9=", "18")])
+    assert status == 0
+    assert said.rstrip().endswith("OK: a run would start with these data")
+    assert f"{tmp_path}/train.parquet: 4 rows" in said
+    assert "prompt               0 missing    list<element: struct<role: string, content: string>>" in said
+    assert "<|im_start|>u1+2=<|im_end|><|im_start|>a" in said
+    # The template adds 5 tokens: 9, 9, 9 and 10.
+    assert "tokens of a prompt: p50 9, p90 10, p99 10, max 10" in said
+    assert "     9-9  ######################################## 3" in said
+    assert "longer than data.max_prompt_length=512: 0 of 4 (0.0%)" in said
+    assert "training prompts that are there more than once: 1 of 4" in said
+    assert "validation prompts that are training prompts too: 1 of 2" in said
+    assert "             1            0   sums, '3'" in said
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "does"),
+    [
+        (["data.truncation=left"], 0, "data.truncation=left cuts them"),
+        (["data.filter_overlong_prompts=true"], 0, "data.filter_overlong_prompts=true leaves them out"),
+        ([], 1, "data.truncation=error makes them an error"),
+    ],
+)
+def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, words, status, does) -> None:
+    found, said = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *words)
+    assert found == status
+    assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in said
+    if status:
+        assert "FAILED: " in said.splitlines()[-1]
+        assert "row 2: the prompt has 25 tokens, data.max_prompt_length=10" in said.splitlines()[-1]
+
+
+BAD = {
+    "a blank prompt": ([row("1"), {**row("2"), "prompt": None}], "row 1: 'prompt' is empty", {}),
+    "a missing column": ([{"prompt": "x"}], "has no column 'data_source'", {}),
+    "too few rows": ([row("1")], "the data has 1 rows, one batch needs 2", {}),
+    "a function that raises": ([row("1")] * 2, r"failed in 4 of 4 calls.*division by zero", {"reward": "return 1 / 0"}),
+    "a function that returns text": ([row("1")] * 2, "failed in 4 of 4 calls", {"reward": "return 'good'"}),
+    "a function that does not parse": ([row("1")] * 2, "could not be loaded", {"reward": "return ("}),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_data_and_functions_fail_with_one_line(check: Check, what: str) -> None:
+    train, words, more = BAD[what]
+    status, said = check(train, **more)
+    assert status == 1
+    verdict = said.rstrip().splitlines()[-1]
+    assert verdict.startswith("FAILED: ")
+    assert words.split(".*")[0] in verdict
+    assert all(part in said for part in words.split(".*"))
+
+
+def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
+    status, said = check([row("1")], reward="return 1 / 0")
+    assert status == 1
+    assert "(and 1 more, above)" in said.splitlines()[-1]
+    assert said.count("\n! ") == 2
+
+
+def test_a_function_that_wants_another_form_of_answer_is_noted(check: Check) -> None:
+    status, said = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
+    assert status == 0
+    assert "note: no ground truth scores above an empty response" in said
+
+
+def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:
+    status, said = check([row("1", source="nobodys")] * 2, "custom_reward_function.path=null")
+    assert status == 1
+    assert "no scoring function goes with data_source nobodys" in said
+    status, said = check(
+        [row("1", None)] * 2, "custom_reward_function.path=null", "custom_reward_function.name=exact_match"
+    )
+    assert status == 1
+    assert "2 of 2 rows have nothing to compare a response with" in said
+
+
+def test_a_wrong_config_is_told_as_by_a_run(check: Check) -> None:
+    status, said = check([row("1")] * 2, "data.max_promt_length=3")
+    assert status == 2
+    assert "max_prompt_length" in said
+
+
+def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-data", "--help"]) == 0
+    assert "Takes the words of camshaft ppo" in capsys.readouterr().out
