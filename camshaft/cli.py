@@ -3,6 +3,7 @@
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
     camshaft generate key=value ...       responses to the prompts of a parquet file
+    camshaft export CHECKPOINT FOLDER     the model of a checkpoint as a Hugging Face folder
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
     camshaft parity --engine A --rollout B --model FOLDER     do the two agree, and if not, why?
@@ -50,6 +51,10 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_generation
 
         return main_generation.main(arguments[1:])
+    if arguments[:1] == ["export"]:
+        from camshaft.export import command
+
+        return command.main(arguments[1:])
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -65,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
     generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
     commands.add_parser("generate", help=generate, add_help=False)
+    commands.add_parser("export", help="the model of a checkpoint as a Hugging Face folder", add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")

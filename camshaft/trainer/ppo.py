@@ -185,6 +185,7 @@ class PPOTrainer:
         if self.critic is not None:
             roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
         state = {"loader": self.parts.loader.state_dict(), "kl": self.kl.state_dict()}
+        state["tokenizer"] = str(Path(self.config.tokenizer_path()).absolute())
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
         exports = {"actor": self.actor.export} if self.config.actor_rollout_ref.actor.checkpoint.with_hf_model() else {}
         if self.critic is not None and self.config.critic.checkpoint.with_hf_model():
