@@ -83,7 +83,7 @@ def load_prompts(
         "prompts": Ragged.from_rows([cut(ids[i], limit, options.truncation) for i in kept]),
         "uid": [str(i) for i in kept],
         "data_source": [table.rows[i][source] if source else "" for i in kept],
-        "ground_truth": [_ground_truth(table.rows[i]) for i in kept],
+        "ground_truth": [ground_truth(table.rows[i]) for i in kept],
         "extra_info": [table.rows[i].get("extra_info") or {} for i in kept],
     }
     if options.return_raw_chat:
@@ -133,8 +133,9 @@ def _one_text(prompt: Prompt, place: str) -> str:
     return prompt[0]["content"]
 
 
-def _ground_truth(row: Mapping[str, Any]) -> Any:
-    nested = row.get("reward_model")
+def ground_truth(row: Mapping[str, Any], key: str = "reward_model") -> Any:
+    """What a response to this row is compared with: in the struct `key`, or in a column of its own."""
+    nested = row.get(key)
     if isinstance(nested, Mapping) and "ground_truth" in nested:
         return nested["ground_truth"]
     return row.get("ground_truth")

@@ -54,11 +54,9 @@ class RewardFailure:
 
 
 @dataclass(frozen=True)
-class RewardResult:
-    """The scores of one batch, row by row."""
+class Scores:
+    """What some responses are worth, row by row."""
 
-    token_level_scores: Ragged
-    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
     scores: Tensor
     """(B,) float32."""
     metrics: dict[str, float]
@@ -73,6 +71,14 @@ class RewardResult:
     @property
     def num_failed(self) -> int:
         return int(sum(self.metrics[f"reward/{name}"] for name in COUNTS.values()))
+
+
+@dataclass(frozen=True)
+class RewardResult(Scores):
+    """The scores of one batch."""
+
+    token_level_scores: Ragged
+    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
 
 
 class RewardManager:
@@ -114,6 +120,11 @@ class RewardManager:
         texts = decode([row.tolist() for row in responses.rows()])
         if len(texts) != len(responses):
             raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
+        found = self.score_texts(batch, texts)
+        return RewardResult(**vars(found), token_level_scores=on_last_token(found.scores, chosen))
+
+    def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
+        """The same of texts, one for each row of `batch` (data_source, ground_truth, extra_info)."""
         extras = batch["extra_info"] if "extra_info" in batch else [{}] * len(batch)
         columns = zip(batch["data_source"], texts, batch["ground_truth"], extras, strict=True)
         samples = [Sample(*row) for row in columns]
@@ -128,8 +139,7 @@ class RewardManager:
         settled = [outcome for outcome in outcomes if outcome is not None]
         _warn(failures, len(settled))
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
-        return RewardResult(
-            token_level_scores=on_last_token(scores, chosen),
+        return Scores(
             scores=scores,
             metrics=_metrics(settled),
             failures=tuple(failures[:_NUM_SHOWN]),

@@ -34,7 +34,10 @@ def run_ppo(config: PPOConfig) -> int:
             run.say(f"rollout_rs={rule} keeps what lies in {low:g} .. {high:g}")
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()
-        with run.tracking(config, parts.total_steps, saved) as tracking:
+        alone = config.trainer.val_only
+        with run.tracking(
+            config, parts.total_steps, None if alone else saved, "validation" if alone else ""
+        ) as tracking:
             trainer.fit(tracking)
     return 0
 

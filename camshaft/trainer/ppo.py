@@ -26,7 +26,7 @@ from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.session import told_resume
-from camshaft.trainer.validate import save_samples, validate
+from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """The columns that a role needs to run its model over the batch."""
@@ -91,6 +91,8 @@ class PPOTrainer:
             scored = self.rewards.score(batch, self.parts.decode)
             batch = batch.with_columns(token_level_scores=scored.token_level_scores)
             metrics.add(scored.metrics)
+            if self.config.trainer.rollout_data_dir is not None:
+                self._write(samples_of(self.parts, batch, scored.scores), self.config.trainer.rollout_data_dir)
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
@@ -145,16 +147,19 @@ class PPOTrainer:
             self.kl.load_state_dict(saved.state["kl"])
             self.global_step = saved.step
             told_resume(saved, self.parts.total_steps)
-        if self.config.trainer.resume_mode != "auto":
+        if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.put_aside(after=self.global_step)
         return saved
 
     def fit(self, tracking: Tracking) -> dict[str, float]:
-        """Train to the end; returns the metrics of the last step."""
+        """Train to the end, or validate alone; returns the metrics of the last step."""
         trainer, total = self.config.trainer, self.parts.total_steps
         metrics: dict[str, float] = {}
-        if trainer.val_before_train and self.global_step == 0:
-            tracking.log(self.validate(), step=0)
+        if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
+            metrics = self.validate()
+            tracking.log(metrics, step=self.global_step)
+            if trainer.val_only:
+                return metrics
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -169,12 +174,18 @@ class PPOTrainer:
         return metrics
 
     def validate(self) -> dict[str, float]:
-        """Score the held-out prompts; the first responses go to `validation/step_<n>.jsonl`."""
+        """Score the held-out prompts; the responses go to `validation/step_<n>.jsonl`."""
+        trainer = self.config.trainer
         metrics, samples = validate(self.parts, self.config)
-        if samples:
-            folder = Path(self.config.trainer.default_local_dir) / "validation"
-            save_samples(samples, folder / f"step_{self.global_step}.jsonl")
+        shown = samples[: trainer.log_val_generations]
+        if trainer.validation_data_dir is not None:
+            self._write(samples, trainer.validation_data_dir)
+        elif shown:
+            self._write(shown, f"{trainer.default_local_dir}/validation")
         return metrics
+
+    def _write(self, samples: list[Sample], folder: str) -> None:
+        save_samples(samples, Path(folder) / f"step_{self.global_step}.jsonl")
 
     # -- checkpoints ------------------------------------------------------------------------------
 
