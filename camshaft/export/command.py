@@ -36,11 +36,11 @@ def main(words: Sequence[str]) -> int:
 
     most, target = file_bytes(options.max_shard_size), Path(options.folder).expanduser()
     found = find(Path(options.checkpoint))
-    model = _model(found, options)
+    model, tokenizer = _model(found, options), _tokenizer(found, options)
     _check_target(target, options.force)
     engine = _engine(found, model, options.dtype)
     with engine.eval_mode():
-        check, tokenizer = Probe(engine.infer_batch, options.dtype), found.tokenizer
+        check = Probe(engine.infer_batch, options.dtype)
         if options.adapter:
             dtype = next(weight.dtype for _, weight in engine.named_weights())
             weights = ((name, weight.to(dtype)) for name, weight in engine.named_weights(adapter_only=True))
@@ -84,6 +84,20 @@ def _model(found: Stored, options: argparse.Namespace) -> EngineModel:
             "leave out --adapter, which merges it into them"
         )
     return model
+
+
+def _tokenizer(found: Stored, options: argparse.Namespace) -> str | None:
+    """The run's, if it is not that of the model's folder."""
+    if found.tokenizer in (None, found.model.path):
+        return None
+    if Path(found.tokenizer).is_dir():
+        return found.tokenizer
+    if options.model is not None:
+        return None
+    raise CheckpointError(
+        f"{found.folder} is of a run with the tokenizer {found.tokenizer}, and there is no such folder here: type "
+        "--model FOLDER to take config and tokenizer from there"
+    )
 
 
 def _check_target(target: Path, force: bool) -> None:

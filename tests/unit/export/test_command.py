@@ -170,6 +170,12 @@ def test_a_run_is_exported_by_its_folder_with_the_tokenizer_it_had(tmp_path: Pat
     assert policy.generation_config.top_k == 33
     assert AutoTokenizer.from_pretrained(tmp_path / "policy").model_max_length == 77
     assert_same(AutoModelForTokenClassification.from_pretrained(tmp_path / "values"), run.critic)
+    tokenizer.rename(tmp_path / "gone")
+    refused = export(tmp_path / "run", tmp_path / "later")
+    assert refused.status == 1
+    assert f"with the tokenizer {tokenizer}" in refused.err
+    done(tmp_path / "run", tmp_path / "later", "--model", tmp_path / "actor")
+    assert AutoTokenizer.from_pretrained(tmp_path / "later").model_max_length != 77
 
 
 # -- which checkpoint -----------------------------------------------------------------------------
@@ -188,7 +194,8 @@ def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
 
 def test_a_model_that_was_moved_is_named_on_the_command_line(tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_folder(), tmp_path / "source"))
-    run = saved(tmp_path / "run", EngineModel(path=str(source), lora=LoRAConfig(rank=4)))
+    state = {"tokenizer": str(source)}
+    run = saved(tmp_path / "run", EngineModel(path=str(source), lora=LoRAConfig(rank=4)), state=state)
     source.rename(tmp_path / "moved")
     refused = export(run, tmp_path / "out")
     assert refused.status == 1
