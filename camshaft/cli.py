@@ -4,6 +4,8 @@
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
     camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft check-data key=value ...     what camshaft ppo would find in its data, before anything is started
+    camshaft eval key=value ...           scores of such responses, as a table
+    camshaft export CHECKPOINT FOLDER     the model of a checkpoint as a Hugging Face folder
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
     camshaft checkpoints FOLDER           which steps of a run are on disk, and which are whole
@@ -56,6 +58,14 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_check_data
 
         return main_check_data.main(arguments[1:])
+    if arguments[:1] == ["eval"]:
+        from camshaft.trainer import main_eval
+
+        return main_eval.main(arguments[1:])
+    if arguments[:1] == ["export"]:
+        from camshaft.export import command
+
+        return command.main(arguments[1:])
     options = _parser().parse_args(arguments)
     return options.run(options)
 
@@ -73,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("generate", help=generate, add_help=False)
     look = "look at the data and the scoring function of a run: camshaft check-data key=value ..."
     commands.add_parser("check-data", help=look, add_help=False)
+    scores = "score the responses of a parquet file: camshaft eval key=value ..."
+    commands.add_parser("eval", help=scores, add_help=False)
+    commands.add_parser("export", help="the model of a checkpoint as a Hugging Face folder", add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
@@ -160,7 +173,7 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="the Markdown file to write")
     for action in (explain, show, docs):
-        known = ("ppo", "sft", "generate")
+        known = ("ppo", "sft", "generate", "eval")
         action.add_argument("--trainer", choices=known, default="ppo", help="whose config (default: ppo)")
     explain.set_defaults(run=_explain)
     show.set_defaults(run=_show)

@@ -49,6 +49,12 @@ def at_n(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[Answer]] 
     return {name: fmean(values) for name, values in found.items()}
 
 
+def pass_at(scores: Sequence[float], k: int, least: float = 1.0) -> float:
+    """The chance that one of k of the n responses scores `least` or more: 1 - C(n - c, k) / C(n, k), c of them do."""
+    failed = sum(score < least for score in scores)
+    return 1 - math.comb(failed, k) / math.comb(len(scores), k)
+
+
 def best_of(scores: Sequence[float], k: int) -> float:
     """The expected highest of k of the n scores.
 

@@ -7,7 +7,7 @@
 Engines write their own folders (see `storage.py`); this package knows in which order, and which are whole.
 """
 
-from camshaft.checkpoint.export import Probe, check_export_path, export_hugging_face
+from camshaft.checkpoint.export import Probe, check_export_path, export_adapter, export_hugging_face
 from camshaft.checkpoint.manager import CheckpointManager, Saved
 
-__all__ = ["CheckpointManager", "Probe", "Saved", "check_export_path", "export_hugging_face"]
+__all__ = ["CheckpointManager", "Probe", "Saved", "check_export_path", "export_adapter", "export_hugging_face"]

@@ -6,8 +6,9 @@
     )
 
 The folder is whole or not there, and before it appears `transformers` has loaded it once: a missing or unknown weight
-ends the export, and so does a number that differs from the engine's own. Only an older export is ever replaced.
-An adapter is part of the weights; given once more by itself, it is in the folder `lora_adapter` inside, for PEFT.
+ends the export, and so does one that has another digest, or a number that differs from the engine's own. Only an older
+export is ever replaced. An adapter is part of the weights; given once more by itself, it is in the folder
+`lora_adapter` inside, for PEFT. `export_adapter` writes a folder with the adapter and nothing else.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from transformers import PreTrainedConfig
 from camshaft import storage
 from camshaft.config import EngineModel
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.digest import digest
 from camshaft.errors import CheckpointError
 from camshaft.models.loader import CLASSES, load_config, load_tokenizer, model_folder, quiet_transformers
-from camshaft.models.lora import save_adapter
+from camshaft.models.lora import load_adapter, save_adapter
 from camshaft.models.packed import OUTPUTS, Head
 
 KIND = "huggingface"
@@ -70,18 +72,20 @@ def export_hugging_face(
     check: Probe | None = None,
     write: bool = True,
     adapter: Weights = (),
+    file_bytes: int = FILE_BYTES,
+    tokenizer: str | None = None,
 ) -> None:
     """`weights` with the config and the tokenizer of the folder `model.path`, and with its Python code if trusted.
 
-    `adapter` are the names and tensors that PEFT has in its files. Every rank of an engine calls this, since its
-    weights and its numbers are gathered from all; one has `write` set.
+    `adapter` are the names and tensors that PEFT has in its files; `tokenizer` is the folder of another one. Every rank
+    of an engine calls this, since its weights and its numbers are gathered from all; one has `write` set.
     """
     folder, trusted = model_folder(model.path), model.trust_remote_code
     config = load_config(folder, trusted, model.override_config)
     together = _Together(weights, adapter, check, _rows(config))
     try:
         if write:
-            _write(together, folder, config, model, Path(target))
+            _write(together, folder, config, model, Path(target), file_bytes, tokenizer or str(folder))
     finally:
         together.finish()
 
@@ -105,24 +109,61 @@ class _Together:
         return self._told
 
 
-def _write(together: _Together, folder: Path, config: PreTrainedConfig, model: EngineModel, target: Path) -> None:
-    """Read from `folder` what is not weights."""
+def export_adapter(
+    weights: Weights, model: EngineModel, target: str | Path, check: Probe, tokenizer: str | None = None
+) -> None:
+    """The adapter that `model.lora` describes, as PEFT has it in its files, beside the tokenizer; from one process.
+
+    PEFT loads it onto the weights of `model.path` before the folder appears.
+    """
+    assert model.lora is not None
+    check_export_path(target)
+    folder, target, tensors = model_folder(model.path), Path(target), dict(weights)
+    dtype = next(iter(tensors.values())).dtype
+    config = load_config(folder, model.trust_remote_code, model.override_config)
+    with storage.new_folder(target, kind=KIND) as work:
+        save_adapter(tensors.items(), work, model.lora, str(folder.absolute()))
+        load_tokenizer(tokenizer or str(folder), model.trust_remote_code).save_pretrained(work)
+        if model.head != "causal_lm":
+            config.num_labels = 1
+        with quiet_transformers():
+            base = CLASSES[model.head].from_pretrained(
+                folder, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
+            )
+            plain, held = load_adapter(base, work)
+        _compare_weights(held, {name: _digest(tensor, dtype) for name, tensor in tensors.items()}, dtype, target)
+        rows = _rows(config)
+        _compare(plain, model.head, rows, check.run(rows)[OUTPUTS[model.head][0]], check.dtype, target)
+
+
+def _write(
+    together: _Together,
+    folder: Path,
+    config: PreTrainedConfig,
+    model: EngineModel,
+    target: Path,
+    file_bytes: int,
+    tokenizer: str,
+) -> None:
+    """Read from `folder` what is neither weights nor tokenizer."""
     check_export_path(target)
     trusted = model.trust_remote_code
     if model.head != "causal_lm":
         config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
-        config.dtype = _write_weights(together.weights, work)
+        config.dtype, came = _write_weights(together.weights, work, file_bytes)
         config.save_pretrained(work)
         added = {name: tensor.detach().cpu() for name, tensor in together.adapter}
         with contextlib.suppress(OSError):  # a model without these files generates with its defaults
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
-        load_tokenizer(str(folder), trusted).save_pretrained(work)
+        load_tokenizer(tokenizer, trusted).save_pretrained(work)
         for code in folder.glob("*.py") if trusted else ():
             (work / code.name).write_bytes(code.read_bytes())
         if added and model.lora is not None:
             save_adapter(added.items(), work / ADAPTER, model.lora, str(folder.absolute()))
         plain = _loaded(work, target, trusted, model.head)
+        held = {**dict(plain.named_buffers()), **dict(plain.named_parameters())}
+        _compare_weights(held, came, config.dtype, target)
         config.architectures = [type(plain).__name__]
         config.save_pretrained(work)
         told = together.finish()
@@ -131,9 +172,10 @@ def _write(together: _Together, folder: Path, config: PreTrainedConfig, model: E
             _compare(plain, model.head, together.rows, numbers, together.check.dtype, target)
 
 
-def _write_weights(weights: Weights, work: Path) -> torch.dtype:
-    """In files of bounded size, one in memory at a time; the dtype of the first weight."""
+def _write_weights(weights: Weights, work: Path, file_bytes: int) -> tuple[torch.dtype, dict[str, int]]:
+    """In files of bounded size, one in memory at a time; the dtype of the first weight, and the digests of all."""
     file: dict[str, Tensor] = {}
+    came: dict[str, int] = {}
     files: list[list[str]] = []
     total, dtype = 0, None
 
@@ -143,22 +185,23 @@ def _write_weights(weights: Weights, work: Path) -> torch.dtype:
         file.clear()
 
     for name, tensor in weights:
-        if file and sum(held.nbytes for held in file.values()) + tensor.nbytes > FILE_BYTES:
+        if file and sum(held.nbytes for held in file.values()) + tensor.nbytes > file_bytes:
             write()
         file[name] = tensor.detach().cpu().contiguous()
         total, dtype = total + tensor.nbytes, dtype or tensor.dtype
+        came[name] = _digest(tensor, dtype)
     write()
     assert dtype is not None, "a model without weights"
     if len(files) == 1:
         (work / "1.safetensors").rename(work / "model.safetensors")
-        return dtype
+        return dtype, came
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": {}}
     for number, names in enumerate(files, 1):
         own = f"model-{number:05d}-of-{len(files):05d}.safetensors"
         (work / f"{number}.safetensors").rename(work / own)
         index["weight_map"].update(dict.fromkeys(names, own))
     (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return dtype
+    return dtype, came
 
 
 def _loaded(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
@@ -172,6 +215,18 @@ def _loaded(work: Path, target: Path, trust_remote_code: bool, head: Head) -> An
     if wrong:
         raise CheckpointError(f"{target}: transformers does not take the exported weights: {', '.join(wrong[:8])}")
     return model
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Of the values in the number format of the export: some models keep a few weights wider than that."""
+    return digest(tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _compare_weights(held: Mapping[str, Tensor], came: Mapping[str, int], dtype: torch.dtype, target: Path) -> None:
+    """Is every weight, bit for bit, what was exported?"""
+    wrong = [name for name, told in came.items() if name not in held or _digest(held[name], dtype) != told]
+    if wrong:
+        raise CheckpointError(f"{target}: loaded again, these weights are other ones: {', '.join(wrong[:8])}")
 
 
 def _rows(config: PreTrainedConfig) -> DataProto:

@@ -37,8 +37,9 @@ from camshaft.config.derive import (
     sft_engine,
 )
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
-from camshaft.config.loader import from_container, load_generate, load_ppo, load_sft
+from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
 from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
@@ -63,6 +64,7 @@ __all__ = [
     "DataConfig",
     "EngineConfig",
     "EngineModel",
+    "EvalConfig",
     "GenerateConfig",
     "ModelConfig",
     "OptimConfig",
@@ -88,6 +90,7 @@ __all__ = [
     "generate_engine",
     "generate_model",
     "generate_sampling",
+    "load_eval",
     "load_generate",
     "load_ppo",
     "load_sft",

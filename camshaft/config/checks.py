@@ -9,7 +9,8 @@ by itself. Batch arithmetic is spelled out in the message.
 from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm_checks import algorithm
-from camshaft.config.files import generate_files, ppo_files, sft_files
+from camshaft.config.evaluation import EvalConfig
+from camshaft.config.files import eval_files, generate_files, ppo_files, sft_files
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import CheckpointConfig, OptimSection
 from camshaft.config.part_names import ENGINES, PLAIN_ROLLOUTS, ROLLOUTS, TRACKERS, part_name
@@ -29,13 +30,17 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 RESUMED_FROM = ("model", "optimizer", "extra")
 
 
-def check(config: PPOConfig | SFTConfig | GenerateConfig) -> Iterator[Problem]:
+def check(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
     """Everything that is wrong between the keys of a config whose single values are right."""
     if isinstance(config, GenerateConfig):
         yield from place_problems(config.trainer, {}, {})
         yield from _generator("rollout", config.rollout, config.trainer.world_size)
         yield from scoring_function(config.custom_reward_function)
         yield from generate_files(config)
+        return
+    if isinstance(config, EvalConfig):
+        yield from scoring_function(config.custom_reward_function)
+        yield from eval_files(config)
         return
     if isinstance(config, SFTConfig):
         yield from place_problems(config.trainer, {}, {})
@@ -265,7 +270,7 @@ def _sampling(config: PPOConfig) -> Iterator[Problem]:
 def _run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     yield from _training_files(config.data.train_files)
-    if not config.data.val_files and (trainer.val_before_train or trainer.test_freq != -1):
+    if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
         sentence = "validation needs files. Name some, or type trainer.val_before_train=false trainer.test_freq=-1."
         yield Problem("data.val_files", None, sentence, ("trainer.val_before_train", "trainer.test_freq"))
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:

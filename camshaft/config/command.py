@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import HOME, Config, forced, from_container, keys_of, plain, told
 from camshaft.config.sft import SFTConfig
@@ -98,7 +99,7 @@ def _without_printing(words: Sequence[str]) -> list[str]:
 
 def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
     """Each job of a sweep needs folders of its own, or it would go on from, or write over, what another left."""
-    for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path"):
+    for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path", "data.metrics_path"):
         folders = [folder for folder in (_folder_of(config, key) for config in configs) if folder]
         shared = next((folder for folder in folders if folders.count(folder) > 1), None)
         if shared is not None:
@@ -109,6 +110,8 @@ def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
 
 
 def _folder_of(config: Config, key: str) -> str | None:
+    if isinstance(config, EvalConfig):
+        return {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}.get(key)
     if isinstance(config, GenerateConfig):
         return config.data.output_path if key == "data.output_path" else None
     if key == "trainer.default_local_dir":

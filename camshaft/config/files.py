@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import AnyModelConfig
 from camshaft.config.problems import Problem
@@ -59,6 +60,18 @@ def generate_files(config: GenerateConfig) -> Iterator[Problem]:
     if Path(output).is_dir():
         yield Problem("data.output_path", output, f"is a folder. Name a file, for instance {output}/responses.parquet.")
     yield from _reward_file(config.custom_reward_function)
+
+
+def eval_files(config: EvalConfig) -> Iterator[Problem]:
+    """Responses and scoring function of `camshaft eval`; what it writes must not be there yet."""
+    yield from data_files("data.path", config.data.path)
+    yield from _reward_file(config.custom_reward_function)
+    outputs = {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}
+    for key, output in outputs.items():
+        if output is not None and Path(output).exists():
+            yield Problem(key, output, "is there already. Name another file, or remove it.")
+        elif output is not None and not Path(output).absolute().parent.is_dir():
+            yield Problem(key, output, f"there is no folder {Path(output).absolute().parent} to write to.")
 
 
 def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from camshaft.config.aliases import rename
 from camshaft.config.checks import check
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.fields import Section
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.not_yet import refusals
@@ -32,13 +33,14 @@ from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove, shown
 from camshaft.errors import ConfigError
 
-Config = TypeVar("Config", PPOConfig, SFTConfig, GenerateConfig)
+Config = TypeVar("Config", PPOConfig, SFTConfig, GenerateConfig, EvalConfig)
 
 HOME = Path(__file__).parent
 DEFAULTS: dict[type[Section], str] = {
     PPOConfig: "ppo_trainer",
     SFTConfig: "sft_trainer",
     GenerateConfig: "generation",
+    EvalConfig: "evaluation",
 }
 """The file of defaults of each schema."""
 
@@ -63,6 +65,13 @@ def load_generate(
 ) -> GenerateConfig:
     """The same of `camshaft generate`."""
     return _load(GenerateConfig, overrides, config_dir, config_name)
+
+
+def load_eval(
+    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+) -> EvalConfig:
+    """The same of `camshaft eval`."""
+    return _load(EvalConfig, overrides, config_dir, config_name)
 
 
 def from_container(
@@ -246,9 +255,9 @@ def told(error: Exception) -> str:
     return f"the config cannot be put together: {error}{reason}"
 
 
-def _tell(config: PPOConfig | SFTConfig | GenerateConfig, by_hand: Collection[str]) -> None:
+def _tell(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig, by_hand: Collection[str]) -> None:
     """One notice for each accepted setting that changes nothing."""
-    if isinstance(config, GenerateConfig):
+    if isinstance(config, GenerateConfig | EvalConfig):
         return
     models = {"model": config.model} if isinstance(config, SFTConfig) else {
         "actor_rollout_ref.model": config.actor_rollout_ref.model,

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from camshaft.config.aliases import KEYS, older_names
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.fields import Section, describe
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import DEFAULTS, HOME, raw_defaults, resolved_defaults
@@ -21,7 +22,12 @@ from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
 from camshaft.errors import ConfigError
 
-SCHEMAS: dict[str, type[Section]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
+SCHEMAS: dict[str, type[Section]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "generate": GenerateConfig,
+    "eval": EvalConfig,
+}
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?P<value>.*)")
 

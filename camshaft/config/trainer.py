@@ -22,7 +22,17 @@ class TrainerConfig(PlaceConfig):
     save_freq: OffOrPositive = Field(description="Iterations between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Iterations between validations; -1 for none.")
     val_before_train: bool = Field(description="Validate once before the first iteration.")
-    log_val_generations: int = Field(ge=0, description="Validation responses written out each time.")
+    val_only: bool = Field(description="Validate once, the model that is started or resumed from, and stop.")
+    log_val_generations: int = Field(
+        ge=0, description="Validation responses written out each time where validation_data_dir is null."
+    )
+    validation_data_dir: Path | None = Field(
+        description="Folder for all responses of each validation, step_<n>.jsonl; null: the first log_val_generations "
+        "alone, in the folder validation of default_local_dir."
+    )
+    rollout_data_dir: Path | None = Field(
+        description="Folder for all responses that are trained on, with their scores, step_<n>.jsonl; null for none."
+    )
     critic_warmup: int = Field(ge=0, description="Iterations at the start that train the critic alone.")
     default_hdfs_dir: Path | None = Field(
         description="Second place that checkpoints are copied to, a folder or a URL (hdfs://, s3://); null for none. "

@@ -1,5 +1,6 @@
-"""What `camshaft ppo --help`, `camshaft sft --help` and `camshaft generate --help` print."""
+"""What `camshaft ppo --help` prints, and `sft`, `generate` and `eval`."""
 
+from camshaft.config.evaluation import EvalConfig
 from camshaft.config.fields import Section
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.root import PPOConfig
@@ -56,6 +57,20 @@ All keys: camshaft config show --trainer generate. One of them: camshaft config 
 example (the second line scores them too, by data_source):
   camshaft generate data.path=test.parquet data.output_path=out.parquet model.path=models/mine rollout.n=8 \\
     custom_reward_function.name=auto
+""",
+    EvalConfig: f"""\
+usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data set
+
+Every run needs:
+  data.path=FILE                                              parquet, as camshaft generate writes it
+  custom_reward_function.path=FILE                            or .name=gsm8k, ...; otherwise by data_source
+Written if asked for:
+  data.metrics_path=FILE.json data.output_path=FILE.parquet   the numbers; the rows with their scores
+All keys: camshaft config show --trainer eval. One of them: camshaft config explain --trainer eval KEY
+
+{_OPTIONS}
+example:
+  camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py
 """,
 }
 """By the schema of the command's config."""

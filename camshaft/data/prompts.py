@@ -127,7 +127,7 @@ def arrange(read: ReadPrompts, tokenizer: PreTrainedTokenizerBase, options: Prom
         "prompts": _cut(ids, limit, options.truncation).map(Tensor.long),
         "uid": [str(i) for i in kept],
         "data_source": [row[source] if source else "" for row in rows],
-        "ground_truth": [_ground_truth(row) for row in rows],
+        "ground_truth": [ground_truth(row) for row in rows],
         "extra_info": [row.get("extra_info") or {} for row in rows],
     }
     if options.prompt_id_key is not None:
@@ -212,8 +212,9 @@ def _one_text(prompt: Prompt, place: str) -> str:
     return prompt[0]["content"]
 
 
-def _ground_truth(row: Mapping[str, Any]) -> Any:
-    nested = row.get("reward_model")
+def ground_truth(row: Mapping[str, Any], key: str = "reward_model") -> Any:
+    """What a response to this row is compared with: in the struct `key`, or in a column of its own."""
+    nested = row.get(key)
     if isinstance(nested, Mapping) and "ground_truth" in nested:
         return nested["ground_truth"]
     return row.get("ground_truth")

@@ -115,7 +115,7 @@ class ResponseFile:
     def write(self, sources: Paths, rows: Sequence[int], parts: Parts) -> None:
         """The chosen rows of all sources with the responses of all parts; the parts are removed."""
         made = parts.table()
-        table = _whole(sources).take(pyarrow.array(rows, pyarrow.int64()))
+        table = whole(sources).take(pyarrow.array(rows, pyarrow.int64()))
         for name in made.column_names:
             table = table.append_column(name, made.column(name))
         metadata = dict(table.schema.metadata or {}) | {_METADATA: json.dumps(self.settings).encode()}
@@ -190,7 +190,7 @@ class Parts:
             return None
 
 
-def _whole(sources: Paths) -> pyarrow.Table:
+def whole(sources: Paths) -> pyarrow.Table:
     """All rows and columns of some files; `check_columns` found that they fit below each other."""
     opened = open_all(sources)
     tables = [source.read() for source in opened]

@@ -305,10 +305,15 @@ def load_into(
 
 def _contents(folder: Path) -> tuple[dict[str, Any], dict[str, Held], dict[str, Held]]:
     """(facts, tensors of the model, tensors of the optimizer) of a checkpoint."""
+    return facts_of(folder), _tensors(folder / "model"), _tensors(folder / "optimizer")
+
+
+def facts_of(folder: Path) -> dict[str, Any]:
+    """What `State.told` gave, read by itself."""
     path = folder / FACTS
     if not path.is_file():
         raise CheckpointError(f"{folder} was not written by an engine: it has no {FACTS}")
-    return json.loads(path.read_text(encoding="utf-8")), _tensors(folder / "model"), _tensors(folder / "optimizer")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _tensors(folder: Path) -> dict[str, Held]:

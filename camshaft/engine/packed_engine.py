@@ -244,7 +244,12 @@ class PackedEngine(BaseEngine):
         return checkpoint.load_into(folder, self._kept(), self._optimizer, self._parameters(), group=self._files)
 
     def _facts(self) -> dict[str, Any]:
-        return {"update": self._schedule.update if self._schedule else 0, "skipped_steps": self._skipped}
+        """Where the schedule is; and which model this is, for whoever takes it out of the checkpoint."""
+        update, path = self._schedule.update if self._schedule else 0, Path(self.config.model.path).expanduser()
+        model = self.config.model.model_dump(mode="json", fallback=str)
+        if path.is_dir():
+            model["path"] = str(path.absolute())
+        return {"update": update, "skipped_steps": self._skipped, "model": model, "seed": self.config.seed}
 
     def _parameters(self) -> dict[str, Tensor]:
         return dict(self.module.hf.named_parameters())

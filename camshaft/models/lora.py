@@ -171,6 +171,14 @@ def save_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2, sort_keys=True), encoding="utf-8")
 
 
+def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """`hf` with the adapter of a folder, as users of PEFT load it; its tensors as PEFT holds them, by file name."""
+    peft = _peft()
+    with torch.random.fork_rng(devices=[]):
+        model = peft.PeftModel.from_pretrained(hf, str(folder))
+    return model, peft.get_peft_model_state_dict(model)
+
+
 # -- which layers -------------------------------------------------------------------------------------
 
 

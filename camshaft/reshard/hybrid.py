@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from camshaft.device import peak_memory, release_cache
+from camshaft.digest import digest
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
 from camshaft.models.lora import with_scaling
 from camshaft.rollout import BaseRollout
-from camshaft.rollout.digest import digest
 
 SHOWN = 8
 """So many names are in an error; the others are counted."""

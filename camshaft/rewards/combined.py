@@ -39,7 +39,7 @@ class CombinedRewards:
         if self.function is None:
             none = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
-            return RewardResult(weighted, self.weight * scores, none | metrics, (), parts, (None,) * len(batch))
+            return RewardResult(self.weight * scores, none | metrics, (), parts, (None,) * len(batch), weighted)
         given = self.function.score(batch, decode)
         metrics[f"reward/{FUNCTION}/mean"] = float(given.scores.mean())
         return replace(

@@ -16,7 +16,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -63,11 +63,9 @@ class RewardFailure:
 
 
 @dataclass(frozen=True)
-class RewardResult:
-    """The scores of one batch, row by row."""
+class Scores:
+    """What some responses are worth, row by row."""
 
-    token_level_scores: Ragged
-    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
     scores: Tensor
     """(B,) float32; without what shapes the scores for training (`overlong.py`)."""
     metrics: dict[str, float]
@@ -78,12 +76,20 @@ class RewardResult:
     """The other numbers of each row's dict result; none of a row that failed or whose result was a number."""
     answers: tuple[str | None, ...]
     """The `pred` of each row's dict result."""
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = field(default=(), kw_only=True)
     """Rows that failed and are not to be learned from."""
 
     @property
     def num_failed(self) -> int:
         return int(sum(self.metrics[f"reward/{name}"] for name in COUNTS.values()))
+
+
+@dataclass(frozen=True)
+class RewardResult(Scores):
+    """The scores of one batch."""
+
+    token_level_scores: Ragged
+    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
 
 
 class RewardManager:
@@ -127,6 +133,11 @@ class RewardManager:
         texts = decode([row.tolist() for row in responses.rows()])
         if len(texts) != len(responses):
             raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
+        found = self.score_texts(batch, texts)
+        return RewardResult(**vars(found), token_level_scores=on_last_token(found.scores, chosen))
+
+    def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
+        """The same of texts, one for each row of `batch` (data_source, ground_truth, extra_info)."""
         extras = batch["extra_info"] if "extra_info" in batch else [{}] * len(batch)
         columns = zip(batch["data_source"], texts, batch["ground_truth"], extras, strict=True)
         samples = [Sample(*row) for row in columns]
@@ -140,8 +151,7 @@ class RewardManager:
         _warn(failures, len(settled), "are left out" if self.on_error == "drop" else "count as 0")
         scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
         listed = failures + [_failure(row, samples[row], settled[row]) for row in slow[:_NUM_LISTED]]
-        return RewardResult(
-            token_level_scores=on_last_token(scores, chosen),
+        return Scores(
             scores=scores,
             metrics=_metrics(settled) | {"reward/slow": float(len(slow))},
             failures=tuple(listed[:_NUM_LISTED]),

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
 from camshaft.rollout.arrivals import Expected, Weight, empty_model
 from camshaft.rollout.base import refuse_load, refuse_use
-from camshaft.rollout.digest import digest
 
 
 class BorrowedModel:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from camshaft.digest import digest
 from camshaft.rollout.base import BaseRollout, SamplingParams
-from camshaft.rollout.digest import digest
 from camshaft.rollout.lab import Case, RolloutLab, close, expect_refusal, off_by
 from camshaft.rules import expect
 

@@ -16,11 +16,8 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from rich.table import Table
 
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by
 from camshaft.controller import spawn
@@ -189,21 +186,3 @@ def _files(folder: Path) -> str:
 
 def _checksum(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def score_table(metrics: Mapping[str, float]) -> Table:
-    """A row each for mean@n, best@k and the others, a column for each data set."""
-    values: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        source, _, kind = name.partition("/")[2].rpartition("/reward/")
-        values.setdefault(kind.removesuffix("/mean"), {})[source] = value
-    sources = list(dict.fromkeys(source for row in values.values() for source in row))
-    table = Table("", *sources)
-    for kind in sorted(values, key=_in_order):
-        table.add_row(kind, *(f"{values[kind][source]:.4g}" if source in values[kind] else "-" for source in sources))
-    return table
-
-
-def _in_order(kind: str) -> tuple[int, int]:
-    name, _, k = kind.partition("@")
-    return ("mean", "std", "best", "maj", "worst").index(name), int(k)

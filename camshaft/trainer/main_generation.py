@@ -23,7 +23,8 @@ def run_generate(config: GenerateConfig) -> int:
     from rich.console import Console
 
     from camshaft.tracking import Tracking
-    from camshaft.trainer.generate import GenerateRun, score_table
+    from camshaft.trainer.generate import GenerateRun
+    from camshaft.trainer.score_table import score_table
     from camshaft.trainer.session import check_device, logged
 
     console = Console(highlight=False)

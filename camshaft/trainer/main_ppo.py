@@ -34,7 +34,9 @@ def run_ppo(config: PPOConfig) -> int:
             run.say(f"rollout_rs={rule} keeps what lies in {low:g} .. {high:g}")
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()
-        with run.tracking(config, parts.total_steps, saved) as tracking:
+        alone = config.trainer.val_only
+        resumed, bar = (None, "validation") if alone else (saved, "")
+        with run.tracking(config, parts.total_steps, resumed, bar) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
     return stop.status

@@ -32,7 +32,7 @@ from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.resume import check_resume, remembered, told_resume
 from camshaft.trainer.scoring import with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
-from camshaft.trainer.validate import save_samples, validate
+from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """The columns that a role needs to run its model over the batch."""
@@ -100,6 +100,9 @@ class PPOTrainer:
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
+        if self.config.trainer.rollout_data_dir is not None:
+            scores = batch.ragged("token_level_scores").sum()
+            self._write(samples_of(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
 
     def _update(self, learn: DataProto, metrics: StepMetrics) -> None:
@@ -169,18 +172,20 @@ class PPOTrainer:
             self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
             told_resume(saved, self.parts.total_steps)
-        if self.config.trainer.resume_mode != "auto":
+        if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.put_aside(after=self.global_step)
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train to the end, or until it is asked to stop; returns the metrics of the last step."""
+        """Train to the end or until it is asked to stop, or validate alone; returns the metrics of the last step."""
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
-        if trainer.val_before_train and self.global_step == 0:
+        if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
             metrics = self.validate()
+            tracking.log(metrics, step=self.global_step)
+            if trainer.val_only:
+                return metrics
             self.best.offer(metrics, step=0)
-            tracking.log(metrics, step=0)
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -203,12 +208,18 @@ class PPOTrainer:
         return metrics
 
     def validate(self) -> dict[str, float]:
-        """Score the held-out prompts; the first responses go to `validation/step_<n>.jsonl`."""
+        """Score the held-out prompts; the responses go to `validation/step_<n>.jsonl`."""
+        trainer = self.config.trainer
         metrics, samples = validate(self.parts, self.config)
-        if samples:
-            folder = Path(self.config.trainer.default_local_dir) / "validation"
-            save_samples(samples, folder / f"step_{self.global_step}.jsonl")
+        shown = samples[: trainer.log_val_generations]
+        if trainer.validation_data_dir is not None:
+            self._write(samples, trainer.validation_data_dir)
+        elif shown:
+            self._write(shown, f"{trainer.default_local_dir}/validation")
         return metrics
+
+    def _write(self, samples: list[Sample], folder: str) -> None:
+        save_samples(samples, Path(folder) / f"step_{self.global_step}.jsonl")
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -223,6 +234,7 @@ class PPOTrainer:
             "kl": self.kl.state_dict(),
             "best": self.best.state_dict(),
             "config": remembered(self.config),
+            "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
         exports = {"actor": self.actor.export} if self.config.actor_rollout_ref.actor.checkpoint.with_hf_model() else {}

@@ -44,12 +44,15 @@ class Session:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def tracking(self, config: PPOConfig | SFTConfig, total_steps: int, saved: Saved | None) -> Tracking:
+    def tracking(
+        self, config: PPOConfig | SFTConfig, total_steps: int, saved: Saved | None, inside: str = ""
+    ) -> Tracking:
+        """The trackers; of a validation alone, which goes on from no metrics and replaces none, `inside` a folder."""
         trainer = self.trainer
         info = RunInfo(
             project=trainer.project_name,
             experiment=trainer.experiment_name,
-            folder=Path(trainer.default_local_dir),
+            folder=Path(trainer.default_local_dir) / inside,
             total_steps=total_steps,
             resumed_step=None if saved is None else saved.step,
             config=config.model_dump(),

@@ -1,4 +1,4 @@
-"""Validation: scores on held-out prompts, and a few of the responses themselves.
+"""Validation: scores on held-out prompts, and the responses themselves.
 
     metrics, samples = validate(parts, config)
     save_samples(samples, folder / "step_20.jsonl")
@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
-from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.seeds import VALIDATION, sampling_seeds
 
@@ -58,7 +59,7 @@ COUNTED = (
 
 
 def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
-    """(metrics named `val-core/<data_source>/reward/mean` and so on, the first `log_val_generations` samples)."""
+    """(metrics named `val-core/<data_source>/reward/mean` and so on, all responses)."""
     rows: list[Scored] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
@@ -76,7 +77,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         for name in COUNTED:
             if name in result.metrics:
                 counts[f"val-aux/{name}"] += result.metrics[name]
-        samples += _samples(parts, batch, result, config.trainer.log_val_generations - len(samples))
+        samples += samples_of(parts, batch, result.scores)
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         scores[row.data_source].append(row.score)
@@ -92,12 +93,8 @@ def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     The values are `reward` and the numbers of dict results that the reward function gave for all responses of a data
     set; of a response that it failed on they are 0, as its score is. Where no response has an answer there is no `maj`.
     """
-    by_source: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        by_source[row.data_source][row.uid].append(row)
     found: dict[str, float] = {}
-    for source, by_prompt in by_source.items():
-        groups = list(by_prompt.values())
+    for source, groups in by_question(rows).items():
         every = [row for group in groups for row in group]
         told = any(row.answer is not None for row in every)
         answers = [[row.answer for row in group] for group in groups] if told else None
@@ -108,6 +105,14 @@ def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
             for suffix, value in at_n(of_groups, answers).items():
                 found[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
     return found
+
+
+def by_question(rows: Iterable[Scored]) -> dict[str, list[list[Scored]]]:
+    """Of each data set, the responses to each question."""
+    found: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        found[row.data_source][row.uid].append(row)
+    return {source: list(groups.values()) for source, groups in found.items()}
 
 
 def _given_by_all(rows: Sequence[Scored]) -> list[str]:
@@ -121,14 +126,11 @@ def _section(name: str, suffix: str, n: int) -> str:
     return "val-core" if name in CORE and kind in ("mean", "best", "maj") and int(k) == n else "val-aux"
 
 
-def _samples(parts: PPOParts, batch: DataProto, result: RewardResult, count: int) -> list[Sample]:
-    """The first `count` rows as text."""
-    if count < 1:
-        return []
-    batch, scores = batch.reorder(slice(0, count)), result.scores[:count].tolist()
+def samples_of(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample]:
+    """The rows as text."""
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
-    rows = zip(prompts, responses, batch["ground_truth"], scores, strict=True)
+    rows = zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)
     return [Sample(*row) for row in rows]
 
 

@@ -125,7 +125,6 @@ def ppo_words(out: Path, steps: int) -> list[str]:
         "trainer.nnodes=1",
         "trainer.save_freq=-1",
         "trainer.test_freq=10",
-        "trainer.log_val_generations=256",
         "trainer.total_epochs=100",
         f"trainer.total_training_steps={steps}",
         "trainer.resume_mode=disable",

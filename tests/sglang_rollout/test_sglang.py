@@ -21,12 +21,12 @@ from support.vllm_runs import run_with_vllm
 from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rollout import build_rollout
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.contract import WAYS
-from camshaft.rollout.digest import digest
 from camshaft.rollout.lab import RolloutLab, close
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]

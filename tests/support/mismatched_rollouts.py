@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.digest import digest
 from camshaft.ragged import Ragged
 from camshaft.rollout import Generation, SamplingParams
-from camshaft.rollout.digest import digest
 from camshaft.rollout.torch_rollout import TorchRollout
 
 START = 1

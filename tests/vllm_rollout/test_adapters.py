@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
+from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer, quiet_transformers
@@ -24,7 +25,6 @@ from camshaft.models.lora import with_scaling
 from camshaft.models.tiny import make_tiny_model
 from camshaft.reshard import rollout_mode
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.digest import digest
 from camshaft.rollout.lab import Case, RolloutLab, close
 from camshaft.rollout.vllm_rollout import VLLMRollout, adapters
 from camshaft.rollout.vllm_rollout.engine import VLLMEngine

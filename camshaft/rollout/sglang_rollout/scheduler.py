@@ -25,7 +25,7 @@ from sglang.srt.sampling.custom_logit_processor import (  # pyright: ignore[repo
 )
 from torch import Tensor
 
-from camshaft.rollout.digest import digest
+from camshaft.digest import digest
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 
 SAMPLER = "pytorch"

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.lora import save_adapter
 from camshaft.rollout.arrivals import Expected
-from camshaft.rollout.digest import digest
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's buffers; a smaller adapter is filled up with zeros."""

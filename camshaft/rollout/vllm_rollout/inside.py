@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.rollout.digest import digest
+from camshaft.digest import digest
 
 RELOADING = "vllm.model_executor.model_loader.reload"
 """Where vLLM logs what went wrong in a reload; it raises nothing."""

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here, world_size
+from camshaft.digest import noted
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.arrivals import Expected, each_once
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.digest import noted
 from camshaft.rollout.external import Request
 from camshaft.rollout.vllm_rollout.base import VLLMBase
 from camshaft.rollout.vllm_rollout.engine import VLLMEngine

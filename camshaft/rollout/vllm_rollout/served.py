@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.digest import noted
 from camshaft.errors import RolloutError
 from camshaft.rollout.arrivals import each_once
 from camshaft.rollout.buckets import Assembler, Piece
-from camshaft.rollout.digest import noted
 from camshaft.rollout.transport import open_receiver
 from camshaft.rollout.vllm_rollout import inside
 

@@ -7,7 +7,7 @@ from statistics import fmean
 
 import pytest
 
-from camshaft.algorithms.at_n import Answer, at_n, best_of, draws, majority_of
+from camshaft.algorithms.at_n import Answer, at_n, best_of, draws, majority_of, pass_at
 
 
 def test_draws_are_the_powers_of_two_and_all() -> None:
@@ -108,3 +108,11 @@ def test_many_responses_with_many_answers_agree_with_simulated_draws() -> None:
         shares.append(winners.count("10") / len(winners))
     assert majority_of(scores, answers, 32) == pytest.approx(fmean(shares), abs=0.03)
     assert majority_of(scores, answers, 64) == 1
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_share_of_draws_in_which_one_passes(k: int) -> None:
+    scores = [0.0, 0.5, 1.0, 0.9, 0.2]
+    for least in (0.1, 0.5, 0.95, 2.0):
+        every = list(combinations(scores, k))
+        assert pass_at(scores, k, least) == pytest.approx(sum(max(draw) >= least for draw in every) / len(every))

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from support.ranks import run_ranks
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
@@ -54,11 +55,11 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_large_model_is_written_as_several_files_that_transformers_puts_together(tmp_path, monkeypatch) -> None:
+def test_a_large_model_is_written_as_several_files_that_transformers_puts_together(tmp_path) -> None:
     source = tiny_folder()
     weights = trained(source)
-    monkeypatch.setattr(export, "FILE_BYTES", sum(tensor.nbytes for tensor in weights.values()) // 3)
-    export_hugging_face(weights.items(), model_in(source), tmp_path / "out")
+    third = sum(tensor.nbytes for tensor in weights.values()) // 3
+    export_hugging_face(weights.items(), model_in(source), tmp_path / "out", file_bytes=third)
     files = sorted(path.name for path in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)
     assert count >= 3
@@ -103,6 +104,18 @@ def test_weights_that_are_not_those_of_the_model_are_named_and_nothing_appears(c
     if change == "missing":
         del weights[name]
     with pytest.raises(CheckpointError, match=name):
+        export_hugging_face(weights.items(), model_in(tiny_folder()), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_weight_that_is_another_one_in_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, name = trained(tiny_folder()), "model.layers.0.mlp.up_proj.weight"
+
+    def careless(tensors: dict[str, Tensor], *args: Any, **more: Any) -> None:
+        save_file({**tensors, name: tensors[name] * (1 + 1e-6)}, *args, **more)
+
+    monkeypatch.setattr(export, "save_file", careless)
+    with pytest.raises(CheckpointError, match=f"these weights are other ones: {name}$"):
         export_hugging_face(weights.items(), model_in(tiny_folder()), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

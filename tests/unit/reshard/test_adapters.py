@@ -13,11 +13,11 @@ from torch import Tensor
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
 from camshaft.dataproto import Ragged
+from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.reshard import rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams
-from camshaft.rollout.digest import digest
 
 LORA = LoRAConfig(rank=4, alpha=6, target_modules=("q_proj", "down_proj"))
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

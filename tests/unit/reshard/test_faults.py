@@ -14,12 +14,12 @@ from torch import Tensor
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
 from camshaft.dataproto import DataProto
+from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.digest import digest
 from camshaft.rollout.torch_rollout import TorchRollout
 
 NAME = "model.layers.0.self_attn.q_proj.weight"

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from camshaft.algorithms import Counts, sft_loss
 from camshaft.config import EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.digest import digest
 from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.reference import ReferenceEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard import hybrid, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
-from camshaft.rollout.digest import digest
 
 
 @pytest.fixture

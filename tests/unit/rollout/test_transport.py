@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.rollout.buckets import packed
-from camshaft.rollout.digest import digest
 from camshaft.rollout.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
 
 pytestmark = pytest.mark.timeout(120)
@@ -28,7 +28,7 @@ SIZE = 3000
 RECEIVER = """
 import json, sys
 from camshaft.rollout.buckets import Assembler, Piece
-from camshaft.rollout.digest import digest
+from camshaft.digest import digest
 from camshaft.rollout.transport import open_receiver
 from camshaft.errors import RolloutError
 

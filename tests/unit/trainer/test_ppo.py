@@ -1,11 +1,17 @@
 """What the loop around the step does, on runs of a second; the step itself is compared in tests/parity."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from support.ppo_runs import run_ppo
+from support import even_digits
+from support.command_line import camshaft
+from support.ppo_runs import ppo_words, run_ppo
 
 from camshaft import storage
+from camshaft.tracking.jsonl import read_metrics
 
 
 def test_a_run_needs_no_validation_files(tmp_path: Path) -> None:
@@ -46,3 +52,60 @@ def test_each_response_to_a_prompt_is_drawn_by_itself(tmp_path: Path) -> None:
     assert uids == [uid for uid in dict.fromkeys(uids) for _ in range(4)]
     texts = [tuple(row.tolist()) for row in step.batch["responses"].rows()]
     assert len(set(texts)) > 28
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_responses_of_every_validation_and_every_step_are_written_down(tmp_path: Path) -> None:
+    words = {"trainer.test_freq": 2, "trainer.val_before_train": True, "trainer.rollout_data_dir": tmp_path / "said"}
+    before, first, second = run_ppo(tmp_path, words, steps=2)
+    validation = tmp_path / "run" / "validation"
+    assert sorted(path.name for path in validation.iterdir()) == ["step_0.jsonl", "step_2.jsonl"]
+    for step, logged in ((0, before), (2, second)):
+        scores = [line["score"] for line in lines(validation / f"step_{step}.jsonl")]
+        assert len(scores) == 16
+        assert sum(scores) / 16 == pytest.approx(logged.metrics["val/reward/mean"])
+    for step, logged in ((1, first), (2, second)):
+        rows = lines(tmp_path / "said" / f"step_{step}.jsonl")
+        assert [row["ground_truth"] for row in rows] == list(logged.batch["ground_truth"])
+        for row in rows:
+            own = even_digits.compute_score("", row["response"], row["ground_truth"], {})
+            assert row["score"] == pytest.approx(own)
+
+
+def test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all(tmp_path: Path) -> None:
+    none = {"trainer.val_before_train": True, "trainer.validation_data_dir": "null"}
+    run_ppo(tmp_path, none, steps=1)
+    assert not (tmp_path / "run" / "validation").exists()
+    run_ppo(tmp_path, none | {"trainer.log_val_generations": 3}, steps=1)
+    assert len(lines(tmp_path / "run" / "validation" / "step_0.jsonl")) == 3
+
+
+def test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    words = {
+        "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+        "trainer.test_freq": 1,
+        "trainer.logger": "jsonl",
+    }
+    assert camshaft("ppo", *ppo_words(tmp_path, words)).status == 0
+    (run / "validation" / "step_1.jsonl").rename(tmp_path / "then")
+    metrics = (run / "metrics.jsonl").read_bytes()
+    alone = {"trainer.val_only": True, "trainer.resume_mode": "resume_path"}
+    alone["trainer.resume_from_path"] = run / "global_step_1"
+    for _ in range(2):
+        done = camshaft("ppo", *ppo_words(tmp_path, words | alone))
+        assert done.status == 0, done.err
+    assert (run / "metrics.jsonl").read_bytes() == metrics
+    assert [step for step, _ in storage.step_folders(run)] == [1, 2]
+    assert (run / "validation" / "step_1.jsonl").read_text() == (tmp_path / "then").read_text()
+    (found,) = read_metrics(run / "validation" / "metrics.jsonl")
+    told = read_metrics(run / "metrics.jsonl")[0]
+    assert found["step"] == 1
+    assert {name: told[name] for name in found} == found
+    refused = camshaft("ppo", *ppo_words(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
+    assert refused.status == 2
+    assert "validation needs files" in refused.err

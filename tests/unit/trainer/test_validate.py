@@ -40,7 +40,6 @@ def setting(tmp_path: Path) -> Iterator[tuple[PPOParts, PPOConfig]]:
             "actor_rollout_ref.rollout.val_kwargs.n": 2,
             "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
             "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
-            "trainer.log_val_generations": 4,
         },
     )
     with PPOParts(config) as parts:
@@ -58,10 +57,11 @@ def test_every_response_counts_once_for_its_data_set_and_for_all(setting: tuple[
         "invalid": 0, "timeouts": 0, "crashes": 0,
     }  # fmt: skip
     assert 1 <= metrics["val-aux/response_length/mean"] <= 8
-    # The first four of ten responses: two to each of the first two questions, which differ.
-    assert [(sample.ground_truth, sample.score) for sample in samples] == [("1", 1), ("1", 1), ("4", 4), ("4", 4)]
+    # Two to each question, which differ.
+    wanted = [("1", 1), ("4", 4), ("3", 3), ("bad", 0), ("6", 6)]
+    assert [(sample.ground_truth, sample.score) for sample in samples] == [one for one in wanted for _ in range(2)]
     assert all("1+1=" in sample.prompt for sample in samples)
-    assert len({sample.response for sample in samples}) == 4
+    assert len({sample.response for sample in samples}) == 10
 
 
 def test_responses_to_one_question_are_held_together(setting: tuple[PPOParts, PPOConfig]) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from camshaft.rollout import digest as module
-from camshaft.rollout.digest import BLOCK, digest
+from camshaft import digest as module
+from camshaft.digest import BLOCK, digest
 
 
 def in_plain_python(tensor: Tensor) -> int:

@@ -1,0 +1,94 @@
+"""The scripts in examples/ppo_trainer: two run to their end, every one has a config that passes all checks."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import camshaft
+from support.ppo_runs import ppo_words
+from transformers import AutoModelForCausalLM
+
+from camshaft.tracking.jsonl import read_metrics
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "ppo_trainer"
+
+TINY: dict[str, Any] = {
+    "data.train_batch_size": 8,
+    "data.max_prompt_length": 16,
+    "data.max_response_length": 8,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 4,
+    "actor_rollout_ref.rollout.name": "torch",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "trainer.device": "cpu",
+    "trainer.n_gpus_per_node": 1,
+    "trainer.logger": "[console,jsonl]",
+    "trainer.total_training_steps": 2,
+}
+"""What a model of 7B on eight GPUs must be told to fit into a test."""
+
+PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "critic.model.path")
+
+
+def places(folder: Path) -> dict[str, str]:
+    """Model and data that are there."""
+    return {key: value for key, _, value in (word.partition("=") for word in ppo_words(folder)) if key in PLACES}
+
+
+def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -> subprocess.CompletedProcess[str]:
+    """The script as its users start it, in `folder`; `python` is what it knows as python3."""
+    bin_folder = folder / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "python3").write_text(f'#!/bin/sh\n{python} "$@"\n')
+    (bin_folder / "python3").chmod(0o755)
+    path = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    command = ["bash", str(SCRIPTS / script), *(f"{key}={value}" for key, value in overrides.items())]
+    return subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, timeout=280, check=False)
+
+
+def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
+    """What the trainer would be given on its command line."""
+    done = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
+    assert done.returncode == 0, done.stderr
+    module, name, *words = (folder / "words").read_text().splitlines()
+    assert (module, name) == ("-m", "camshaft.trainer.main_ppo")
+    return words
+
+
+@pytest.mark.timeout(300)
+def test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_alone(tmp_path: Path) -> None:
+    done = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"
+    metrics = read_metrics(run / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [0, 1, 2]  # validated before, and at every step
+    assert all("val/reward/mean" in line for line in metrics)
+    assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in metrics[1:])
+    exported = camshaft("export", str(run), str(tmp_path / "out"))
+    assert exported.status == 0, exported.err
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.hidden_size == 32
+
+
+@pytest.mark.timeout(300)
+def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Path) -> None:
+    steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 2}
+    done = started("run_tiny_cpu.sh", tmp_path, steps, shlex.quote(sys.executable))
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    run = tmp_path / "checkpoints" / "camshaft_examples" / "tiny"
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
+    assert (run / "global_step_2" / "actor" / "model" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if "tiny" not in path.name))
+def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
+    there = places(tmp_path)
+    there |= {"reward_model.model.path": there["critic.model.path"], "trainer.logger": "[console,jsonl]"}
+    run = camshaft("ppo", *words_of(script, tmp_path / "there", there), "--cfg", "job")
+    assert run.status == 0, run.err
+    missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {"trainer.logger": "[console]"}), "--cfg", "job")
+    assert missing.status == 2
+    keys = [line.partition("=")[0].strip(" -*") for line in missing.err.splitlines() if "there is no such" in line]
+    assert len(keys) > 2, missing.err  # model and data are what it lacks

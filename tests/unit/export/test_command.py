@@ -1,0 +1,287 @@
+"""`camshaft export`: checkpoints of the plain engine and of two ranks, as folders for transformers and PEFT."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from support.command_line import Run, camshaft
+from support.ppo_runs import run_ppo, saved_weights
+from support.ranks import run_ranks
+from support.tiny import tiny_folder, tiny_rows
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
+
+from camshaft import storage
+from camshaft.checkpoint import CheckpointManager
+from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig
+from camshaft.engine.fsdp import FSDPEngine
+from camshaft.engine.reference import ReferenceEngine
+from camshaft.export.command import file_bytes
+
+LOADERS: dict[str, Any] = {
+    "causal_lm": AutoModelForCausalLM,
+    "value": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
+TOKENS = tiny_rows([9])[0][None]
+
+
+def model_of(head: Any = "causal_lm", rank: int = 0, **sizes: Any) -> EngineModel:
+    """Other weights than those of the folder; with an adapter, those of the folder."""
+    lora = LoRAConfig(rank=rank, alpha=8) if rank else None
+    return EngineModel(path=str(tiny_folder(**sizes)), head=head, random_init=not rank, lora=lora)
+
+
+def moved(engine: Any) -> None:
+    """As training would leave it: every trained weight is another, that of B too, which begins at zero."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+
+
+def saved(folder: Path, model: EngineModel, role: str = "actor", step: int = 3, state: Any = None) -> Path:
+    """A step as a trainer writes it; returns the folder of the run."""
+    engine = ReferenceEngine(EngineConfig(model=model, seed=7))
+    engine.init_model()
+    moved(engine)
+    CheckpointManager(folder).save(step, {role: lambda path, _: engine.save_checkpoint(path)}, state or {}, {})
+    return folder
+
+
+def save_on_ranks(model: EngineModel, folder: str) -> None:
+    engine = FSDPEngine(EngineConfig(model=model, seed=7))
+    engine.init_model()
+    moved(engine)
+    engine.save_checkpoint(folder)
+
+
+def export(*words: Any) -> Run:
+    return camshaft("export", *map(str, words))
+
+
+def done(*words: Any) -> Run:
+    run = export(*words)
+    assert run.status == 0, run.err
+    return run
+
+
+def assert_same(found: Any, weights: dict[str, Tensor]) -> None:
+    held = dict(found.named_parameters())
+    assert held.keys() == weights.keys()
+    assert [name for name in held if not torch.equal(held[name], weights[name])] == []
+
+
+# -- what is in the folder ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "value", "reward"])
+@pytest.mark.parametrize("tie_embeddings", [True, False])
+def test_transformers_finds_every_weight_of_the_checkpoint(head: str, tie_embeddings: bool, tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of(head, tie_embeddings=tie_embeddings), role="critic")
+    out = tmp_path / "out"
+    done(run, out)
+    found = LOADERS[head].from_pretrained(out)
+    assert_same(found, saved_weights(run / "global_step_3" / "critic"))
+    assert found.dtype == torch.float32
+    source = tiny_folder(tie_embeddings=tie_embeddings)
+    assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
+    assert storage.verify(out)["kind"] == "huggingface"
+    if head != "causal_lm":
+        assert found(TOKENS).logits.shape[-1] == 1
+
+
+def test_what_two_ranks_have_written_is_put_together(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_1"
+    run_ranks(save_on_ranks, 2, model_of(), str(step / "actor"))
+    done(step / "actor", tmp_path / "out")
+    assert len(list((step / "actor" / "model").glob("shard-*"))) == 2
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(step / "actor"))
+
+
+def test_weights_are_rounded_once_to_the_number_format_that_is_asked_for(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    done(run, tmp_path / "out", "--dtype", "bfloat16")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    weights = saved_weights(run / "global_step_3" / "actor")
+    assert_same(found, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+
+
+def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    done(run, tmp_path / "out", "--max-shard-size", "100KB")
+    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("model-*.safetensors")]
+    assert len(sizes) > 1
+    largest = max(weight.nbytes for weight in saved_weights(run / "global_step_3" / "actor").values())
+    assert max(sizes) < max(100_000, largest) + 4096  # and the file's own head
+    assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(run / "global_step_3" / "actor"))
+
+
+@pytest.mark.parametrize("head", ["causal_lm", "value"])
+def test_a_merged_adapter_gives_what_peft_gives_with_the_adapter_alone(head: str, tmp_path: Path) -> None:
+    step = tmp_path / "run" / "global_step_1"
+    run_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))
+    done(step / "actor", tmp_path / "merged")
+    done(step / "actor", tmp_path / "adapter", "--adapter")
+    assert not list((tmp_path / "adapter").glob("model*"))
+    more = {} if head == "causal_lm" else {"num_labels": 1}
+    base = LOADERS[head].from_pretrained(tiny_folder(), **more)
+    plain = base(TOKENS).logits.detach().clone()
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(TOKENS).logits
+    ours = LOADERS[head].from_pretrained(tmp_path / "merged")(TOKENS).logits
+    assert torch.allclose(ours, theirs, atol=1e-5)
+    assert not torch.allclose(ours, plain, atol=1e-2)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["base_model_name_or_path"]) == (4, str(tiny_folder()))
+
+
+def test_an_adapter_in_bfloat16_is_the_rounded_one(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of(rank=4))
+    done(run, tmp_path / "out", "--adapter", "--dtype", "bfloat16")
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder())
+    theirs = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, str(tmp_path / "out")))
+    weights = saved_weights(run / "global_step_3" / "actor")
+    assert len(theirs) == len(weights) > 0
+    for name, weight in weights.items():
+        rounded = weight.to(torch.bfloat16).float()
+        assert torch.equal(theirs[f"base_model.model.{name.replace('.default.', '.')}"], rounded), name
+
+
+def test_a_run_is_exported_by_its_folder_with_the_tokenizer_it_had(tmp_path: Path) -> None:
+    tokenizer = Path(shutil.copytree(tiny_folder(), tmp_path / "tokenizer"))
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
+    (run,) = run_ppo(tmp_path, {"trainer.save_freq": 1, "data.tokenizer": tokenizer}, steps=1)
+    (tmp_path / "actor" / "generation_config.json").write_text('{"top_k": 33}')
+    done(tmp_path / "run", tmp_path / "policy")
+    done(tmp_path / "run" / "global_step_1" / "critic", tmp_path / "values")
+    policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    assert_same(policy, run.actor)
+    assert policy.generation_config.top_k == 33
+    assert AutoTokenizer.from_pretrained(tmp_path / "policy").model_max_length == 77
+    assert_same(AutoModelForTokenClassification.from_pretrained(tmp_path / "values"), run.critic)
+    tokenizer.rename(tmp_path / "gone")
+    refused = export(tmp_path / "run", tmp_path / "later")
+    assert refused.status == 1
+    assert f"with the tokenizer {tokenizer}" in refused.err
+    done(tmp_path / "run", tmp_path / "later", "--model", tmp_path / "actor")
+    assert AutoTokenizer.from_pretrained(tmp_path / "later").model_max_length != 77
+
+
+# -- which checkpoint -----------------------------------------------------------------------------
+
+
+def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of(), step=2)
+    saved(run, model_of(tie_embeddings=False), step=10)
+    done(run, tmp_path / "newest")
+    (run / "global_step_10" / "trainer" / "manifest.json").unlink()  # killed before the step counted
+    assert "global_step_2/actor" in done(run, tmp_path / "whole").out
+    for name, step in (("newest", 10), ("whole", 2)):
+        weights = saved_weights(run / f"global_step_{step}" / "actor")
+        assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / name), weights)
+
+
+def test_a_model_that_was_moved_is_named_on_the_command_line(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(tiny_folder(), tmp_path / "source"))
+    state = {"tokenizer": str(source)}
+    run = saved(tmp_path / "run", EngineModel(path=str(source), lora=LoRAConfig(rank=4)), state=state)
+    source.rename(tmp_path / "moved")
+    refused = export(run, tmp_path / "out")
+    assert refused.status == 1
+    assert f"is of the model {source}" in refused.err
+    assert "--model FOLDER" in refused.err
+    done(run, tmp_path / "out", "--model", tmp_path / "moved")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    engine = ReferenceEngine(
+        EngineConfig(model=EngineModel(path=str(tmp_path / "moved"), lora=LoRAConfig(rank=4)), seed=7)
+    )
+    engine.init_model()
+    moved(engine)
+    assert_same(found, dict(engine.named_weights()))
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    file = run / "global_step_3" / "actor" / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    refused = export(run, tmp_path / "out")
+    assert refused.status == 1
+    assert "is damaged: 'model/model.safetensors' does not match its checksum" in refused.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "read.me").touch()
+    half = shutil.copytree(run / "global_step_3" / "actor", tmp_path / "half")
+    (half / "manifest.json").unlink()
+    none = tmp_path / "none"
+    shutil.copytree(run, none)
+    (none / "global_step_3" / "trainer" / "manifest.json").unlink()
+    foreign = shutil.copytree(run / "global_step_3" / "actor", tmp_path / "foreign")
+    (foreign / "state.json").write_text('{"engine": {}}')
+    for place, says in {
+        tmp_path / "nowhere": "there is no folder",
+        tmp_path / "notes": "is no checkpoint (it holds read.me). Name the folder of a run",
+        tiny_folder(): "is no checkpoint",
+        half: "is not a complete checkpoint: it has no manifest.json",
+        none: "none of its steps is whole",
+        none / "global_step_3": "is not a complete checkpoint",
+        foreign: "does not say which model it is of",
+    }.items():
+        refused = export(place, tmp_path / "out")
+        assert refused.status == 1, place
+        assert says in refused.err, place
+    done(none / "global_step_3" / "actor", tmp_path / "out")
+
+
+def test_nothing_is_replaced_but_an_older_export_and_that_only_when_told_so(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").touch()
+    (tmp_path / "empty").mkdir()
+    assert "is there already" in export(run, tmp_path / "mine", "--force").err
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
+    done(run, tmp_path / "empty")
+    (tmp_path / "empty" / "of_the_first").touch()
+    refused = export(run, tmp_path / "empty")
+    assert refused.status == 2
+    assert "type --force to replace it" in refused.err
+    assert (tmp_path / "empty" / "of_the_first").exists()
+    done(run, tmp_path / "empty", "--force")
+    assert not (tmp_path / "empty" / "of_the_first").exists()
+
+
+def test_what_the_checkpoint_cannot_give_is_refused_with_what_to_type(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run", model_of())
+    assert "leave out --adapter" in export(run, tmp_path / "out", "--adapter").err
+    assert "type a size, for instance 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
+    drawn = model_of(rank=4).model_copy(update={"random_init": True})
+    drawn_run = saved(tmp_path / "drawn", drawn)
+    assert "drawn from a seed" in export(drawn_run, tmp_path / "out", "--adapter").err
+    done(drawn_run, tmp_path / "merged")
+    code = saved(tmp_path / "code", model_of().model_copy(update={"external_lib": "json"}))
+    assert "type --trust-remote-code" in export(code, tmp_path / "out").err
+    done(code, tmp_path / "trusted", "--trust-remote-code")
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_are_read_as_transformers_reads_them() -> None:
+    assert [file_bytes(size) for size in ("5GB", "4GiB", "1.5 MB", "700")] == [5 * 10**9, 4 * 2**30, 1_500_000, 700]

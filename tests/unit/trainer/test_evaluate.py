@@ -1,0 +1,150 @@
+"""`camshaft eval`: numbers worked out by hand, the files that it takes and writes, and what it refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pyarrow import parquet
+from support.command_line import Run, camshaft, generate_words
+
+from camshaft.data.parquet import write_parquet
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return parquet.ParquetFile(path).read().to_pylist()
+
+
+def row(source: str, responses: Any, truth: str, **more: Any) -> dict[str, Any]:
+    return {"data_source": source, "responses": responses, "reward_model": {"ground_truth": truth}, **more}
+
+
+def evaluate(path: Path, **overrides: Any) -> Run:
+    """Scored by comparison, unless a function is named; keys with two underscores for the dot."""
+    keys = {"data.path": path, "custom_reward_function.name": "exact_match", "custom_reward_function.num_workers": 1}
+    keys |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return camshaft("eval", *(f"{key}={value}" for key, value in keys.items()))
+
+
+def numbers(tmp_path: Path, path: Path, **overrides: Any) -> dict[str, float]:
+    run = evaluate(path, data__metrics_path=tmp_path / "metrics.json", **overrides)
+    assert run.status == 0, run.err
+    return json.loads((tmp_path / "metrics.json").read_text())
+
+
+def test_the_numbers_are_those_of_hand_work_by_data_set(tmp_path: Path) -> None:
+    path = write_parquet(
+        tmp_path / "responses.parquet",
+        [row("a", ["1", "1", "2", "3"], "1"), row("a", ["5", "6", "6", "6"], "5"), row("b", ["x"], "x")],
+    )
+    found = numbers(tmp_path, path)
+    wanted = {
+        "test_score/a": 3 / 8,  # 2 of 4 and 1 of 4
+        "val-core/a/reward/mean@4": 3 / 8,
+        "val-core/a/reward/pass@1/mean": 3 / 8,
+        # 2 of 4 are wrong: a draw of two has only these with 1 in 6; 3 of 4 are: with 3 in 6
+        "val-aux/a/reward/pass@2/mean": (5 / 6 + 3 / 6) / 2,
+        "val-core/a/reward/pass@4/mean": 1,
+        "val-core/a/reward/best@4/mean": 1,
+        "val-core/a/reward/maj@4/mean": 1 / 2,  # "1" is right, "6" is not
+        "test_score/b": 1,
+        "val-core/b/reward/mean@1": 1,
+        "val-core/b/reward/pass@1/mean": 1,
+        "reward/errors": 0,
+    }
+    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_a_response_passes_from_a_score_on(tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text(HEAD + "    return len(solution_str) / 4\n")
+    path = write_parquet(tmp_path / "r.parquet", [row("a", ["w", "ww", "www", "wwww"], "")])
+    function = {"custom_reward_function__path": tmp_path / "half.py", "custom_reward_function__name": "compute_score"}
+    found = numbers(tmp_path, path, data__pass_score=0.75, **function)
+    assert found["val-core/a/reward/pass@1/mean"] == 0.5
+    assert found["val-aux/a/reward/pass@2/mean"] == pytest.approx(5 / 6)
+    assert found["val-core/a/reward/mean@4"] == 0.625
+    assert found["val-core/a/reward/best@4/mean"] == 1
+
+
+def test_rows_of_one_text_are_one_question_where_their_prompts_are_the_same(tmp_path: Path) -> None:
+    asked = [[{"role": "user", "content": text}] for text in ("p", "q")]
+    given = [
+        ("a", asked[0], "1"),
+        ("a", asked[1], "2"),
+        ("a", asked[0], "3"),
+        ("b", asked[0], "1"),
+        ("a", asked[1], "1"),
+    ]
+    table = [row(source, text, "1", prompt=prompt) for source, prompt, text in given]
+    out = tmp_path / "scored.parquet"
+    found = numbers(tmp_path, write_parquet(tmp_path / "r.parquet", table), data__output_path=out)
+    assert found["val-core/a/reward/mean@2"] == 0.5
+    assert found["val-core/a/reward/best@2/mean"] == 1
+    assert found["val-core/b/reward/mean@1"] == 1
+    assert [(r["score"], r["score_pred"]) for r in rows(out)] == [
+        (1, "1"),
+        (0, "2"),
+        (0, "3"),
+        (1, "1"),
+        (1, "1"),
+    ]
+
+
+def test_what_generate_wrote_has_the_scores_that_generate_gave(tmp_path: Path) -> None:
+    made, out = tmp_path / "out.parquet", tmp_path / "scored.parquet"
+    words = {"custom_reward_function.name": "arithmetic", "rollout.n": 4}
+    generated = camshaft("generate", *generate_words(tmp_path, words))
+    assert generated.status == 0, generated.err
+    run = evaluate(made, custom_reward_function__name="arithmetic", data__output_path=out)
+    assert run.status == 0, run.err
+    before, after = rows(made), rows(out)
+    assert [{key: scored[key] for key in made_row} for made_row, scored in zip(before, after, strict=True)] == before
+    assert [scored["score"] for scored in after] == [scored["responses_score"] for scored in before]
+    assert [scored["score_pred"] for scored in after] == [scored["responses_pred"] for scored in before]
+    table = [line for line in generated.out.splitlines() if "@" in line]
+    assert table
+    assert [line for line in table if line not in run.out] == []
+    assert "pass@4" in run.out
+    # A later `generate` must not take the scored file for its own.
+    made.unlink()
+    out.rename(made)
+    assert "there is such a file already" in camshaft("generate", *generate_words(tmp_path, words)).err
+
+
+def test_a_response_that_cannot_be_scored_counts_as_zero_and_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + "    return float(solution_str)\n")
+    path = write_parquet(tmp_path / "r.parquet", [row("a", ["1", "one"], "")])
+    function = {"custom_reward_function__path": tmp_path / "mine.py", "custom_reward_function__name": "compute_score"}
+    found = numbers(tmp_path, path, **function)
+    assert (found["reward/errors"], found["test_score/a"]) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("table", "more", "says"),
+    [
+        ([row("a", ["1"], "1"), row("a", ["1", "2"], "1")], {}, "row 0 has 1 responses and row 1 has 2"),
+        ([row("a", [], "1")], {}, "the column 'responses' has no response"),
+        ([row("a", "1", "1")], {}, "there is no column 'prompt'"),
+        ([row("a", ["1"], "1")], {"data__response_key": "response"}, "Did you mean 'responses'?"),
+        ([row("a", ["1"], "1", score=3.0)], {"data__output_path": "OUT"}, "has a column 'score' already"),
+        (
+            [row("a", ["1"], "1")],
+            {"custom_reward_function__name": "auto"},
+            "no scoring function goes with data_source a",
+        ),
+        ([row("a", ["1"], "1")], {"data__output_path": __file__}, "data.output_path"),
+        ([row("a", ["1"], "1")], {"data__metrics_path": "nowhere/m.json"}, "there is no folder"),
+        ([row("a", ["1"], "1")], {"custom_reward_function__name": "gsm9k"}, "gsm8k"),
+        ([{"data_source": "a", "responses": ["1"]}], {}, "rows have nothing to compare a response with"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "r.parquet", table)
+    more = {key: tmp_path / "out.parquet" if value == "OUT" else value for key, value in more.items()}
+    run = evaluate(path, **more)
+    assert run.status in (1, 2)
+    assert says in run.err
+    assert "Traceback" not in run.err
+    assert sorted(found.name for found in tmp_path.iterdir()) == ["r.parquet"]
