@@ -18,7 +18,8 @@ T = TypeVar("T")
 
 BROUGHT_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
-    "tensorboard": "camshaft[tensorboard]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
+    "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
+    "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
     "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
 }  # fmt: skip
 """What to install for each optional library: an extra of this package, or the library's own name."""

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -154,7 +155,7 @@ class PPOTrainer:
         trainer, total = self.config.trainer, self.parts.total_steps
         metrics: dict[str, float] = {}
         if trainer.val_before_train and self.global_step == 0:
-            tracking.log(self.validate(), step=0)
+            tracking.log(self.validate(tracking), step=0)
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -162,16 +163,17 @@ class PPOTrainer:
             metrics = self.step(prompts)
             last = self.global_step == total or self.parts.loader.exhausted
             if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
-                metrics |= self.validate()
+                metrics |= self.validate(tracking)
             tracking.log(metrics, step=self.global_step)
             if trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0):
                 self.save()
         return metrics
 
-    def validate(self) -> dict[str, float]:
-        """Score the held-out prompts; the first responses go to `validation/step_<n>.jsonl`."""
+    def validate(self, tracking: Tracking) -> dict[str, float]:
+        """Score the held-out prompts; the first responses go to `validation/step_<n>.jsonl` and to the trackers."""
         metrics, samples = validate(self.parts, self.config)
         if samples:
+            tracking.log_generations([asdict(sample) for sample in samples], step=self.global_step)
             folder = Path(self.config.trainer.default_local_dir) / "validation"
             save_samples(samples, folder / f"step_{self.global_step}.jsonl")
         return metrics

@@ -37,6 +37,8 @@ HOMES = {
     "megatron": ["engine/megatron"],
     "wandb": ["tracking/wandb.py"],
     "tensorboard": ["tracking/tensorboard.py"],
+    "mlflow": ["tracking/mlflow.py"],
+    "trackio": ["tracking/trackio.py"],
     "peft": ["models/lora.py"],
     "fsspec": ["storage.py", "checkpoint/remote.py"],
     "hydra": ["config"],
