@@ -4,6 +4,7 @@
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
     camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft config explain KEY           what a key means, its default, what it takes
+    camshaft metrics explain NAME         what a metric means
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
     camshaft parity --engine A --rollout B --model FOLDER     do the two agree, and if not, why?
 
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft import __version__
 from camshaft.errors import CamshaftError, ConfigError, tell
+from camshaft.tracking.command import add_arguments as add_metrics_arguments
 
 if TYPE_CHECKING:
     from camshaft.rules import Finding, Rule
@@ -66,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
     commands.add_parser("generate", help=generate, add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
+    add_metrics_arguments(commands.add_parser("metrics", help="explain or list what runs log"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
         check.add_argument("name", metavar="NAME|pkg.module:Class", help="one of ours, or anybody's")
