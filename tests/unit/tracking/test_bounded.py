@@ -10,17 +10,25 @@ from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker, Tracking, bounded
 from camshaft.tracking.jsonl import read_metrics
 
-TAKEN: list[int] = []
-GATE = threading.Event()
-"""What hangs, hangs until this is set."""
+
+class Here:
+    """Of one test: a thread that it left behind writes nothing into the next."""
+
+    def __init__(self):
+        self.taken: list[int] = []
+        self.gate = threading.Event()
+        """What hangs, hangs until this is set."""
+
+
+HERE: list[Here] = []
 
 
 class Plain(Tracker):
     def __init__(self, run):
-        pass
+        self.here = HERE[-1]
 
     def log(self, metrics, step):
-        TAKEN.append(step)
+        self.here.taken.append(step)
 
     def finish(self):
         pass
@@ -41,18 +49,18 @@ class AtOnce(FullDisk):
 
 class Hanging(Plain):
     def log(self, metrics, step):
-        GATE.wait()
+        self.here.gate.wait()
         super().log(metrics, step)
 
 
 class NeverClosing(Plain):
     def finish(self):
-        GATE.wait()
+        self.here.gate.wait()
 
 
 class NeverStarting(Plain):
     def __init__(self, run):
-        GATE.wait()
+        HERE[-1].gate.wait()
 
 
 class NoServer(Plain):
@@ -61,12 +69,11 @@ class NoServer(Plain):
 
 
 @pytest.fixture(autouse=True)
-def trackers(monkeypatch):
+def here(monkeypatch):
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
-    TAKEN.clear()
-    GATE.clear()
-    yield
-    GATE.set()  # no thread is left behind
+    HERE.append(Here())
+    yield HERE[-1]
+    HERE.pop().gate.set()
 
 
 @pytest.fixture
@@ -86,17 +93,17 @@ def log(tmp_path):
     return log
 
 
-def test_a_tracker_gets_all_steps_in_order(log, caplog):
+def test_a_tracker_gets_all_steps_in_order(here, log, caplog):
     log("Plain", 50)
-    assert len(TAKEN) == 50
-    assert sorted(TAKEN) == TAKEN
+    assert len(here.taken) == 50
+    assert sorted(here.taken) == here.taken
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", ["FullDisk", "AtOnce"])
-def test_a_tracker_that_fails_is_told_once_and_tried_again(log, caplog, name):
+def test_a_tracker_that_fails_is_told_once_and_tried_again(here, log, caplog, name):
     log(name, 6)
-    assert TAKEN == [2, 4, 6]
+    assert here.taken == [2, 4, 6]
     assert caplog.messages == [
         f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. The run goes on; the next "
         "step is tried again",
@@ -104,23 +111,23 @@ def test_a_tracker_that_fails_is_told_once_and_tried_again(log, caplog, name):
     ]
 
 
-def test_a_tracker_that_hangs_is_told_once_and_left_behind(log, caplog, monkeypatch):
+def test_a_tracker_that_hangs_is_told_once_and_left_behind(here, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("Hanging", 30, pause=0.01)
-    assert TAKEN == []
+    assert here.taken == []
     slow, left = caplog.messages
     assert "'faulty:Hanging' has not answered for 0 s. The run goes on; its metrics wait" in slow
     assert "'faulty:Hanging' did not take everything within 0.2 s of the end and is left behind" in left
 
 
-def test_what_waits_is_taken_when_a_tracker_answers_again(tmp_path):
+def test_what_waits_is_taken_when_a_tracker_answers_again(here, tmp_path):
     tracking = Tracking(["faulty:Hanging"], RunInfo("p", "e", tmp_path, total_steps=9))
     for step in range(1, 10):
         tracking.log({"x": 1.0}, step)
-    GATE.set()
+    here.gate.set()
     tracking.finish()
-    assert [*range(1, 10)] == TAKEN
+    assert [*range(1, 10)] == here.taken
 
 
 def test_what_waits_is_bounded(log, caplog, monkeypatch):
@@ -130,13 +137,12 @@ def test_what_waits_is_bounded(log, caplog, monkeypatch):
     told = [message for message in caplog.messages if "too far behind" in message]
     assert len(told) == 1
     assert "'faulty:Hanging' is too far behind: from step" in told[0]
-    GATE.set()
 
 
-def test_closing_is_bounded(log, caplog, monkeypatch):
+def test_closing_is_bounded(here, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("NeverClosing", 2)
-    assert TAKEN == [1, 2]
+    assert here.taken == [1, 2]
     assert "left behind" in caplog.text
 
 
