@@ -7,6 +7,7 @@
     camshaft eval key=value ...           scores of such responses, as a table
     camshaft export CHECKPOINT FOLDER     the model of a checkpoint as a Hugging Face folder
     camshaft config explain KEY           what a key means, its default, what it takes
+    camshaft metrics explain NAME         what a metric means
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
     camshaft checkpoints FOLDER           which steps of a run are on disk, and which are whole
     camshaft parity --engine A --rollout B --model FOLDER     do the two agree, and if not, why?
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft import __version__
 from camshaft.errors import CamshaftError, ConfigError, tell
+from camshaft.tracking.command import add_arguments as add_metrics_arguments
 
 if TYPE_CHECKING:
     from camshaft.rules import Finding, Rule
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("eval", help=scores, add_help=False)
     commands.add_parser("export", help="the model of a checkpoint as a Hugging Face folder", add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
+    add_metrics_arguments(commands.add_parser("metrics", help="explain or list what runs log"))
     for what, run in (("engine", _check_engine), ("rollout", _check_rollout)):
         check = commands.add_parser(f"check-{what}", help=f"prove one {what} against the contract of all")
         check.add_argument("name", metavar="NAME|pkg.module:Class", help="one of ours, or anybody's")

@@ -20,9 +20,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 BROUGHT_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
-    "tensorboard": "camshaft[tensorboard]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
-    "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]", "sglang": "sglang",
-    "torchtitan": "torchtitan", "megatron": "megatron-core",
+    "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
+    "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
+    "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
+    "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
 }  # fmt: skip
 """What to install for each optional library: an extra of this package, or the library's own name."""
 

@@ -38,7 +38,7 @@ KEYS = {
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 VALUES: dict[str, dict[str, str]] = {
-    "trainer.logger": {"file": "jsonl"},
+    "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
     "actor_rollout_ref.actor.fsdp_config.model_dtype": _DTYPES,
     "actor_rollout_ref.ref.fsdp_config.model_dtype": _DTYPES,
     "actor_rollout_ref.rollout.dtype": _DTYPES,

@@ -62,11 +62,6 @@ NOT_YET = (
         _is(False),
         "actor and rollout on separate devices are not there yet. Type {key}=true.",
     ),
-    NotYet(
-        ("trainer.logger",),
-        lambda value: bool({"wandb", "tracking", "tensorboard"} & set(value)),
-        "wandb, tracking and tensorboard are not there yet. Type '{key}=[console,jsonl]'.",
-    ),
 )
 
 MAY_BE_REMOTE = frozenset(

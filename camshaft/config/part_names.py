@@ -12,7 +12,8 @@ from camshaft.config.problems import Problem
 from camshaft.config.readers import BUILT_IN
 from camshaft.plugins import find, names
 
-ENGINES, TRACKERS = ("fsdp", "fsdp1", "fsdp2", "reference"), ("console", "jsonl")
+ENGINES = ("fsdp", "fsdp1", "fsdp2", "reference")
+TRACKERS = ("console", "jsonl", "mlflow", "tensorboard", "trackio", "wandb")
 ROLLOUTS, PLAIN_ROLLOUTS = BUILT_IN, ("hf", "torch")
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")

@@ -37,7 +37,10 @@ class SFTTrainerConfig(PlaceConfig):
     total_training_steps: int | None = Field(ge=1, description="Stop after so many steps; null: after the epochs.")
     project_name: Text = Field(description="Groups runs in the trackers and in the default folder of checkpoints.")
     experiment_name: Text = Field(description="Names this run.")
-    logger: Names = Field(description="Where metrics go: console, jsonl, or package.module:Class.")
+    logger: Names = Field(
+        description="Where metrics go: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or "
+        "package.module:Class."
+    )
     save_freq: OffOrPositive = Field(description="Steps between checkpoints; -1 for none.")
     test_freq: OffOrPositive = Field(description="Steps between validations; -1 for none.")
     default_local_dir: Path = Field(description="Folder of checkpoints and metrics.")

@@ -3,24 +3,30 @@
     with Tracking(["console", "jsonl"], RunInfo(project="demo", experiment="a", folder=Path("out"), ...)) as track:
         track.log({"critic/score/mean": 0.5, "timing_s/step": 1.2}, step=1)
 
-One file per tracker; each brings its own library. Metric names begin with the part they come from: actor/,
-critic/, rollout/, rollout_corr/, reward/, val/, timing_s/, perf/. The trainers call `log` once for each step.
+One file per tracker; each brings its own library. What the metrics are called and mean is one table, `names.py`. The
+trainers call `log` once for each step. A tracker that fails or hangs does not stop a run (`bounded.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.plugins import load
 from camshaft.tracking.base import RunInfo, Tracker, deterministic
+from camshaft.tracking.bounded import InTurn, OwnThread
 
-__all__ = ["TRACKERS", "RunInfo", "Tracker", "Tracking", "deterministic"]
+__all__ = ["TRACKERS", "RunInfo", "Tracker", "Tracking", "check_trackers", "deterministic"]
 
 TRACKERS = {
     "console": "camshaft.tracking.console:ConsoleTracker",
     "jsonl": "camshaft.tracking.jsonl:JsonlTracker",
+    "mlflow": "camshaft.tracking.mlflow:MLflowTracker",
+    "tensorboard": "camshaft.tracking.tensorboard:TensorBoardTracker",
+    "trackio": "camshaft.tracking.trackio:TrackioTracker",
+    "wandb": "camshaft.tracking.wandb:WandbTracker",
 }
 
 
@@ -28,10 +34,10 @@ class Tracking:
     """The trackers called `names`: names above, entry points of `camshaft.trackers`, or `package.module:Class`."""
 
     def __init__(self, names: Sequence[str], run: RunInfo):
-        self._trackers: list[Tracker] = []
+        self._trackers: list[InTurn | OwnThread] = []
         self._last_step: int | None = None
         with ExitStack() as opened:  # if one fails, those before it are finished
-            for name in names:
+            for name in dict.fromkeys(names):
                 tracker = _start(name, run)
                 self._trackers.append(tracker)
                 opened.callback(tracker.finish)
@@ -41,11 +47,18 @@ class Tracking:
         """All metrics of one step, to every tracker. Steps grow."""
         assert self._last_step is None or step > self._last_step, f"step {step} was logged after {self._last_step}"
         self._last_step = step
+        plain = {name: float(value) for name, value in metrics.items()}
         for tracker in self._trackers:
-            tracker.log(metrics, step)
+            tracker.put(lambda it: it.log(plain, step), step)
+
+    def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Responses of a validation, to every tracker; before the metrics of that step."""
+        plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+        for tracker in self._trackers:
+            tracker.put(lambda it: it.log_generations(plain, step), step)
 
     def finish(self) -> None:
-        """Close all trackers, the others too if one of them fails."""
+        """Close all trackers."""
         self._finish.close()
 
     def __enter__(self) -> Tracking:
@@ -55,14 +68,30 @@ class Tracking:
         self.finish()
 
 
-def _start(name: str, run: RunInfo) -> Tracker:
+def check_trackers(names: Sequence[str]) -> None:
+    """A ConfigError for a tracker whose library is missing, or that cannot work here."""
+    for name in names:
+        _class(name).check()
+
+
+def _class(name: str) -> type[Tracker]:
     try:
-        chosen = load(name, TRACKERS, "camshaft.trackers", Tracker)
-        return chosen(run)  # pyright: ignore[reportAbstractUsage]  (a class derived from it)
+        return load(name, TRACKERS, "camshaft.trackers", Tracker)
     except CamshaftError as error:
         raise ConfigError(f"the tracker '{name}' cannot be used: {error}") from error
+
+
+def _start(name: str, run: RunInfo) -> InTurn | OwnThread:
+    chosen = _class(name)
+    try:
+        runner = InTurn if chosen.at_once else OwnThread
+        return runner(name, lambda: chosen(run))  # pyright: ignore[reportAbstractUsage]  (a class derived from it)
     except Exception as error:
         raise ConfigError(
             f"the tracker '{name}' did not start: {type(error).__name__}: {error}. "
             "Take its name out of trainer.logger to run without it"
         ) from error
+
+
+def _plain(value: Any) -> str | float:
+    return value if isinstance(value, str | int | float) else str(value)

@@ -33,6 +33,8 @@ _WINDOW = 20
 class ConsoleTracker(Tracker):
     """Writes to standard output, or to another rich console."""
 
+    at_once = True
+
     def __init__(self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self._run = run
         self._console = console or Console()

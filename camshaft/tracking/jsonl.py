@@ -14,32 +14,38 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from camshaft.tracking.base import RunInfo, Tracker
+from camshaft.tracking.base import RunInfo, Tracker, put_aside
 
 FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Appends a line per step and flushes it, so that a killed run has lost nothing."""
+    """Appends a line per step at once, so that a killed run has lost nothing; what a full disk did not take follows."""
+
+    at_once = True
 
     def __init__(self, run: RunInfo):
-        folder = Path(run.folder).expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / FILE_NAME
+        self.path = run.place(FILE_NAME)
         if self.path.exists():
             if run.resumed_step is None:
-                self.path.rename(_free_name(self.path))
+                put_aside(self.path)
             else:
                 _drop_after(self.path, run.resumed_step)
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (closed by finish)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by finish)
+        self._unwritten = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         line = {"step": step} | {name: _as_json(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        self._unwritten += (json.dumps(line, allow_nan=False) + "\n").encode()
+        self._write()
 
     def finish(self) -> None:
-        self._file.close()
+        with self._file:
+            self._write()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
@@ -68,10 +74,3 @@ def _drop_after(path: Path, step: int) -> None:
     beside = path.with_suffix(".tmp")
     beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
     os.replace(beside, path)
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return aside

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -181,7 +182,7 @@ class PPOTrainer:
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-            metrics = self.validate()
+            metrics = self.validate(tracking)
             tracking.log(metrics, step=self.global_step)
             if trainer.val_only:
                 return metrics
@@ -194,7 +195,7 @@ class PPOTrainer:
             last = self.global_step == total or self.parts.loader.exhausted
             due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
             if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
-                validated = self.validate()
+                validated = self.validate(tracking)
                 due = self.best.offer(validated, self.global_step) or due
                 metrics |= validated
             tracking.log(metrics, step=self.global_step)
@@ -207,11 +208,13 @@ class PPOTrainer:
                 break
         return metrics
 
-    def validate(self) -> dict[str, float]:
-        """Score the held-out prompts; the responses go to `validation/step_<n>.jsonl`."""
+    def validate(self, tracking: Tracking) -> dict[str, float]:
+        """Score the held-out prompts; the responses go to `validation/step_<n>.jsonl`, the first to the trackers."""
         trainer = self.config.trainer
         metrics, samples = validate(self.parts, self.config)
         shown = samples[: trainer.log_val_generations]
+        if shown:
+            tracking.log_generations([asdict(sample) for sample in shown], step=self.global_step)
         if trainer.validation_data_dir is not None:
             self._write(samples, trainer.validation_data_dir)
         elif shown:

@@ -28,7 +28,7 @@ from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SFTWorker
 from camshaft.stop import Stop, listening
-from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking import RunInfo, Tracking, check_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class Session:
 def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
     """A run of so many processes in its folder, which no other run may write to at the same time."""
     _check_place(trainer, trainer.world_size if ranks is None else ranks)
+    check_trackers(trainer.logger)
     lock = _locked(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
     try:

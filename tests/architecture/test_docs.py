@@ -15,6 +15,8 @@ from camshaft.engine.contract import RULES
 from camshaft.parity.causes import Kind
 from camshaft.rollout import ROLLOUTS
 from camshaft.rollout.contract import RULES as ROLLOUT_RULES
+from camshaft.tracking import TRACKERS
+from camshaft.tracking.names import reference_page as reference_of_metrics
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,6 +24,17 @@ ROOT = Path(__file__).parents[2]
 def test_the_reference_of_keys_is_the_one_that_the_schema_writes() -> None:
     written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert written == reference_page(), "run: make docs"
+
+
+def test_the_reference_of_metrics_is_the_one_that_the_table_writes() -> None:
+    written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert written == reference_of_metrics(), "run: make docs"
+
+
+def test_the_page_on_tracking_has_every_tracker() -> None:
+    page = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8")
+    for name in TRACKERS:
+        assert f"\n| `{name}`" in page, name
 
 
 def test_the_page_on_engines_lists_every_rule_of_the_contract() -> None:

@@ -38,6 +38,8 @@ HOMES = {
     "megatron": ["engine/megatron"],
     "wandb": ["tracking/wandb.py"],
     "tensorboard": ["tracking/tensorboard.py"],
+    "mlflow": ["tracking/mlflow.py"],
+    "trackio": ["tracking/trackio.py"],
     "peft": ["models/lora.py"],
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],

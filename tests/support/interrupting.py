@@ -2,9 +2,9 @@
 
     trainer.logger=[jsonl,support.interrupting:InterruptingTracker]
 
-With a file `hold` in the run's folder the run waits there for ever, to be killed; with a file `stop` it ends with an
-error. Each holds the number of the step. Without them the tracker does nothing, so one command serves for all.
-`run_until` is the test's side of the first.
+With a file `hold` in the run's folder the run waits there for ever, to be killed; with a file `stop` it exits (of the
+errors of a tracker a run takes no notice). Each holds the number of the step. Without them the tracker does nothing, so
+one command serves for all. `run_until` is the test's side of the first.
 """
 
 import signal
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.errors import WorkerError
 from camshaft.tracking import RunInfo, Tracker
 from support.command_line import Run, finished, start
 
@@ -26,12 +25,14 @@ def _step(file: Path) -> int | None:
 
 
 class InterruptingTracker(Tracker):
+    at_once = True
+
     def __init__(self, run: RunInfo):
         self.folder = run.folder
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step == _step(self.folder / "stop"):
-            raise WorkerError("the test ends this run")
+            raise SystemExit("the test ends this run")
         while step == _step(self.folder / "hold"):
             time.sleep(0.01)
 

@@ -11,7 +11,7 @@ are written to the folder by the first run in it, and later runs there take them
 
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,12 +139,16 @@ class _Recorder:
     def __init__(self, parts: PPOParts, rewards: _WatchedRewards):
         self.parts, self.rewards = parts, rewards
         self.steps: list[Step] = []
+        self.generations: dict[int, Sequence[Mapping[str, Any]]] = {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         actor, critic = self.parts.actor, self.parts.critic
         self.steps.append(
             Step(dict(metrics), self.rewards.batch, weights_of(actor), weights_of(critic) if critic else {})
         )
+
+    def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        self.generations[step] = rows
 
 
 def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:

@@ -33,6 +33,7 @@ def warnings(caplog):
         ("reward.custom_reward_function.reward_kwargs.a=1", "custom_reward_function.reward_kwargs", {"a": 1}),
         ("trainer.logger=[console,file]", "trainer.logger", ("console", "jsonl")),
         ("trainer.logger=file", "trainer.logger", ("jsonl",)),
+        ("trainer.logger=[console,tracking]", "trainer.logger", ("console", "wandb")),
         ("actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.rollout.dtype", "bfloat16"),
     ],
 )

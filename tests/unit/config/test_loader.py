@@ -115,10 +115,10 @@ def test_the_command_line_of_the_specification_is_accepted(words, tmp_path):
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
             "trainer.n_gpus_per_node=1",
             "trainer.device=cpu",
-            "trainer.logger=[console,jsonl]",
         ]
     )
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 16
+    assert config.trainer.logger == ("console", "wandb")
     assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.4
     assert config.trainer.total_epochs == 15
 

@@ -46,7 +46,7 @@ def test_a_config_cannot_be_changed(words):
 
 # Keys and defaults as the specification lists them. Left out: `warmup_style` (an older name here, and so is the reward
 # model's `fsdp_config.min_num_params`, which all models have in `wrap_policy`),
-# `trainer.logger` (its `tracking` is not there yet), `trainer.project_name`.
+# `trainer.logger` (its `tracking` needs an account of wandb), `trainer.project_name`.
 SPECIFIED = {
     "data.tokenizer": None,
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",

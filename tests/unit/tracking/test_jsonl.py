@@ -1,5 +1,7 @@
+import contextlib
 import json
 import math
+import resource
 
 import pytest
 
@@ -81,6 +83,23 @@ def test_a_run_from_the_start_puts_an_older_file_aside(start):
     folder = tracker.path.parent
     assert read_metrics(tracker.path) == [{"step": 1, "x": 3.0}]
     assert [read_metrics(folder / f"metrics.{n}.jsonl")[0]["x"] for n in (1, 2)] == [1.0, 2.0]
+
+
+def test_what_a_full_disk_did_not_take_follows_when_there_is_room(start):
+    tracker = start()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(1, 5):
+        full = step in (2, 3)  # room for half a line
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (tracker.path.stat().st_size + 9 * (step == 2) if full else soft, hard)
+        )
+        try:
+            with pytest.raises(OSError, match="too large") if full else contextlib.nullcontext():
+                tracker.log({"x": float(step)}, step)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    tracker.finish()
+    assert tracker.path.read_text() == "".join(f'{{"step": {step}, "x": {step}.0}}\n' for step in range(1, 5))
 
 
 def test_a_folder_that_cannot_be_made_is_told_by_name(tmp_path):

@@ -1,13 +1,18 @@
+import subprocess
+import sys
+
 import pytest
 
 from camshaft.errors import ConfigError
-from camshaft.tracking import TRACKERS, RunInfo, Tracker, Tracking, deterministic
+from camshaft.tracking import TRACKERS, RunInfo, Tracker, Tracking, check_trackers, deterministic
 
 EVENTS: list[tuple] = []
 
 
 class Recorder(Tracker):
     """Writes down what it is told."""
+
+    at_once = True
 
     def __init__(self, run):
         EVENTS.append(("start", run.experiment))
@@ -17,6 +22,10 @@ class Recorder(Tracker):
 
     def finish(self):
         EVENTS.append(("finish",))
+
+
+class Second(Recorder):
+    """Another of its kind."""
 
 
 class Clumsy(Recorder):
@@ -36,8 +45,6 @@ class Absent(Recorder):
 
 @pytest.fixture(autouse=True)
 def events(monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, "recorders", sys.modules[__name__])
     EVENTS.clear()
     return EVENTS
@@ -49,19 +56,24 @@ def run(tmp_path):
 
 
 def test_every_tracker_gets_every_step(run, events):
-    with Tracking(["recorders:Recorder", "recorders:Recorder"], run) as tracking:
-        tracking.log({"a": 1.0}, step=0)
+    with Tracking(["recorders:Recorder", "recorders:Second"], run) as tracking:
+        tracking.log({"a": 1}, step=0)
         tracking.log({"a": 2.0}, step=5)
     start, finish = ("start", "e"), ("finish",)
     logs = [("log", 0, {"a": 1.0})] * 2 + [("log", 5, {"a": 2.0})] * 2
     assert events == [start, start, *logs, finish, finish]
 
 
-def test_all_are_finished_even_if_one_cannot(run, events):
-    tracking = Tracking(["recorders:Recorder", "recorders:Clumsy", "recorders:Recorder"], run)
-    with pytest.raises(OSError, match="disk full"):
-        tracking.finish()
+def test_a_tracker_that_is_named_twice_is_one(run, events):
+    with Tracking(["recorders:Recorder", "recorders:Recorder"], run):
+        pass
+    assert events == [("start", "e"), ("finish",)]
+
+
+def test_all_are_finished_even_if_one_cannot(run, events, caplog):
+    Tracking(["recorders:Recorder", "recorders:Clumsy", "recorders:Second"], run).finish()
     assert events.count(("finish",)) == 3
+    assert caplog.messages == ["the tracker 'recorders:Clumsy' did not close: OSError: disk full"]
 
 
 def test_finishing_twice_is_finishing_once(run, events):
@@ -87,9 +99,25 @@ def test_a_tracker_must_be_one(run):
 
 
 @pytest.mark.parametrize("name", TRACKERS)
-def test_every_built_in_takes_a_run(run, name):
+def test_every_built_in_takes_a_run(run, name, monkeypatch, caplog):
+    if name == "trackio":
+        pytest.importorskip(name)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("TRACKIO_DIR", str(run.folder))
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     with Tracking([name], run) as tracking:
         tracking.log({"critic/score/mean": 0.5}, step=1)
+    assert "the tracker" not in caplog.text
+
+
+@pytest.mark.parametrize("library", ["mlflow", "tensorboard", "trackio", "wandb"])
+def test_a_missing_library_is_named_with_what_to_type(library, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith((f"{library}.", f"camshaft.tracking.{library}")):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
+    with pytest.raises(ConfigError, match=rf"'{library}' cannot be used: .* pip install 'camshaft\[{library}\]'"):
+        check_trackers(["jsonl", library])
 
 
 def test_a_step_is_logged_once(run):
@@ -105,8 +133,6 @@ def test_wall_clock_metrics_are_not_deterministic():
 
 
 def test_importing_the_package_leaves_the_trackers_libraries_out():
-    import subprocess
-    import sys
-
-    code = "import camshaft.tracking, sys; assert not {'torch', 'rich'} & sys.modules.keys()"
+    libraries = {"torch", "rich", "wandb", "mlflow", "tensorboard", "trackio"}
+    code = f"import camshaft.tracking, sys; assert not {libraries} & sys.modules.keys()"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

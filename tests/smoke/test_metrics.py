@@ -1,0 +1,108 @@
+"""The table of metric names against what runs log, in both directions."""
+
+from pathlib import Path
+
+import pytest
+from support.command_line import camshaft, sft_words
+from support.ppo_runs import ppo_words, run_ppo
+from support.reward_models import make_tiny_reward_model
+
+import camshaft as package
+from camshaft.errors import ConfigError
+from camshaft.tracking.console import HEADLINES
+from camshaft.tracking.jsonl import read_metrics
+from camshaft.tracking.names import METRICS, find, matches
+from camshaft.trainer.metrics import OVER_RANKS
+
+HOME = Path(package.__file__).parent
+
+OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries"}
+"""Logged by generators with processes or servers of their own, which have tests of their own."""
+
+SCORED = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    right = float(solution_str == ground_truth)
+    return {"score": right, "acc": right, "length": float(len(solution_str)), "pred": solution_str}
+"""
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """trainer -> all names that its runs logged: one with whatever adds metrics, one with as little as can be."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "scored.py").write_text(SCORED)
+    ppo_words(folder)
+    make_tiny_reward_model(folder / "rm")
+    rollout = "actor_rollout_ref.rollout"
+    everything = {
+        "custom_reward_function.path": folder / "scored.py",
+        "reward_model.enable": True,
+        "reward_model.model.path": folder / "rm",
+        "reward_model.strategy": "reference",
+        "reward_model.micro_batch_size_per_gpu": 4,
+        "algorithm.use_kl_in_reward": True,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_rs": "token_k1",
+        "algorithm.rollout_correction.rollout_rs_threshold": "2.0",
+        "data.val_max_samples": 2,
+        "trainer.test_freq": 1,
+        f"{rollout}.val_kwargs.n": 4,
+        f"{rollout}.val_kwargs.do_sample": True,
+        f"{rollout}.val_kwargs.temperature": 1.0,
+    }
+    little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
+    ppo = [*run_ppo(folder, everything, 1), *run_ppo(folder, little, 1)]
+    held_out = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 1}
+    words = sft_words(folder, {**held_out, "trainer.total_training_steps": 1})
+    assert camshaft("sft", *words).status == 0
+    sft = read_metrics(folder / "sft" / "metrics.jsonl")
+    return {
+        "ppo": {name for step in ppo for name in step.metrics},
+        "sft": {name for line in sft for name in line} - {"step"},
+    }
+
+
+@pytest.mark.parametrize("trainer", ["ppo", "sft"])
+def test_what_is_logged_is_documented(logged: dict[str, set[str]], trainer: str) -> None:
+    for name in logged[trainer]:
+        find(name, trainer)  # an error by name
+
+
+@pytest.mark.parametrize("trainer", ["ppo", "sft"])
+def test_what_is_documented_is_logged(logged: dict[str, set[str]], trainer: str) -> None:
+    table = [(metric, name) for metric in METRICS if metric.trainer == trainer for name in metric.names()]
+    unlogged = [
+        name
+        for metric, name in table
+        if not any(matches(name, found) and find(found, trainer) is metric for found in logged[trainer])
+    ]
+    assert set(unlogged) == (OTHER_GENERATORS if trainer == "ppo" else set())
+
+
+def test_a_name_is_documented_once_for_a_trainer() -> None:
+    names = [(metric.trainer, name) for metric in METRICS for name in metric.names()]
+    assert len(names) == len(set(names))
+
+
+def test_every_metric_is_computed_where_the_table_says() -> None:
+    assert [metric.name for metric in METRICS if not (HOME / metric.source).is_file()] == []
+    for name in OTHER_GENERATORS:
+        source = (HOME / find(name).source).read_text(encoding="utf-8")
+        assert f'"{name.removeprefix("rollout/")}"' in source, name
+
+
+def test_what_other_parts_know_by_name_is_in_the_table() -> None:
+    headlines = {name for names in HEADLINES.values() for name in names} - {"reward/mean"}  # of `camshaft generate`
+    for name in {*OVER_RANKS, *headlines}:
+        find(name)
+
+
+def test_a_metric_is_explained_and_an_unknown_one_has_its_nearest() -> None:
+    told = camshaft("metrics", "explain", "val-core/openai/gsm8k/acc/maj@8/mean")
+    assert (told.status, told.out.splitlines()[0]) == (0, "val-core/<source>/{reward,acc}/{best,maj}@<n>/mean")
+    wrong = camshaft("metrics", "explain", "actor/ppo_lk")
+    assert wrong.status == 2
+    assert "Nearest: actor/ppo_kl" in wrong.err
+    with pytest.raises(ConfigError):
+        find("actor/pg_loss", "sft")

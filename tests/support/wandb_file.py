@@ -1,0 +1,62 @@
+"""What wandb wrote while offline, read without wandb's own reader: records of protobuf in LevelDB's log format.
+
+steps = history(folder)     # [{"step": 1, "critic/score/mean": 0.5}, ...], of all files of the run in order
+config_of(folder)
+"""
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+_BLOCK, _HEAD = 32768, 7
+_FULL, _LAST = 1, 4
+
+
+def records(folder: Path) -> list[Any]:
+    """Of all finished offline runs in `<folder>/wandb`, one file after the other."""
+    found: list[Any] = []
+    for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        until = time.monotonic() + 20
+        of_file: list[Any] = []
+        while not any(record.HasField("exit") for record in of_file):
+            of_file = list(_records(path.read_bytes()))
+            assert time.monotonic() < until, f"{path} has no end"
+            time.sleep(0.01)  # `finish` of the library comes back a little before its file is whole
+        found += of_file
+    return found
+
+
+def _records(data: bytes) -> Iterator[Any]:
+    place, parts = _HEAD, b""  # the file begins with a header of as many bytes
+    while place + _HEAD <= len(data):
+        left = _BLOCK - place % _BLOCK
+        if left < _HEAD:
+            place += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[place : place + _HEAD])
+        parts += data[place + _HEAD : place + _HEAD + length]
+        place += _HEAD + length
+        if kind in (_FULL, _LAST):
+            yield Record.FromString(parts)
+            parts = b""
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """What was logged, without the library's own entries."""
+    found = []
+    for record in records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            step = {"step": record.history.step.num}
+            found.append(step | {key: value for key, value in items.items() if not key.startswith("_")})
+    return found
+
+
+def run_record(folder: Path) -> Any:
+    """The run as it was begun last."""
+    return [record.run for record in records(folder) if record.WhichOneof("record_type") == "run"][-1]

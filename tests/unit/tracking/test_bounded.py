@@ -1,0 +1,156 @@
+"""Trackers that fail and hang: the run goes on, the user is told once."""
+
+import sys
+import threading
+import time
+
+import pytest
+
+from camshaft.errors import ConfigError
+from camshaft.tracking import RunInfo, Tracker, Tracking, bounded
+from camshaft.tracking.jsonl import read_metrics
+
+
+class Here:
+    """Of one test: a thread that it left behind writes nothing into the next."""
+
+    def __init__(self):
+        self.taken: list[int] = []
+        self.gate = threading.Event()
+        """What hangs, hangs until this is set."""
+
+
+HERE: list[Here] = []
+
+
+class Plain(Tracker):
+    def __init__(self, run):
+        self.here = HERE[-1]
+
+    def log(self, metrics, step):
+        self.here.taken.append(step)
+
+    def finish(self):
+        pass
+
+
+class FullDisk(Plain):
+    """Takes the even steps."""
+
+    def log(self, metrics, step):
+        if step % 2:
+            raise OSError("no space left on device")
+        super().log(metrics, step)
+
+
+class AtOnce(FullDisk):
+    at_once = True
+
+
+class Hanging(Plain):
+    def log(self, metrics, step):
+        self.here.gate.wait()
+        super().log(metrics, step)
+
+
+class NeverClosing(Plain):
+    def finish(self):
+        self.here.gate.wait()
+
+
+class NeverStarting(Plain):
+    def __init__(self, run):
+        HERE[-1].gate.wait()
+
+
+class NoServer(Plain):
+    def __init__(self, run):
+        raise TimeoutError("the server did not answer")
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
+    HERE.append(Here())
+    yield HERE[-1]
+    HERE.pop().gate.set()
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Log so many steps to one of these trackers and to a file, which has all of them whatever happens."""
+
+    def log(name, steps, pause=0.0):
+        run = RunInfo("p", "e", tmp_path, total_steps=steps)
+        began = time.monotonic()
+        with Tracking([f"faulty:{name}", "jsonl"], run) as tracking:
+            for step in range(1, steps + 1):
+                tracking.log({"x": float(step)}, step)
+                time.sleep(pause)
+        assert time.monotonic() - began < 10
+        assert [line["x"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, steps + 1))
+
+    return log
+
+
+def test_a_tracker_gets_all_steps_in_order(here, log, caplog):
+    log("Plain", 50)
+    assert len(here.taken) == 50
+    assert sorted(here.taken) == here.taken
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", ["FullDisk", "AtOnce"])
+def test_a_tracker_that_fails_is_told_once_and_tried_again(here, log, caplog, name):
+    log(name, 6)
+    assert here.taken == [2, 4, 6]
+    assert caplog.messages == [
+        f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. The run goes on; the next "
+        "step is tried again",
+        f"the tracker 'faulty:{name}' failed in 3 of 6 calls",
+    ]
+
+
+def test_a_tracker_that_hangs_is_told_once_and_left_behind(here, log, caplog, monkeypatch):
+    monkeypatch.setattr(bounded, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
+    log("Hanging", 30, pause=0.01)
+    assert here.taken == []
+    slow, left = caplog.messages
+    assert "'faulty:Hanging' has not answered for 0 s. The run goes on; its metrics wait" in slow
+    assert "'faulty:Hanging' did not take everything within 0.2 s of the end and is left behind" in left
+
+
+def test_what_waits_is_taken_when_a_tracker_answers_again(here, tmp_path):
+    tracking = Tracking(["faulty:Hanging"], RunInfo("p", "e", tmp_path, total_steps=9))
+    for step in range(1, 10):
+        tracking.log({"x": 1.0}, step)
+    here.gate.set()
+    tracking.finish()
+    assert [*range(1, 10)] == here.taken
+
+
+def test_what_waits_is_bounded(log, caplog, monkeypatch):
+    monkeypatch.setattr(bounded, "WAITING", 3)
+    monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.1)
+    log("Hanging", 30)
+    told = [message for message in caplog.messages if "too far behind" in message]
+    assert len(told) == 1
+    assert "'faulty:Hanging' is too far behind: from step" in told[0]
+
+
+def test_closing_is_bounded(here, log, caplog, monkeypatch):
+    monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
+    log("NeverClosing", 2)
+    assert here.taken == [1, 2]
+    assert "left behind" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("NeverStarting", "no answer within 0.2 s"), ("NoServer", "the server did not answer")],
+)
+def test_starting_is_bounded_and_a_failure_ends_the_run_before_it_begins(log, monkeypatch, name, why):
+    monkeypatch.setattr(bounded, "START_SECONDS", 0.2)
+    with pytest.raises(ConfigError, match=rf"'faulty:{name}' did not start: TimeoutError: {why}.*trainer\.logger"):
+        log(name, 1)
