@@ -4,6 +4,7 @@
     kl.py          distance to the reference policy, and the controllers of its weight
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
     losses.py      log-probs or values -> a loss; on the workers, flat (N,) tokens of a micro-batch
+    preference.py  scores of two answers -> a loss; on the workers, (B,) pairs of a micro-batch
     mismatch.py    the rollout's log-probs against the trainer's: a report, weights, rejection; on the driver
     at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; on plain numbers
     partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
@@ -43,12 +44,14 @@ from camshaft.algorithms.losses import (
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
 from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
+from camshaft.algorithms.preference import preference_loss
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator",
     "FixedKL", "AdaptiveKL", "kl_penalty", "full_kl",
     "Counts", "Clip", "aggregate", "policy_loss", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
+    "preference_loss",
     "mismatch", "importance_weights", "accepted", "effective_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip
