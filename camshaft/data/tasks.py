@@ -3,6 +3,7 @@
     paths = write_arithmetic("data/sums", operations=("addition",), num_train=2000, num_heldout=200)
     paths.train           # prompt [{"role": "user", "content": "12+35="}], reward_model.ground_truth "47"
     paths.sft_train       # the same problems with a column `response`, for a warm start
+    paths.preference_train    # the same with `chosen`, the result, and `rejected`, another number
 
 Used by the demo, the tests and whoever wants to see a run learn in minutes. The same arguments write the
 same files.
@@ -35,12 +36,14 @@ Problem = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ArithmeticPaths:
-    """The files of one data set: prompts for reinforcement learning, and the same with responses."""
+    """The files of one data set: prompts for reinforcement learning, the same with responses, and with two of them."""
 
     train: Path
     heldout: Path
     sft_train: Path
     sft_heldout: Path
+    preference_train: Path
+    preference_heldout: Path
 
 
 def write_arithmetic(
@@ -63,7 +66,7 @@ def write_arithmetic(
     if careless and tuple(operations) != ("addition",):
         raise ConfigError(f"careless={careless}: only additions can forget to carry, operations={tuple(operations)}")
     train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
-    chance = random.Random(f"careless {seed}")
+    chance, slip = random.Random(f"careless {seed}"), random.Random(f"slip {seed}")
     folder = Path(folder).expanduser()
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
@@ -80,7 +83,13 @@ def write_arithmetic(
             }
             for row, (_, left, right) in zip(rows, problems, strict=True)
         ]
+        pairs = [
+            {"prompt": row["prompt"], "chosen": right, "rejected": str(_wrong(int(right), slip))}
+            for row in rows
+            for right in [row["reward_model"]["ground_truth"]]
+        ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
+        files[f"preference_{split}"] = write_parquet(folder / f"preference_{split}.parquet", pairs)
         files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", answered)
     return ArithmeticPaths(**files)
 
@@ -127,6 +136,12 @@ def _without_carry(left: int, right: int) -> int:
         result += (left + right) % 10 * place
         left, right, place = left // 10, right // 10, place * 10
     return result
+
+
+def _wrong(result: int, chance: random.Random) -> int:
+    """Off by at most as much as the result is large, or by 9."""
+    off = chance.randint(1, max(9, abs(result)))
+    return result + chance.choice((-off, off))
 
 
 def _key(problem: Problem) -> Problem:
