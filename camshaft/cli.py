@@ -2,6 +2,7 @@
 
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
+    camshaft rm key=value ...             train a reward model         (= python -m camshaft.trainer.main_rm)
     camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft config explain KEY           what a key means, its default, what it takes
     camshaft check-engine pkg.mod:Class   prove an engine against its contract; check-rollout likewise
@@ -46,6 +47,10 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_sft
 
         return main_sft.main(arguments[1:])
+    if arguments[:1] == ["rm"]:
+        from camshaft.trainer import main_rm
+
+        return main_rm.main(arguments[1:])
     if arguments[:1] == ["generate"]:
         from camshaft.trainer import main_generation
 
@@ -63,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("ppo", help="train with PPO and its kin: camshaft ppo key=value ...", add_help=False)
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
+    commands.add_parser("rm", help="train a reward model: camshaft rm key=value ...", add_help=False)
     generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
     commands.add_parser("generate", help=generate, add_help=False)
     _config_commands(commands.add_parser("config", help="explain or list the keys of the config"))
@@ -142,7 +148,7 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="the Markdown file to write")
     for action in (explain, show, docs):
-        known = ("ppo", "sft", "generate")
+        known = ("ppo", "sft", "rm", "generate")
         action.add_argument("--trainer", choices=known, default="ppo", help="whose config (default: ppo)")
     explain.set_defaults(run=_explain)
     show.set_defaults(run=_show)

@@ -16,12 +16,13 @@ from camshaft.config.fields import Section, describe
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import DEFAULTS, HOME, raw_defaults, resolved_defaults
 from camshaft.config.not_yet import later
+from camshaft.config.rm import RMConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
 from camshaft.errors import ConfigError
 
-SCHEMAS: dict[str, type[Section]] = {"ppo": PPOConfig, "sft": SFTConfig, "generate": GenerateConfig}
+SCHEMAS: dict[str, type[Section]] = {"ppo": PPOConfig, "sft": SFTConfig, "rm": RMConfig, "generate": GenerateConfig}
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?P<value>.*)")
 

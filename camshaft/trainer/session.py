@@ -20,12 +20,11 @@ from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SFTConfig
-from camshaft.config.sft import SFTTrainerConfig
+from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig
 from camshaft.config.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
-from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SFTWorker
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.tracking import RunInfo, Tracking
 
 logger = logging.getLogger(__name__)
@@ -34,14 +33,14 @@ logger = logging.getLogger(__name__)
 class Session:
     """The screen and the trackers of one run."""
 
-    def __init__(self, trainer: TrainerConfig | SFTTrainerConfig):
+    def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
         self.console = Console(highlight=False)
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
-    def tracking(self, config: PPOConfig | SFTConfig, total_steps: int, saved: Saved | None) -> Tracking:
+    def tracking(self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None) -> Tracking:
         trainer = self.trainer
         info = RunInfo(
             project=trainer.project_name,
@@ -55,7 +54,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
+def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
     """A run of so many processes in its folder, which no other run may write to at the same time."""
     _check_place(trainer, trainer.world_size if ranks is None else ranks)
     lock = _locked(Path(trainer.default_local_dir).expanduser())
@@ -103,7 +102,7 @@ def told_resume(saved: Saved, total_steps: int) -> None:
         )
 
 
-def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWorker], failed: bool) -> None:
+def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
     """Wait for checkpoints that are written in the background; of a run that failed, as far as its workers live."""
     # The error of the run is the one to be read, and its workers may have ended with it.
     with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
@@ -111,7 +110,7 @@ def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWork
             role.wait_for_checkpoint()
 
 
-def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader) -> int:
+def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:
     """Steps of the run: as many as the config asks for, and no more than the data has."""
     asked, there = trainer.total_training_steps, len(loader)
     if asked is None or asked <= there:
@@ -124,7 +123,7 @@ def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader
     return there
 
 
-def _check_place(trainer: TrainerConfig | SFTTrainerConfig, ranks: int) -> None:
+def _check_place(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
     """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
     if trainer.backend() == "local":
         check_device(trainer.device, ranks)

@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from camshaft import algorithms, engine, rewards, rollout, tracking
-from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, load_ppo
+from camshaft.config import GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
 from camshaft.config.algorithm import GROUP_ESTIMATORS, Estimator
 from camshaft.config.fields import KLPenalty, LossAggMode
 from camshaft.config.loader import raw_defaults, resolved_defaults
 from camshaft.config.part_names import ENGINES, REWARDS, ROLLOUTS, TRACKERS
 from camshaft.config.tree import fields, flatten, get, leaf_fields
 
-SCHEMAS = [PPOConfig, SFTConfig, GenerateConfig]
+SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
