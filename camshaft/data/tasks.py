@@ -84,9 +84,8 @@ def write_arithmetic(
             for row, (_, left, right) in zip(rows, problems, strict=True)
         ]
         pairs = [
-            {"prompt": row["prompt"], "chosen": right, "rejected": str(_wrong(int(right), slip))}
-            for row in rows
-            for right in [row["reward_model"]["ground_truth"]]
+            {"prompt": row["prompt"], "chosen": str(result), "rejected": str(_wrong(result, slip))}
+            for row, result in zip(rows, map(_result, problems), strict=True)
         ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
         files[f"preference_{split}"] = write_parquet(folder / f"preference_{split}.parquet", pairs)
@@ -138,6 +137,11 @@ def _without_carry(left: int, right: int) -> int:
     return result
 
 
+def _result(problem: Problem) -> int:
+    name, a, b = problem
+    return OPERATIONS[name][1](a, b)
+
+
 def _wrong(result: int, chance: random.Random) -> int:
     """Off by at most as much as the result is large, or by 9."""
     off = chance.randint(1, max(9, abs(result)))
@@ -151,11 +155,11 @@ def _key(problem: Problem) -> Problem:
 
 def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     name, a, b = problem
-    sign, compute = OPERATIONS[name]
+    sign, _ = OPERATIONS[name]
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{a}{sign}{b}="}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(compute(a, b))},
+        "reward_model": {"style": "rule", "ground_truth": str(_result(problem))},
         "extra_info": {"split": split, "index": index, "operation": name, "left": a, "right": b},
     }
