@@ -2,6 +2,7 @@
 
     camshaft ppo key=value ...            train with PPO and its kin   (= python -m camshaft.trainer.main_ppo)
     camshaft sft key=value ...            supervised fine-tuning       (= python -m camshaft.trainer.main_sft)
+    camshaft rm key=value ...             train a reward model         (= python -m camshaft.trainer.main_rm)
     camshaft generate key=value ...       responses to the prompts of a parquet file
     camshaft check-data key=value ...     what camshaft ppo would find in its data, before anything is started
     camshaft eval key=value ...           scores of such responses, as a table
@@ -52,6 +53,10 @@ def _run(arguments: list[str]) -> int:
         from camshaft.trainer import main_sft
 
         return main_sft.main(arguments[1:])
+    if arguments[:1] == ["rm"]:
+        from camshaft.trainer import main_rm
+
+        return main_rm.main(arguments[1:])
     if arguments[:1] == ["generate"]:
         from camshaft.trainer import main_generation
 
@@ -81,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     commands.add_parser("ppo", help="train with PPO and its kin: camshaft ppo key=value ...", add_help=False)
     commands.add_parser("sft", help="supervised fine-tuning: camshaft sft key=value ...", add_help=False)
+    commands.add_parser("rm", help="train a reward model: camshaft rm key=value ...", add_help=False)
     generate = "responses to the prompts of a parquet file: camshaft generate key=value ..."
     commands.add_parser("generate", help=generate, add_help=False)
     look = "look at the data and the scoring function of a run: camshaft check-data key=value ..."
@@ -176,7 +182,7 @@ def _config_commands(config: argparse.ArgumentParser) -> None:
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="the Markdown file to write")
     for action in (explain, show, docs):
-        known = ("ppo", "sft", "generate", "eval")
+        known = ("ppo", "sft", "rm", "generate", "eval")
         action.add_argument("--trainer", choices=known, default="ppo", help="whose config (default: ppo)")
     explain.set_defaults(run=_explain)
     show.set_defaults(run=_show)

@@ -57,8 +57,13 @@ _TABLE = (
     Column("token_level_rewards", "ragged", "float32", "per response token: score minus the KL penalty", "trainer/advantages", ("trainer/advantages", "trainer/metrics")),
     Column("advantages", "ragged", "float32", "per response token: how much better than expected", "trainer/advantages", ("roles/actor.update_actor",)),
     Column("returns", "ragged", "float32", "per response token: the target of the critic", "trainer/advantages", ("roles/critic.update_critic",)),
-    Column("input_ids", "ragged", "int64", "the whole sequence, as an engine sees it", "roles/base or trainer/sft", ("engine",)),
-    Column("loss_mask", "ragged", "bool", "per token: true where an output is wanted and the loss counts it", "roles/base or trainer/sft", ("engine",)),
+    Column("input_ids", "ragged", "int64", "the whole sequence, as an engine sees it; of a pair, both", "roles/base or data/sft or roles/rm", ("engine",)),
+    Column("chosen", "ragged", "int64", "prompt and preferred answer, as a reward model reads them", "data/preferences", ("roles/rm",)),
+    Column("rejected", "ragged", "int64", "prompt and the other answer", "data/preferences", ("roles/rm",)),
+    Column("margin", "tensor", "float32", "by how much the preferred answer's score is to lead at least; 0 unless the data say more", "data/preferences", ("roles/rm",)),
+    Column("chosen_scores", "tensor", "float32", "the reward model's score of the preferred answer", "roles/rm.compute_scores", ("trainer/rm",)),
+    Column("rejected_scores", "tensor", "float32", "its score of the other answer", "roles/rm.compute_scores", ("trainer/rm",)),
+    Column("loss_mask", "ragged", "bool", "per token: true where an output is wanted and the loss counts it", "roles/base or data/sft", ("engine",)),
 )  # fmt: skip
 
 COLUMNS: dict[str, Column] = {column.name: column for column in _TABLE}

@@ -5,6 +5,7 @@
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
     policy.py      log-probs and advantages -> the loss of the policy; on the workers, flat (N,) tokens of a micro-batch
     losses.py      the other losses, and how tokens become one number; likewise
+    preference.py  scores of two answers -> a loss; on the workers, (B,) pairs of a micro-batch
     mismatch.py    the rollout's log-probs against the trainer's: a report, weights, rejection; on the driver
     at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; on plain numbers
     partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
@@ -42,6 +43,7 @@ from camshaft.algorithms.losses import (
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
 from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
 from camshaft.algorithms.policy import POLICY_LOSSES, Clip, PolicyLoss, cispo_loss, gspo_loss, policy_loss
+from camshaft.algorithms.preference import preference_loss
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
@@ -49,6 +51,7 @@ __all__ = [
     "FixedKL", "AdaptiveKL", "kl_penalty", "full_kl",
     "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
+    "preference_loss",
     "mismatch", "importance_weights", "accepted", "effective_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

@@ -4,8 +4,10 @@
     config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
     config.actor_rollout_ref.actor.optim.lr
 
-    ppo_trainer.yaml, sft_trainer.yaml, generation.yaml    every default, with comments; nowhere else are defaults
-    data model roles reward algorithm trainer root sft generate    the schema: types, bounds, one line on each key
+    ppo_trainer.yaml, sft_trainer.yaml, rm_trainer.yaml, generation.yaml, evaluation.yaml    every default, with
+                   comments; nowhere else are defaults
+    data model roles reward algorithm trainer root supervised sft rm generate evaluation    the schema: types,
+                   bounds, one line on each key
     fields.py      the base class of sections and the kinds of value
     loader.py      Hydra composes, then everything is checked; programs enter here
     command.py     the same for a command line; usage.py its --help
@@ -32,6 +34,7 @@ from camshaft.config.derive import (
     generate_sampling,
     ref_engine,
     reward_engine,
+    rm_engine,
     rollout_engine,
     sampling,
     sft_engine,
@@ -39,16 +42,18 @@ from camshaft.config.derive import (
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
-from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_sft
+from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
 from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
 from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
 from camshaft.config.readers import unread_by
 from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
+from camshaft.config.rm import RMConfig, RMDataConfig
 from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig, SFTDataConfig, SFTTrainerConfig
+from camshaft.config.sft import SFTConfig, SFTDataConfig
+from camshaft.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
 from camshaft.config.table import BatchRow, batch_table, render_batch_table
 from camshaft.config.topology import Topology, micro_batch_per_rank
 from camshaft.config.trainer import TrainerConfig
@@ -70,6 +75,8 @@ __all__ = [
     "OptimConfig",
     "OptimSection",
     "PPOConfig",
+    "RMConfig",
+    "RMDataConfig",
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
@@ -77,7 +84,9 @@ __all__ = [
     "RolloutEngineConfig",
     "SFTConfig",
     "SFTDataConfig",
-    "SFTTrainerConfig",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
+    "SupervisedTrainerConfig",
     "PlaceConfig",
     "Topology",
     "pool_sizes",
@@ -93,12 +102,14 @@ __all__ = [
     "load_eval",
     "load_generate",
     "load_ppo",
+    "load_rm",
     "load_sft",
     "micro_batch_per_rank",
     "ref_engine",
     "reference_page",
     "render_batch_table",
     "reward_engine",
+    "rm_engine",
     "rollout_engine",
     "run_with_hydra",
     "sampling",

@@ -1,6 +1,6 @@
 """What several keys must fulfil together. Each check yields every problem it finds, and stops at none.
 
-    problems = list(check(config))        # PPOConfig or SFTConfig
+    problems = list(check(config))        # the config of any command
 
 A problem names the keys that it rests on, so that `loader.py` can leave it out where one of them is wrong
 by itself. Batch arithmetic is spelled out in the message.
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm_checks import algorithm
 from camshaft.config.evaluation import EvalConfig
-from camshaft.config.files import eval_files, generate_files, ppo_files, sft_files
+from camshaft.config.files import eval_files, generate_files, ppo_files, supervised_files
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.model import CheckpointConfig, OptimSection
 from camshaft.config.part_names import ENGINES, PLAIN_ROLLOUTS, ROLLOUTS, TRACKERS, part_name
@@ -20,8 +20,8 @@ from camshaft.config.reward_checks import scores, scoring_function
 from camshaft.config.roles import GeneratorConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.server import ServerOptions
-from camshaft.config.sft import SFTConfig
-from camshaft.config.sharding import ppo_sharding, sft_sharding
+from camshaft.config.sharding import ppo_sharding, supervised_sharding
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
 
@@ -30,7 +30,7 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 RESUMED_FROM = ("model", "optimizer", "extra")
 
 
-def check(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
+def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
     """Everything that is wrong between the keys of a config whose single values are right."""
     if isinstance(config, GenerateConfig):
         yield from place_problems(config.trainer, {}, {})
@@ -42,11 +42,11 @@ def check(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig) -> Iterat
         yield from scoring_function(config.custom_reward_function)
         yield from eval_files(config)
         return
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         yield from place_problems(config.trainer, {}, {})
-        yield from _sft(config)
-        yield from sft_sharding(config)
-        yield from sft_files(config)
+        yield from _supervised(config)
+        yield from supervised_sharding(config)
+        yield from supervised_files(config)
         return
     used = {f"{role}.resource_pool": name for role, name in config.pools().items()}
     yield from place_problems(config.trainer, config.trainer.resource_pools, used)
@@ -321,7 +321,7 @@ def _contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
         yield Problem(f"{key}.save_contents", held, sentence)
 
 
-def _sft(config: SFTConfig) -> Iterator[Problem]:
+def _supervised(config: SupervisedConfig) -> Iterator[Problem]:
     data, trainer, world = config.data, config.trainer, config.trainer.world_size
     dp_size = Topology(world).dp_size(config.ranks_per_row())
     yield from part_name("strategy", config.strategy, ENGINES, "engines")
@@ -334,10 +334,12 @@ def _sft(config: SFTConfig) -> Iterator[Problem]:
         )
         yield Problem("data.train_batch_size", batch, sentence, WORLD)
     if data.train_max_samples != -1 and data.train_max_samples < batch:
-        sentence = f"reads fewer sequences than one step takes: data.train_batch_size={batch}."
+        sentence = f"reads fewer rows than one step takes: data.train_batch_size={batch}."
         yield Problem("data.train_max_samples", data.train_max_samples, sentence, ("data.train_batch_size",))
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu < data.max_length:
-        sentence = f"is less than the longest sequence, data.max_length={data.max_length}. Type that or more."
+    longest = config.longest_row()
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < longest:
+        what = "sequence" if longest == data.max_length else f"pair of sequences, {longest} tokens"
+        sentence = f"is less than the longest {what}: data.max_length={data.max_length}. Type {longest} or more."
         yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, sentence, ("data.max_length",))
     yield from _training_files(data.train_files)
     if not data.val_files and trainer.test_freq != -1:

@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import HOME, Config, forced, from_container, keys_of, plain, told
-from camshaft.config.sft import SFTConfig
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
 from camshaft.config.usage import USAGE
 from camshaft.errors import CamshaftError, ConfigError, tell
@@ -116,7 +116,7 @@ def _folder_of(config: Config, key: str) -> str | None:
         return config.data.output_path if key == "data.output_path" else None
     if key == "trainer.default_local_dir":
         return config.trainer.default_local_dir
-    return config.export_path() if isinstance(config, SFTConfig) and key == "trainer.export_path" else None
+    return config.export_path() if isinstance(config, SupervisedConfig) and key == "trainer.export_path" else None
 
 
 def _own_folder(key: str, shared: str, configs: Sequence[Config], composed: Composed) -> str:

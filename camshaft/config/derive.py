@@ -15,10 +15,12 @@ from camshaft.config.fields import DType
 from camshaft.config.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
 from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection
 from camshaft.config.reward import RewardModelConfig
+from camshaft.config.rm import RMConfig
 from camshaft.config.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
 from camshaft.config.trainer import TrainerConfig
 
@@ -88,8 +90,8 @@ def reward_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
     return MicroBatch(micro_batch_per_rank(per_gpu, older, config.reward_dp_size(topology)))
 
 
-def sft_train(config: SFTConfig) -> MicroBatch:
-    """Passes of a supervised run."""
+def supervised_train(config: SupervisedConfig) -> MicroBatch:
+    """Passes of a run with one model."""
     if config.data.use_dynamic_bsz:
         return MicroBatch(tokens=config.data.max_token_len_per_gpu)
     return MicroBatch(config.data.micro_batch_size_per_gpu)
@@ -224,16 +226,26 @@ def generate_model(config: GenerateConfig) -> EngineModel:
 
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
-    """The model of a supervised run. Its batch sizes are those of one rank already."""
-    train, fsdp = sft_train(config), config.fsdp_config
+    """The model of a supervised run."""
+    return _supervised_engine(config, _model(config.model, config.model.random_init), total_steps)
+
+
+def rm_engine(config: RMConfig, total_steps: int) -> EngineConfig:
+    """A reward model that is trained, from a model of its kind or from a causal one with a new head."""
+    model = _model(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
+    return _supervised_engine(config, model, total_steps)
+
+
+def _supervised_engine(config: SupervisedConfig, model: EngineModel, total_steps: int) -> EngineConfig:
+    """The one model of a run. Its batch sizes are those of one rank already."""
+    train, fsdp = supervised_train(config), config.fsdp_config
     optim = _optim(config.optim, total_steps)
     options = training_options(config.strategy, fsdp, config, config.model.enable_activation_offload)
-    model = _model(config.model, config.model.random_init)
     return _engine(config, model, fsdp.model_dtype, options, train, train, optim, config.grad_clip)
 
 
 def _engine(
-    config: PPOConfig | SFTConfig,
+    config: PPOConfig | SupervisedConfig,
     model: EngineModel,
     dtype: DType,
     options: dict[str, Any],
@@ -261,7 +273,7 @@ def _engine(
 def forward_options(
     strategy: str,
     fsdp: FSDPConfig | ForwardFSDPConfig,
-    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SFTConfig,
+    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig,
 ) -> dict[str, Any]:
     """Layout, memory and speed of an engine; engines of other packages are told what the sharded one is.
 
@@ -288,7 +300,7 @@ def forward_options(
 
 
 def training_options(
-    strategy: str, fsdp: FSDPConfig, section: ActorConfig | CriticConfig | SFTConfig, activation_offload: bool
+    strategy: str, fsdp: FSDPConfig, section: ActorConfig | CriticConfig | SupervisedConfig, activation_offload: bool
 ) -> dict[str, Any]:
     """The same, and what only training knows."""
     options = forward_options(strategy, fsdp, section)
@@ -305,7 +317,7 @@ def training_options(
 
 
 def _model(
-    model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
+    model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
     return EngineModel(
         path=model.path,

@@ -40,6 +40,8 @@ class EngineModel(Frozen):
     """causal_lm gives log_probs and entropy; value one number per token; reward one per sequence."""
     random_init: bool = False
     """Draw weights from the engine's seed instead of reading them."""
+    new_head: bool = False
+    """Draw a reward head from the seed where the folder has none, to train it; a value head is drawn anyway."""
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Changes to the model's own config, dropout for instance."""
     external_lib: str | None = None

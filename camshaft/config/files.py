@@ -13,7 +13,7 @@ from camshaft.config.model import AnyModelConfig
 from camshaft.config.problems import Problem
 from camshaft.config.reward import CustomRewardConfig
 from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.storage import is_url
 
 
@@ -42,7 +42,7 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
         yield from _reward_model(config)
 
 
-def sft_files(config: SFTConfig) -> Iterator[Problem]:
+def supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
     """Data and model of a supervised run."""
     yield from data_files("data.train_files", config.data.train_files)
     yield from data_files("data.val_files", config.data.val_files)
@@ -163,9 +163,13 @@ def _reward_model(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _vocabulary(path: str) -> Any:
-    """What numbers the tokens, or None if the folder does not tell in `tokenizer.json`."""
+    """What numbers the tokens, or None if the folder does not tell in `tokenizer.json`.
+
+    The rest of that file changes where transformers reads and writes it once, as an export does.
+    """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))
-    return content.get("model"), content.get("added_tokens")
+    added = {token.get("id"): token.get("content") for token in content.get("added_tokens", ())}
+    return content.get("model", {}).get("vocab"), added

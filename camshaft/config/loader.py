@@ -28,17 +28,20 @@ from camshaft.config.generate import GenerateConfig
 from camshaft.config.not_yet import refusals
 from camshaft.config.problems import Problem, from_validation, report
 from camshaft.config.readers import READERS, unread_by
+from camshaft.config.rm import RMConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove, shown
 from camshaft.errors import ConfigError
 
-Config = TypeVar("Config", PPOConfig, SFTConfig, GenerateConfig, EvalConfig)
+Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 
 HOME = Path(__file__).parent
 DEFAULTS: dict[type[Section], str] = {
     PPOConfig: "ppo_trainer",
     SFTConfig: "sft_trainer",
+    RMConfig: "rm_trainer",
     GenerateConfig: "generation",
     EvalConfig: "evaluation",
 }
@@ -58,6 +61,11 @@ def load_ppo(overrides: Sequence[str] = (), config_dir: str | None = None, confi
 def load_sft(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> SFTConfig:
     """The same for a supervised run."""
     return _load(SFTConfig, overrides, config_dir, config_name)
+
+
+def load_rm(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> RMConfig:
+    """The same of the training of a reward model."""
+    return _load(RMConfig, overrides, config_dir, config_name)
 
 
 def load_generate(
@@ -255,11 +263,11 @@ def told(error: Exception) -> str:
     return f"the config cannot be put together: {error}{reason}"
 
 
-def _tell(config: PPOConfig | SFTConfig | GenerateConfig | EvalConfig, by_hand: Collection[str]) -> None:
+def _tell(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, by_hand: Collection[str]) -> None:
     """One notice for each accepted setting that changes nothing."""
     if isinstance(config, GenerateConfig | EvalConfig):
         return
-    models = {"model": config.model} if isinstance(config, SFTConfig) else {
+    models = {"model": config.model} if isinstance(config, SupervisedConfig) else {
         "actor_rollout_ref.model": config.actor_rollout_ref.model,
         "critic.model": config.critic.model,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from camshaft.config.fields import Section, describe
 from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import DEFAULTS, HOME, raw_defaults, resolved_defaults
 from camshaft.config.not_yet import later
+from camshaft.config.rm import RMConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
@@ -25,6 +26,7 @@ from camshaft.errors import ConfigError
 SCHEMAS: dict[str, type[Section]] = {
     "ppo": PPOConfig,
     "sft": SFTConfig,
+    "rm": RMConfig,
     "generate": GenerateConfig,
     "eval": EvalConfig,
 }

@@ -1,6 +1,6 @@
 """How engines share a model out, and what the plain one cannot do. Used by `checks.py`.
 
-    problems = [*ppo_sharding(config)]        # or sft_sharding
+    problems = [*ppo_sharding(config)]        # or supervised_sharding
 
 The sums are those of the sharded engine: ranks / tensor_parallel_size hold shards, ranks / (sequence x tensor)
 have rows of their own.
@@ -18,7 +18,7 @@ from camshaft.config.readers import BUILT_IN
 from camshaft.config.reward import RewardModelConfig
 from camshaft.config.roles import ActorConfig, CriticConfig, RefConfig
 from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
+from camshaft.config.supervised import SupervisedConfig
 from camshaft.errors import EngineError
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
@@ -36,7 +36,7 @@ class Part:
 
     strategy: str
     strategy_key: str
-    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SFTConfig
+    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig
     key: str
     """With its dot; empty for a section that is the whole config."""
     fsdp: FSDPConfig | ForwardFSDPConfig
@@ -45,7 +45,7 @@ class Part:
     """None: one that is never trained, and knows neither adapters nor activations to keep."""
     model_key: str = ""
 
-    def trained(self) -> tuple[FSDPConfig, ActorConfig | CriticConfig | SFTConfig, AnyModelConfig] | None:
+    def trained(self) -> tuple[FSDPConfig, ActorConfig | CriticConfig | SupervisedConfig, AnyModelConfig] | None:
         """The sections of one that is trained."""
         fsdp, section, model = self.fsdp, self.section, self.model
         if model is None or not isinstance(fsdp, FSDPConfig) or isinstance(section, RefConfig | RewardModelConfig):
@@ -87,8 +87,8 @@ def ppo_sharding(config: PPOConfig) -> Iterator[Problem]:
     yield from _by_itself(config)
 
 
-def sft_sharding(config: SFTConfig) -> Iterator[Problem]:
-    """The same of a supervised run."""
+def supervised_sharding(config: SupervisedConfig) -> Iterator[Problem]:
+    """The same of a run with one model."""
     part = Part(config.strategy, "strategy", config, "", config.fsdp_config, "fsdp_config", config.model, "model")
     yield from _one_process([part] if config.trainer.world_size > 1 else [], config.trainer)
     yield from _group([part], config.trainer.world_size)

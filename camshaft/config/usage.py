@@ -1,8 +1,9 @@
-"""What `camshaft ppo --help` prints, and `sft`, `generate` and `eval`."""
+"""What `camshaft ppo --help`, `camshaft sft --help` and their kin print."""
 
 from camshaft.config.evaluation import EvalConfig
 from camshaft.config.fields import Section
 from camshaft.config.generate import GenerateConfig
+from camshaft.config.rm import RMConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 
@@ -42,6 +43,20 @@ All keys: camshaft config show --trainer sft. One of them: camshaft config expla
 {_OPTIONS}
 example:
   camshaft sft data.train_files=train.parquet data.val_files=null model.path=models/mine
+""",
+    RMConfig: f"""\
+usage: camshaft rm key=value ...         train a reward model on pairs of answers
+
+Every run needs:
+  data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
+  model.path=FOLDER                                           a language model, or a reward model
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+  strategy=fsdp                                               or reference: plain torch, one process
+All keys: camshaft config show --trainer rm. One of them: camshaft config explain --trainer rm KEY
+
+{_OPTIONS}
+example:
+  camshaft rm data.train_files=pairs.parquet data.val_files=null model.path=models/mine
 """,
     GenerateConfig: f"""\
 usage: camshaft generate key=value ...   responses to the prompts of a parquet file

@@ -4,7 +4,8 @@
     text = render(prompt, tokenizer, place, add_generation_prompt=True)
     ids = encode([text], tokenizer, special_tokens=False)[0]
 
-Shared by `prompts.py` and `sft.py`. `place` is the file and row that an error names.
+Shared by `prompts.py`, `sft.py`, `preferences.py`, and the role that scores. `place` is the file and row that an
+error names.
 """
 
 from __future__ import annotations
@@ -86,6 +87,25 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special_tok
     return ids
 
 
+def encode_each(
+    texts: Sequence[str], special_tokens: Sequence[bool], tokenizer: PreTrainedTokenizerBase
+) -> list[list[int]]:
+    """The same, where some texts get those tokens and others do not."""
+    ids: list[list[int]] = [[] for _ in texts]
+    for special in (True, False):
+        rows = [row for row, wanted in enumerate(special_tokens) if wanted == special]
+        for row, found in zip(rows, encode([texts[row] for row in rows], tokenizer, special), strict=True):
+            ids[row] = found
+    return ids
+
+
+def end_of_sequence(tokenizer: PreTrainedTokenizerBase, place: str) -> int:
+    """The token that ends an answer in plain text, after which no template writes one."""
+    if not isinstance(tokenizer.eos_token_id, int):
+        raise BatchError(f"{place}: the tokenizer has no end-of-sequence token to close a response with; set eos_token")
+    return tokenizer.eos_token_id
+
+
 def as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
     """What a model is to go on from: templated messages, or text as it is."""
     return prompt if isinstance(prompt, str) else render(prompt, tokenizer, place, add_generation_prompt=True)
@@ -96,12 +116,8 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Ids of each prompt as a model sees it at generation: templated messages, or text as it is."""
     rendered = [as_text(prompt, tokenizer, place) for prompt, place in zip(prompts, places, strict=True)]
-    ids: list[list[int]] = [[] for _ in prompts]
-    for plain in (True, False):
-        rows = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == plain]
-        # A template writes its own special tokens; plain text gets the tokenizer's.
-        for row, found in zip(rows, encode([rendered[i] for i in rows], tokenizer, plain), strict=True):
-            ids[row] = found
+    # A template writes its own special tokens; plain text gets the tokenizer's.
+    ids = encode_each(rendered, [isinstance(prompt, str) for prompt in prompts], tokenizer)
     for row, found in enumerate(ids):
         if not found:
             raise BatchError(f"{places[row]}: the prompt becomes no tokens at all: {rendered[row]!r}")
@@ -119,3 +135,22 @@ def cut(ids: list[Any], limit: int, side: Truncation) -> list[Any]:
     assert side == "middle", f"nothing is cut with truncation={side}"
     head = limit // 2
     return ids[:head] + ids[len(ids) - (limit - head) :]
+
+
+def without_padding(ids: list[int], pad: int | None) -> list[int]:
+    """`ids` up to the token that `AutoModelForSequenceClassification` scores: the last that is not `pad`.
+
+    Of a row that is nothing else the first one stays.
+    """
+    last = next((place for place in range(len(ids) - 1, -1, -1) if ids[place] != pad), 0)
+    return ids[: last + 1]
+
+
+def keep_end(ids: list[int], longest: int, bos: int | None) -> list[int]:
+    """At most `longest` ids: the end, where a score is read, and a beginning-of-sequence token."""
+    if len(ids) <= longest:
+        return ids
+    kept = ids[-longest:]
+    if bos is not None and ids[0] == bos and len(kept) > 1:
+        kept[0] = bos
+    return kept

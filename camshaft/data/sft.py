@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from camshaft.data.chat import Message, Truncation, check_prompt, cut, encode, render, watched
+from camshaft.data.chat import Message, Truncation, check_prompt, cut, encode_each, end_of_sequence, render, watched
 from camshaft.data.parquet import Paths, read_columns, read_parquet
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
@@ -168,11 +168,7 @@ def _pieces(
 def _tokenise(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase) -> list[tuple[list[int], list[bool]]]:
     """(ids, mask) of each sequence, ending with its last trained token."""
     flat = [piece for sequence in sequences for piece in sequence.pieces]
-    ids: list[list[int]] = [[] for _ in flat]
-    for special in (True, False):
-        chosen = [i for i, piece in enumerate(flat) if piece.special_tokens == special]
-        for i, found in zip(chosen, encode([flat[i].text for i in chosen], tokenizer, special), strict=True):
-            ids[i] = found
+    ids = encode_each([piece.text for piece in flat], [piece.special_tokens for piece in flat], tokenizer)
     enders = _special_ids(tokenizer)
     out, at = [], 0
     for sequence in sequences:
@@ -181,7 +177,7 @@ def _tokenise(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
         for piece in sequence.pieces:
             found, at = ids[at], at + 1
             if piece.trained and not sequence.templated:
-                found = [*found, _eos(tokenizer, sequence.place)]
+                found = [*found, end_of_sequence(tokenizer, sequence.place)]
             trained = _generated(found, enders) if piece.trained else 0
             tokens += found
             mask += [True] * trained + [False] * (len(found) - trained)
@@ -203,12 +199,6 @@ def _generated(ids: list[int], enders: frozenset[int]) -> int:
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     return frozenset([*tokenizer.all_special_ids, *added])
-
-
-def _eos(tokenizer: PreTrainedTokenizerBase, place: str) -> int:
-    if not isinstance(tokenizer.eos_token_id, int):
-        raise BatchError(f"{place}: the tokenizer has no end-of-sequence token to close a response with; set eos_token")
-    return tokenizer.eos_token_id
 
 
 def _check_lengths(

@@ -3,6 +3,7 @@
     paths = write_arithmetic("data/sums", operations=("addition",), num_train=2000, num_heldout=200)
     paths.train           # prompt [{"role": "user", "content": "12+35="}], reward_model.ground_truth "47"
     paths.sft_train       # the same problems with a column `response`, for a warm start
+    paths.preference_train    # the same with `chosen`, the result, and `rejected`, another number
 
 Used by the demo, the tests and whoever wants to see a run learn in minutes. The same arguments write the
 same files.
@@ -35,12 +36,14 @@ Problem = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ArithmeticPaths:
-    """The files of one data set: prompts for reinforcement learning, and the same with responses."""
+    """The files of one data set: prompts for reinforcement learning, the same with responses, and with two of them."""
 
     train: Path
     heldout: Path
     sft_train: Path
     sft_heldout: Path
+    preference_train: Path
+    preference_heldout: Path
 
 
 def write_arithmetic(
@@ -63,7 +66,7 @@ def write_arithmetic(
     if careless and tuple(operations) != ("addition",):
         raise ConfigError(f"careless={careless}: only additions can forget to carry, operations={tuple(operations)}")
     train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
-    chance = random.Random(f"careless {seed}")
+    chance, slip = random.Random(f"careless {seed}"), random.Random(f"slip {seed}")
     folder = Path(folder).expanduser()
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
@@ -80,7 +83,12 @@ def write_arithmetic(
             }
             for row, (_, left, right) in zip(rows, problems, strict=True)
         ]
+        pairs = [
+            {"prompt": row["prompt"], "chosen": str(result), "rejected": str(_wrong(result, slip))}
+            for row, result in zip(rows, map(_result, problems), strict=True)
+        ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
+        files[f"preference_{split}"] = write_parquet(folder / f"preference_{split}.parquet", pairs)
         files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", answered)
     return ArithmeticPaths(**files)
 
@@ -129,6 +137,17 @@ def _without_carry(left: int, right: int) -> int:
     return result
 
 
+def _result(problem: Problem) -> int:
+    name, a, b = problem
+    return OPERATIONS[name][1](a, b)
+
+
+def _wrong(result: int, chance: random.Random) -> int:
+    """Off by at most as much as the result is large, or by 9."""
+    off = chance.randint(1, max(9, abs(result)))
+    return result + chance.choice((-off, off))
+
+
 def _key(problem: Problem) -> Problem:
     name, a, b = problem
     return (name, min(a, b), max(a, b)) if name in _COMMUTES else problem
@@ -136,11 +155,11 @@ def _key(problem: Problem) -> Problem:
 
 def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:
     name, a, b = problem
-    sign, compute = OPERATIONS[name]
+    sign, _ = OPERATIONS[name]
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": f"{a}{sign}{b}="}],
         "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(compute(a, b))},
+        "reward_model": {"style": "rule", "ground_truth": str(_result(problem))},
         "extra_info": {"split": split, "index": index, "operation": name, "left": a, "right": b},
     }

@@ -198,12 +198,19 @@ class BaseEngine(ABC):
 
     # -- written once, in terms of the above ------------------------------------------------------
 
-    def train_batch(self, batch: Batch, ctx: StepContext | None = None, loss_fn: LossFn | None = None) -> StepResult:
+    def train_batch(
+        self,
+        batch: Batch,
+        ctx: StepContext | None = None,
+        loss_fn: LossFn | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> StepResult:
         """One optimizer step on one mini-batch; call inside `train_mode`. The schedule is the caller's."""
         if loss_fn is not None:
             self.set_loss_fn(loss_fn)
         self.optimizer_zero_grad()
-        predictions, loss, done = self.forward_backward_step(batch, ctx)
+        predictions, loss, done = self.forward_backward_step(batch, ctx, False, preprocess_fn, postprocess_fn)
         skipped_before = self.skipped_steps
         grad_norm = self.optimizer_step()
         shares = torch.stack([loss.double(), *(value.double() for value in done["metrics"].values())])
@@ -211,7 +218,13 @@ class BaseEngine(ABC):
         told = dict(zip(done["metrics"], metrics, strict=True))
         return StepResult(value, grad_norm, self.skipped_steps > skipped_before, predictions, told)
 
-    def infer_batch(self, batch: Batch, ctx: StepContext | None = None) -> Predictions:
+    def infer_batch(
+        self,
+        batch: Batch,
+        ctx: StepContext | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> Predictions:
         """Predictions without gradients; call inside `eval_mode` (or `train_mode`, at no extra move)."""
-        predictions, _ = self.forward_backward_step(batch, ctx, forward_only=True)
+        predictions, _ = self.forward_backward_step(batch, ctx, True, preprocess_fn, postprocess_fn)
         return predictions

@@ -5,8 +5,8 @@
     save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
 
 Every weight of the folder has to find its place, and every weight of the model has to come from the folder, by
-name. One exception: the head of a value model may be drawn from the seed. Nothing is downloaded but what a URL names
-(`hdfs://`, `s3://`, ...).
+name. One exception: the head of a value model, or of a reward model that is to be trained, may be drawn from the
+seed. Nothing is downloaded but what a URL names (`hdfs://`, `s3://`, ...).
 """
 
 import difflib
@@ -225,7 +225,7 @@ def _pretrained_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    drawn = ("score.", "classifier.") if model.head == "value" else ()
+    drawn = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
     problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(drawn)]
     problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]

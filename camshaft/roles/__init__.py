@@ -8,7 +8,8 @@
     rollout.py  generation with the actor's weights: generate_sequences
     generate.py generation with the weights of a folder, for `camshaft generate`
     hybrid.py   ActorRolloutRefWorker, which composes actor, rollout and reference
-    sft.py      the model of supervised fine-tuning: train_batch
+    supervised.py   one optimizer step a batch: train_batch
+    sft.py      the model of supervised fine-tuning; rm.py a reward model that is trained: compute_scores
     base.py     what roles share: sequences, mini-batches, metrics
 
 A role owns which columns it reads and writes, how many epochs and mini-batches, the loss, the metrics. A
@@ -21,17 +22,21 @@ from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
 from camshaft.roles.ref import RefWorker
 from camshaft.roles.reward_model import RewardModelWorker, reward_worker
+from camshaft.roles.rm import RMWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.roles.sft import SFTWorker
+from camshaft.roles.supervised import SupervisedWorker
 
 __all__ = [
     "ActorRolloutRefWorker",
     "ActorWorker",
     "CriticWorker",
     "GenerateWorker",
+    "RMWorker",
     "RefWorker",
     "RewardModelWorker",
     "RolloutWorker",
     "SFTWorker",
+    "SupervisedWorker",
     "reward_worker",
 ]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from camshaft.data.chat import Message, encode, render
+from camshaft.data.chat import Message, encode, keep_end, render, without_padding
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 
@@ -47,26 +47,13 @@ class RewardInput(ABC):
         self.longest, self.pad, self.bos = longest, pad, bos
 
     def __call__(self, data: DataProto) -> Read:
-        rows = [self._fitting(self._ended(row)) for row in self.rows(data)]
-        truncated = torch.tensor([cut for _, cut in rows], dtype=torch.bool)
-        return Read(Ragged.from_rows([ids for ids, _ in rows], torch.int64), truncated)
+        rows = [without_padding(row, self.pad) for row in self.rows(data)]
+        truncated = torch.tensor([len(ids) > self.longest for ids in rows], dtype=torch.bool)
+        return Read(Ragged.from_rows([keep_end(ids, self.longest, self.bos) for ids in rows], torch.int64), truncated)
 
     @abstractmethod
     def rows(self, data: DataProto) -> list[list[int]]:
         """Token ids of each row, whole."""
-
-    def _ended(self, ids: list[int]) -> list[int]:
-        """Without pad tokens at the end; of a row that is nothing else the first one is read."""
-        last = next((place for place in range(len(ids) - 1, -1, -1) if ids[place] != self.pad), 0)
-        return ids[: last + 1]
-
-    def _fitting(self, ids: list[int]) -> tuple[list[int], bool]:
-        if len(ids) <= self.longest:
-            return ids, False
-        kept = ids[-self.longest :]
-        if self.bos is not None and ids[0] == self.bos and len(kept) > 1:
-            kept[0] = self.bos
-        return kept, True
 
 
 class SameTokens(RewardInput):

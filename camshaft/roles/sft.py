@@ -1,7 +1,6 @@
-"""The model of supervised fine-tuning: one optimizer step a batch, cross-entropy over the trained tokens.
+"""The model of supervised fine-tuning: cross-entropy over the trained tokens.
 
-Reads `input_ids` and `loss_mask`. The mean of the loss is taken over the whole batch, however it is cut and over
-however many ranks it is split.
+Reads `input_ids` and `loss_mask`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from camshaft.algorithms import Counts, sft_loss
 from camshaft.config import SFTConfig, sft_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
-from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import TrainedRole
+from camshaft.engine import StepContext, StepResult
+from camshaft.roles.supervised import SupervisedWorker
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -25,30 +24,14 @@ def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor
     return sft_loss(predictions["log_probs"].values, counts), ctx
 
 
-class SFTWorker(TrainedRole):
+class SFTWorker(SupervisedWorker):
     """Language model and optimizer."""
 
     def __init__(self, config: SFTConfig, total_steps: int):
-        super().__init__()
-        self.config = config
-        self.engine = build_engine(config.strategy, sft_engine(config, total_steps))
-        self.engine.set_loss_fn(loss_fn)
-        self.computes_in = config.fsdp_config.computes_in()
+        super().__init__(config, sft_engine(config, total_steps))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def train_batch(self, data: DataProto) -> DataProto:
-        """One optimizer step; `meta_info["metrics"]` says what happened."""
-        rate = self.engine.learning_rate
-        with self.engine.train_mode():
-            result = self.engine.train_batch(data)
-        self.engine.lr_scheduler_step()
-        metrics = {
-            "train/loss": result.loss,
-            "train/grad_norm": result.grad_norm,
-            "train/lr": rate,
-            "train/skipped_steps": float(result.skipped),
-        }
-        return DataProto({}, {"metrics": metrics})
+    def learn(self, data: DataProto) -> StepResult:
+        return self.engine.train_batch(data, loss_fn=loss_fn)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:

@@ -20,7 +20,8 @@ from camshaft.tracking.base import RunInfo, Tracker
 HEADLINES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "reward/mean"),
     "loss": ("train/loss",),
-    "val": ("val/reward/mean", "val/loss"),
+    "accuracy": ("train/accuracy",),
+    "val": ("val/reward/mean", "val/accuracy", "val/loss"),
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
     "tok/s": ("perf/throughput",),
 }

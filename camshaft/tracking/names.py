@@ -37,6 +37,7 @@ class Metric:
 SPREAD = "{mean,max,min}"
 """Over the rows, or over the tokens, of all ranks."""
 _UPDATE = "{actor,critic}"
+_PAIRS = "{train,val}"
 
 METRICS = (
     # -- rewards and advantages
@@ -166,13 +167,32 @@ METRICS = (
     Metric("perf/sync_peak_memory_bytes", "bytes", "most at the hand-over, of the fullest rank", "reshard/hybrid.py"),
     # -- supervised
     Metric("train/loss", "nats", "cross-entropy per trained token", "roles/sft.py", "sft"),
-    Metric("train/grad_norm", "", "length of the gradient before clipping", "roles/sft.py", "sft"),
-    Metric("train/lr", "1", "learning rate of the step", "roles/sft.py", "sft"),
-    Metric("train/skipped_steps", "steps", "1 if the gradient was not finite", "roles/sft.py", "sft"),
     Metric("val/loss", "nats", "cross-entropy per token of the held-out rows", "trainer/sft.py", "sft"),
-    Metric("timing_s/step", "seconds", "of the step", "trainer/sft.py", "sft"),
+    # -- reward models
+    Metric(f"{_PAIRS}/loss", "nats", "mean over pairs, the centering included", "algorithms/preference.py", "rm"),
     Metric(
-        "perf/throughput", "tokens/second", "prompts and responses by the time of the step", "trainer/sft.py", "sft"
+        f"{_PAIRS}/accuracy",
+        "share of pairs",
+        "whose chosen answer has the higher score",
+        "algorithms/preference.py",
+        "rm",
+    ),
+    Metric(
+        f"{_PAIRS}/margin", "score", "of the chosen answers less that of the others", "algorithms/preference.py", "rm"
+    ),
+    Metric(f"{_PAIRS}/chosen_reward", "score", "mean of the chosen answers", "algorithms/preference.py", "rm"),
+    Metric(f"{_PAIRS}/rejected_reward", "score", "mean of the others", "algorithms/preference.py", "rm"),
+    # -- both
+    *(
+        Metric(name, unit, meaning, source, trainer)
+        for trainer in ("sft", "rm")
+        for name, unit, meaning, source in (
+            ("train/grad_norm", "", "length of the gradient before clipping", "roles/supervised.py"),
+            ("train/lr", "1", "learning rate of the step", "roles/supervised.py"),
+            ("train/skipped_steps", "steps", "1 if the gradient was not finite", "roles/supervised.py"),
+            ("timing_s/step", "seconds", "of the step", "trainer/supervised.py"),
+            ("perf/throughput", "tokens/second", "read, by the time of the step", "trainer/supervised.py"),
+        )
     ),
 )
 
@@ -215,7 +235,7 @@ def reference_page() -> str:
         "Written by `camshaft metrics docs`. [Tracking](tracking.md) says where they go.\n",
         LEGEND,
     ]
-    for trainer in ("ppo", "sft"):
+    for trainer in ("ppo", "sft", "rm"):
         parts.append(f"## `camshaft {trainer}`\n")
         parts.append("| metric | unit | meaning | from |\n|---|---|---|---|")
         for metric in METRICS:

@@ -20,17 +20,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_sft(config: SFTConfig) -> int:
     """One run. Nothing heavy is imported before the config was found good."""
-    from camshaft.trainer.session import session
     from camshaft.trainer.sft import SFTTrainer
+    from camshaft.trainer.supervised import run
 
-    with session(config.trainer) as run, SFTTrainer(config) as trainer:
-        saved = trainer.prepare()
-        with run.tracking(config, trainer.total_steps, saved) as tracking:
-            stop = run.listen()
-            trainer.fit(tracking, stop)
-        if not stop.status:
-            run.say(f"wrote {config.export_path()}")
-    return stop.status
+    return run(config, SFTTrainer)
 
 
 if __name__ == "__main__":

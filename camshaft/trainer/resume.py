@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SFTConfig
+from camshaft.config import PPOConfig, SupervisedConfig
 from camshaft.config.tree import flatten, leaf_fields, shown
 from camshaft.errors import CheckpointError
 
@@ -26,13 +26,13 @@ OF_ONE_START = ("trainer.resume_mode", "trainer.resume_from_path", "ray_kwargs")
 logger = logging.getLogger(__name__)
 
 
-def remembered(config: PPOConfig | SFTConfig) -> dict[str, Any]:
+def remembered(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
     """The config by dotted keys, as JSON."""
     values = flatten(config.model_dump(mode="json"), leaf_fields(type(config)))
     return {key: value for key, value in values.items() if not key.startswith(OF_ONE_START)}
 
 
-def changes(before: Mapping[str, Any], config: PPOConfig | SFTConfig) -> list[str]:
+def changes(before: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:
     """What the config says otherwise than it did, as it is typed."""
     return [
         f"{key}={shown(value)} (was {shown(before[key])})"
@@ -41,7 +41,7 @@ def changes(before: Mapping[str, Any], config: PPOConfig | SFTConfig) -> list[st
     ]
 
 
-def check_resume(saved: Saved, config: PPOConfig | SFTConfig, roles: Iterable[str]) -> None:
+def check_resume(saved: Saved, config: PPOConfig | SupervisedConfig, roles: Iterable[str]) -> None:
     """Say what changed since; an error if the step lacks a role that the run has."""
     changed = changes(saved.state["config"], config)
     if changed:

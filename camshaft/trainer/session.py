@@ -21,12 +21,11 @@ from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SFTConfig
-from camshaft.config.sft import SFTTrainerConfig
+from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig
 from camshaft.config.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
-from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SFTWorker
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, listening
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 
@@ -36,7 +35,7 @@ logger = logging.getLogger(__name__)
 class Session:
     """The screen and the trackers of one run."""
 
-    def __init__(self, trainer: TrainerConfig | SFTTrainerConfig):
+    def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
         self.console = Console(highlight=False)
         self._until_end = contextlib.ExitStack()
@@ -45,7 +44,7 @@ class Session:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def tracking(
-        self, config: PPOConfig | SFTConfig, total_steps: int, saved: Saved | None, inside: str = ""
+        self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None, inside: str = ""
     ) -> Tracking:
         """The trackers; of a validation alone, which goes on from no metrics and replaces none, `inside` a folder."""
         trainer = self.trainer
@@ -68,7 +67,7 @@ class Session:
 
 
 @contextlib.contextmanager
-def session(trainer: TrainerConfig | SFTTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
+def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
     """A run of so many processes in its folder, which no other run may write to at the same time."""
     _check_place(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
@@ -106,7 +105,7 @@ def _locked(folder: Path) -> IO[str]:
     return lock
 
 
-def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWorker], failed: bool) -> None:
+def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
     """Wait for checkpoints that are written in the background; of a run that failed, as far as its workers live."""
     # The error of the run is the one to be read, and its workers may have ended with it.
     with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
@@ -114,7 +113,7 @@ def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SFTWork
             role.wait_for_checkpoint()
 
 
-def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader) -> int:
+def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:
     """Steps of the run: as many as the config asks for, and no more than the data has."""
     asked, there = trainer.total_training_steps, len(loader)
     if asked is None or asked <= there:
@@ -127,7 +126,7 @@ def run_length(trainer: TrainerConfig | SFTTrainerConfig, loader: StatefulLoader
     return there
 
 
-def _check_place(trainer: TrainerConfig | SFTTrainerConfig, ranks: int) -> None:
+def _check_place(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
     """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
     if trainer.backend() == "local":
         check_device(trainer.device, ranks)

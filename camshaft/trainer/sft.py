@@ -1,153 +1,42 @@
-"""Supervised fine-tuning: the loop around the role in `roles/sft.py`.
+"""Supervised fine-tuning: the run of `supervised.py` with the role in `roles/sft.py`.
 
-    with SFTTrainer(config) as trainer:
-        trainer.prepare()
-        trainer.fit(tracking)
-
-One optimizer step per batch, cross-entropy over the trained tokens, the mean taken over the whole batch
-however it is cut. At the end the model is written as a Hugging Face folder. A single rank lives in this process,
-several are worker processes, which leaving the context ends.
+with SFTTrainer(config) as trainer:
+    trainer.prepare()
+    trainer.fit(tracking)
 """
 
 from __future__ import annotations
 
-import contextlib
-import time
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
-from camshaft.config import GLOBAL_POOL, SFTConfig, Topology
-from camshaft.controller import spawn
-from camshaft.data import SFTOptions, StatefulLoader, data_files, load_sft
+from camshaft.config import SFTConfig
+from camshaft.data import SFTOptions, load_sft
 from camshaft.dataproto import DataProto
-from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SFTWorker
-from camshaft.stop import Stop
-from camshaft.tracking import Tracking
-from camshaft.trainer.best import BestStep
-from camshaft.trainer.places import global_pool, run_pools
-from camshaft.trainer.resume import check_resume, remembered, told_resume
-from camshaft.trainer.session import finish_saving, run_length
+from camshaft.trainer.supervised import SupervisedTrainer
 
 
-class SFTTrainer(contextlib.AbstractContextManager["SFTTrainer"]):
-    """One run."""
+class SFTTrainer(SupervisedTrainer[SFTWorker]):
+    """Cross-entropy over the trained tokens."""
+
+    tokens = ("input_ids",)
 
     def __init__(self, config: SFTConfig):
-        self.config = config
-        check_export_path(config.export_path())
-        self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        self.loader = StatefulLoader(
-            self._rows(config.data.train_files, config.data.train_max_samples),
-            config.data.train_batch_size,
-            total_epochs=config.trainer.total_epochs,
-            shuffle=config.data.shuffle,
-            seed=config.data_seed(),
-        )
-        self.val_rows = self._rows(config.data.val_files, -1) if config.data.val_files else None
-        self.total_steps = run_length(config.trainer, self.loader)
-        ranks = config.trainer.world_size
-        self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
-        logs = Path(config.trainer.default_local_dir) / "logs"
-        specs = [global_pool(config.trainer, "model")]
-        with contextlib.ExitStack() as undo:
-            pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
-            self.model = spawn(SFTWorker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
-            self._exit = undo.pop_all()
-        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
-        self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
-        self.global_step = 0
+        self.data = config.data
+        super().__init__(config, SFTWorker)
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._exit:
-            finish_saving([self.model], failed=kind is not None)
-
-    def _rows(self, paths: tuple[str, ...], most: int) -> DataProto:
-        data = self.config.data
+    def rows(self, files: list[Path], most: int | None) -> DataProto:
         options = SFTOptions(
-            max_length=data.max_length,
-            truncation=data.truncation,
-            prompt_key=data.prompt_key,
-            response_key=data.response_key,
+            max_length=self.data.max_length,
+            truncation=self.data.truncation,
+            prompt_key=self.data.prompt_key,
+            response_key=self.data.response_key,
         )
-        return load_sft(data_files(paths), self.tokenizer, options, None if most == -1 else most).batch
-
-    # -- the loop ---------------------------------------------------------------------------------
-
-    def prepare(self) -> Saved | None:
-        """Build the model and, if there is something to resume from, load it."""
-        saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
-        if saved is not None:
-            check_resume(saved, self.config, ["model"])
-        self.model.init_model()
-        if saved is not None:
-            self.model.load_checkpoint(saved.role("model"))
-            self.loader.load_state_dict(saved.state["loader"])
-            self.best.load_state_dict(saved.state["best"])
-            self.global_step = saved.step
-            told_resume(saved, self.total_steps)
-        if self.config.trainer.resume_mode == "disable":
-            self.checkpoints.put_aside(after=0)
-        return saved
-
-    def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train to the end and write the Hugging Face folder, or until it is asked to stop; the last step's metrics."""
-        trainer, stop = self.config.trainer, stop or Stop()
-        metrics: dict[str, float] = {}
-        for batch in self.loader:
-            if self.global_step >= self.total_steps:
-                break
-            self.global_step += 1
-            metrics = self.step(batch)
-            last = self.global_step == self.total_steps or self.loader.exhausted
-            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
-            if (
-                self.val_rows is not None
-                and trainer.test_freq > 0
-                and (last or self.global_step % trainer.test_freq == 0)
-            ):
-                validated = self.validate(self.val_rows)
-                due = self.best.offer(validated, self.global_step) or due
-                metrics |= validated
-            tracking.log(metrics, step=self.global_step)
-            if due:
-                self.save()
-            if stop.asked and not last:
-                if not due:
-                    self.save()
-                stop.heed(self.global_step, self.total_steps)
-                return metrics
-        self.model.export(self.config.export_path())
-        return metrics
-
-    def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step."""
-        start = time.perf_counter()
-        metrics = self.model.train_batch(batch).meta_info["metrics"]
-        seconds = time.perf_counter() - start
-        return metrics | {"timing_s/step": seconds, "perf/throughput": len(batch["input_ids"].values) / seconds}
+        return load_sft(files, self.tokenizer, options, most).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Cross-entropy per token on held-out rows."""
-        total, count = 0.0, 0
-        for batch in rows.split(self.config.data.train_batch_size):
-            padded, added = batch.pad_to_divisor(self.dp_size)
-            found = self.model.compute_log_prob(padded).unpad(added)
-            mask = batch["loss_mask"].values
-            total -= float(found["log_probs"].values[mask].double().sum())
-            count += int(mask.sum())
-        return {"val/loss": total / count}
-
-    def save(self) -> None:
-        """All state of the run, whole or not at all."""
-        roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
-        keep = {"model": self.config.trainer.max_ckpt_to_keep}
-        exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}
-        state = {
-            "loader": self.loader.state_dict(),
-            "best": self.best.state_dict(),
-            "config": remembered(self.config),
-        }
-        self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
+        found = self.infer(rows, self.model.compute_log_prob)
+        mask = rows["loss_mask"].values
+        total = -float(found["log_probs"].values[mask].double().sum())
+        return {"val/loss": total / int(mask.sum())}

@@ -22,7 +22,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import camshaft.config
-from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, SFTConfig
+from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.config.fields import Section
 from camshaft.config.not_yet import NOT_YET
@@ -191,7 +191,7 @@ def reader() -> Reader:
     return reader
 
 
-@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, GenerateConfig, EvalConfig])
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig])
 def test_every_key_is_read_by_something(schema: type[Section], reader: Reader) -> None:
     assert dead_keys(reader, schema) == []
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from support.command_line import camshaft, sft_words
+from support.command_line import camshaft, rm_words, sft_words
 from support.ppo_runs import ppo_words, run_ppo
 from support.reward_models import make_tiny_reward_model
 
@@ -53,23 +53,22 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     }
     little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
     ppo = [*run_ppo(folder, everything, 1), *run_ppo(folder, little, 1)]
-    held_out = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 1}
-    words = sft_words(folder, {**held_out, "trainer.total_training_steps": 1})
-    assert camshaft("sft", *words).status == 0
-    sft = read_metrics(folder / "sft" / "metrics.jsonl")
-    return {
-        "ppo": {name for step in ppo for name in step.metrics},
-        "sft": {name for line in sft for name in line} - {"step"},
-    }
+    found = {"ppo": {name for step in ppo for name in step.metrics}}
+    for trainer, words, rows in (("sft", sft_words, "sft_heldout"), ("rm", rm_words, "preference_heldout")):
+        short = {"data.val_files": folder / "data" / f"{rows}.parquet", "trainer.test_freq": 1}
+        assert camshaft(trainer, *words(folder, {**short, "trainer.total_training_steps": 1})).status == 0
+        lines = read_metrics(folder / trainer / "metrics.jsonl")
+        found[trainer] = {name for line in lines for name in line} - {"step"}
+    return found
 
 
-@pytest.mark.parametrize("trainer", ["ppo", "sft"])
+@pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
 def test_what_is_logged_is_documented(logged: dict[str, set[str]], trainer: str) -> None:
     for name in logged[trainer]:
         find(name, trainer)  # an error by name
 
 
-@pytest.mark.parametrize("trainer", ["ppo", "sft"])
+@pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
 def test_what_is_documented_is_logged(logged: dict[str, set[str]], trainer: str) -> None:
     table = [(metric, name) for metric in METRICS if metric.trainer == trainer for name in metric.names()]
     unlogged = [

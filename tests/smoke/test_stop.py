@@ -2,11 +2,12 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import camshaft, finished, sft_words, start
+from support.command_line import camshaft, finished, rm_words, sft_words, start
 from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_words
 from support.processes import MARK, marked, still_running
@@ -59,11 +60,12 @@ def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_
     assert steps(whole) == []
 
 
+@pytest.mark.parametrize(("trainer", "words_of"), [("sft", sft_words), ("rm", rm_words)])
 def test_a_supervised_run_ends_at_sigusr1_without_an_export_and_one_that_is_done_takes_no_notice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    command = ["sft", *sft_words(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
+    command = [trainer, *words_of(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
     ended = run_until(3, run, command, monkeypatch, signal.SIGUSR1)
     assert (ended.status, steps(run)) == (138, [3])
     assert not (run / "huggingface").exists()

@@ -40,6 +40,8 @@ SMALL_SFT: dict[str, Any] = {
 }
 
 
+SMALL_RM: dict[str, Any] = {**SMALL_SFT, "trainer.total_training_steps": 3}
+
 SMALL_GENERATE: dict[str, Any] = {
     "data.batch_size": 4,
     "rollout.n": 2,
@@ -68,6 +70,17 @@ def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
         "trainer.default_local_dir": folder / "sft",
     }
     return [f"{key}={value}" for key, value in {**SMALL_SFT, **here, **(overrides or {})}.items()]
+
+
+def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """The words of the training of a reward model, on the model and the data that `ppo_words` writes to `folder`."""
+    ppo_words(folder)
+    here = {
+        "data.train_files": folder / "data" / "preference_train.parquet",
+        "model.path": folder / "actor",
+        "trainer.default_local_dir": folder / "rm",
+    }
+    return [f"{key}={value}" for key, value in {**SMALL_RM, **here, **(overrides or {})}.items()]
 
 
 def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:

@@ -3,12 +3,15 @@
 import pytest
 
 from camshaft.config import (
+    EngineModel,
     Topology,
     actor_engine,
     critic_engine,
     load_ppo,
+    load_rm,
     load_sft,
     ref_engine,
+    rm_engine,
     rollout_engine,
     sampling,
     sft_engine,
@@ -160,3 +163,11 @@ def test_a_supervised_engine_is_told_the_same_things(sft_words):
     assert (engine.optim.total_training_steps, engine.optim.lr_warmup_steps) == (200, 20)
     by_tokens = sft_engine(load_sft([*sft_words, "data.use_dynamic_bsz=true"]), total_steps=200)
     assert (by_tokens.micro_batch_size, by_tokens.max_tokens, by_tokens.infer_max_tokens) == (None, 8192, 8192)
+
+
+def test_a_reward_model_that_is_trained_may_have_a_new_head_and_one_that_scores_may_not(words, sft_words):
+    engine = rm_engine(load_rm([*sft_words, "data.micro_batch_size_per_gpu=3"]), total_steps=10)
+    assert (engine.model.head, engine.model.new_head) == ("reward", True)
+    assert (engine.micro_batch_size, engine.infer_micro_batch_size) == (3, 3)
+    assert engine.optim is not None
+    assert not EngineModel(path="models/any", head="reward").new_head

@@ -2,7 +2,7 @@
 
 import pytest
 
-from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, SFTConfig, explain, reference_page, show
+from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, explain, reference_page, show
 from camshaft.config.pages import comments
 from camshaft.config.tree import fields, leaf_fields
 from camshaft.errors import ConfigError
@@ -48,7 +48,8 @@ def test_an_unknown_key_is_told_with_the_nearest_ones():
 
 
 @pytest.mark.parametrize(
-    ("trainer", "schema"), [("ppo", PPOConfig), ("sft", SFTConfig), ("generate", GenerateConfig), ("eval", EvalConfig)]
+    ("trainer", "schema"),
+    [("ppo", PPOConfig), ("sft", SFTConfig), ("rm", RMConfig), ("generate", GenerateConfig), ("eval", EvalConfig)],
 )
 def test_every_key_can_be_explained(trainer, schema):
     assert all(explain(key, trainer).startswith(key) for key in fields(schema))
@@ -70,6 +71,7 @@ def test_show_is_the_file_of_defaults():
 def test_the_reference_page_has_a_line_for_every_key():
     lines = reference_page().splitlines()
     rows = [line for line in lines if line.startswith("| `")]
-    assert len(rows) == sum(len(leaf_fields(schema)) for schema in (PPOConfig, SFTConfig, GenerateConfig, EvalConfig))
+    schemas = (PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
+    assert len(rows) == sum(len(leaf_fields(schema)) for schema in schemas)
     assert any(row.startswith("| `data.val_batch_size` | `1312` | a whole number of 1 or more |") for row in rows)
     assert all(row.count(" | ") == 3 for row in rows)

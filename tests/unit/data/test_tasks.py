@@ -86,3 +86,13 @@ def test_an_unknown_operation_is_an_error(tmp_path):
 def test_an_empty_range_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="make 0"):
         write_arithmetic(tmp_path, left=(5, 3), right=(5, 3))
+
+
+def test_of_a_pair_the_chosen_answer_alone_is_right(tmp_path):
+    paths = write_arithmetic(tmp_path, operations=("subtraction",), **SMALL)
+    for split, pairs in ((paths.train, paths.preference_train), (paths.heldout, paths.preference_heldout)):
+        truths = [row["reward_model"]["ground_truth"] for row in read_parquet(split, ["reward_model"]).rows]
+        rows = read_parquet(pairs, ["prompt", "chosen", "rejected"]).rows
+        assert [row["prompt"][0]["content"] for row in rows] == texts(split)
+        assert [row["chosen"] for row in rows] == truths
+        assert all(0 < abs(int(row["rejected"]) - int(row["chosen"])) <= 9 for row in rows)

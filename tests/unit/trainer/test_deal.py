@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto
-from camshaft.trainer.deal import deal
+from camshaft.trainer.deal import deal, even_shares
 
 
 def rows(count: int) -> DataProto:
@@ -30,3 +30,12 @@ def test_a_mini_batch_is_of_the_same_rows_on_any_number_of_ranks(dp_size: int) -
     assert together == [sorted(mini["row"].tolist()) for mini in alone]
     assert len(together) == 8
     assert together[:4] != together[4:]
+
+
+def test_shares_have_equal_rows_and_nearly_equal_tokens() -> None:
+    # 9 and 1 against 8 and 2, where the order as it is has 17 against 3.
+    lengths = torch.tensor([9, 8, 1, 2])
+    assert even_shares(rows(4), lengths, dp_size=2)["row"].tolist() == [0, 2, 1, 3]
+    assert even_shares(rows(4), lengths, dp_size=1)["row"].tolist() == [0, 1, 2, 3]
+    # A rank that has more than its share of tokens with one row gets its number of rows all the same.
+    assert even_shares(rows(4), torch.tensor([1, 1, 1, 90]), dp_size=2)["row"].tolist() == [2, 3, 0, 1]

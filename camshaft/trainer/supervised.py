@@ -1,0 +1,182 @@
+"""The run that supervised fine-tuning (`sft.py`) and reward models (`rm.py`) have in common.
+
+    with SFTTrainer(config) as trainer:
+        trainer.prepare()
+        trainer.fit(tracking)
+
+    run(config, SFTTrainer)        # the same, with all that surrounds it; returns the exit status
+
+One optimizer step per batch, the mean taken over the whole batch however it is cut. At the end the model is written
+as a Hugging Face folder. A single rank lives in this process, several are worker processes, which leaving the context
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import torch
+
+from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
+from camshaft.config import GLOBAL_POOL, SupervisedConfig, Topology
+from camshaft.controller import spawn
+from camshaft.data import StatefulLoader, data_files
+from camshaft.dataproto import DataProto
+from camshaft.models.loader import load_tokenizer
+from camshaft.roles import SupervisedWorker
+from camshaft.stop import Stop
+from camshaft.tracking import Tracking
+from camshaft.trainer.best import BestStep
+from camshaft.trainer.deal import even_shares
+from camshaft.trainer.places import global_pool, run_pools
+from camshaft.trainer.resume import check_resume, remembered, told_resume
+from camshaft.trainer.session import finish_saving, run_length, session
+
+W = TypeVar("W", bound=SupervisedWorker)
+
+
+class SupervisedTrainer(ABC, Generic[W]):
+    """One run of one role."""
+
+    tokens: ClassVar[tuple[str, ...]]
+    """The columns of tokens that the model reads."""
+
+    def __init__(self, config: SupervisedConfig, worker: type[W]):
+        self.config = config
+        check_export_path(config.export_path())
+        self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        most = config.data.train_max_samples
+        self.loader = StatefulLoader(
+            self.rows(data_files(config.data.train_files), None if most == -1 else most),
+            config.data.train_batch_size,
+            total_epochs=config.trainer.total_epochs,
+            shuffle=config.data.shuffle,
+            seed=config.data_seed(),
+        )
+        self.val_rows = self.rows(data_files(config.data.val_files), None) if config.data.val_files else None
+        self.total_steps = run_length(config.trainer, self.loader)
+        ranks = config.trainer.world_size
+        self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
+        logs = Path(config.trainer.default_local_dir) / "logs"
+        specs = [global_pool(config.trainer, "model")]
+        with contextlib.ExitStack() as undo:
+            pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
+            self.model = spawn(worker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
+            self._exit = undo.pop_all()
+        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
+        self.global_step = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._exit:
+            finish_saving([self.model], failed=kind is not None)
+
+    # -- what differs -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def rows(self, files: list[Path], most: int | None) -> DataProto:
+        """The rows of these files, or the first `most` of them."""
+
+    @abstractmethod
+    def validate(self, rows: DataProto) -> dict[str, float]:
+        """Metrics of held-out rows."""
+
+    # -- the loop ---------------------------------------------------------------------------------
+
+    def prepare(self) -> Saved | None:
+        """Build the model and, if there is something to resume from, load it."""
+        saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
+        if saved is not None:
+            check_resume(saved, self.config, ["model"])
+        self.model.init_model()
+        if saved is not None:
+            self.model.load_checkpoint(saved.role("model"))
+            self.loader.load_state_dict(saved.state["loader"])
+            self.best.load_state_dict(saved.state["best"])
+            self.global_step = saved.step
+            told_resume(saved, self.total_steps)
+        if self.config.trainer.resume_mode == "disable":
+            self.checkpoints.put_aside(after=0)
+        return saved
+
+    def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
+        """Train to the end and write the Hugging Face folder, or until it is asked to stop; the last step's metrics."""
+        trainer, stop = self.config.trainer, stop or Stop()
+        metrics: dict[str, float] = {}
+        for batch in self.loader:
+            if self.global_step >= self.total_steps:
+                break
+            self.global_step += 1
+            metrics = self.step(batch)
+            last = self.global_step == self.total_steps or self.loader.exhausted
+            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
+            if (
+                self.val_rows is not None
+                and trainer.test_freq > 0
+                and (last or self.global_step % trainer.test_freq == 0)
+            ):
+                validated = self.validate(self.val_rows)
+                due = self.best.offer(validated, self.global_step) or due
+                metrics |= validated
+            tracking.log(metrics, step=self.global_step)
+            if due:
+                self.save()
+            if stop.asked and not last:
+                if not due:
+                    self.save()
+                stop.heed(self.global_step, self.total_steps)
+                return metrics
+        self.model.export(self.config.export_path())
+        return metrics
+
+    def step(self, batch: DataProto) -> dict[str, float]:
+        """One optimizer step."""
+        start = time.perf_counter()
+        tokens = torch.stack([batch.ragged(name).lengths for name in self.tokens]).sum(0)
+        metrics = self.model.train_batch(even_shares(batch, tokens, self.dp_size)).meta_info["metrics"]
+        seconds = time.perf_counter() - start
+        return metrics | {"timing_s/step": seconds, "perf/throughput": int(tokens.sum()) / seconds}
+
+    def infer(self, rows: DataProto, method: Callable[[DataProto], DataProto]) -> DataProto:
+        """What a method of the model says of any number of rows."""
+        found = []
+        for batch in rows.split(self.config.data.train_batch_size):
+            padded, added = batch.pad_to_divisor(self.dp_size)
+            found.append(method(padded).unpad(added))
+        return DataProto.concat(found)
+
+    def save(self) -> None:
+        """All state of the run, whole or not at all."""
+        roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
+        keep = {"model": self.config.trainer.max_ckpt_to_keep}
+        exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}
+        state = {
+            "loader": self.loader.state_dict(),
+            "best": self.best.state_dict(),
+            "config": remembered(self.config),
+        }
+        self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
+
+
+C = TypeVar("C", bound=SupervisedConfig)
+
+
+def run(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
+    """One run, from the look at the machine to the finished model."""
+    with session(config.trainer) as around, trainer_class(config) as trainer:
+        saved = trainer.prepare()
+        with around.tracking(config, trainer.total_steps, saved) as tracking:
+            stop = around.listen()
+            trainer.fit(tracking, stop)
+        if not stop.status:
+            around.say(f"wrote {config.export_path()}")
+    return stop.status

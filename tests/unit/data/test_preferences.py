@@ -1,0 +1,169 @@
+"""Pairs of answers: what becomes of each kind of row, what is cut, and what is refused."""
+
+import copy
+
+import pytest
+
+from camshaft.data.parquet import write_parquet
+from camshaft.data.preferences import PreferenceOptions, load_preferences
+from camshaft.errors import BatchError
+
+# As the template of the tokenizer, and a line break behind each turn.
+LINES = "{% for m in messages %}<|im_start|>{{ m.role[0] }}{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def bot(text):
+    return {"role": "assistant", "content": text}
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(rows, template=None, bos=None, **options):
+        chosen = copy.deepcopy(tokenizer)
+        chosen.chat_template = template or tokenizer.chat_template
+        chosen.bos_token = bos
+        return load_preferences(write_parquet(tmp_path / "pairs.parquet", rows), chosen, PreferenceOptions(**options))
+
+    return load
+
+
+def shown(found, tokenizer):
+    """(chosen, rejected) of each row, as text."""
+    columns = [[tokenizer.decode(row) for row in found.batch[name].rows()] for name in ("chosen", "rejected")]
+    texts = [[text.replace("<|im_start|>", "(").replace("<|im_end|>", ")") for text in column] for column in columns]
+    return list(zip(*texts, strict=True))
+
+
+PROMPT = {"prompt": [user("1+2=")]}
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({**PROMPT, "chosen": "3", "rejected": "4"}, {}),
+        ({**PROMPT, "chosen": [bot("3")], "rejected": [bot("4")]}, {}),
+        ({**PROMPT, "chosen": [user("1+2="), bot("3")], "rejected": [user("1+2="), bot("4")]}, {}),
+        ({"prompt": "1+2=", "chosen": [user("1+2="), bot("3")], "rejected": [user("1+2="), bot("4")]}, {}),
+        ({"chosen": [user("1+2="), bot("3")], "rejected": [user("1+2="), bot("4")]}, {"prompt_key": None}),
+    ],
+    ids=["text after messages", "turns after messages", "whole beside messages", "whole beside text", "whole"],
+)
+def test_conversations_go_through_the_template_however_they_are_written(load, tokenizer, row, options):
+    assert shown(load([row], **options), tokenizer) == [("(u1+2=)(a3)", "(u1+2=)(a4)")]
+
+
+def test_a_sequence_is_what_transformers_makes_of_the_conversation(load, tokenizer):
+    turns = [user("1+2="), bot("3"), user("sure?"), bot("yes")]
+    found = load([{"prompt": turns[:3], "chosen": "yes", "rejected": "no"}])
+    assert found.batch["chosen"].rows()[0].tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
+
+
+def test_plain_text_stays_plain_and_is_ended(load, tokenizer):
+    assert shown(load([{"prompt": "1+2=", "chosen": "3", "rejected": "4"}]), tokenizer) == [("1+2=3)", "1+2=4)")]
+    whole = {"chosen": "Human: 1+2? Assistant: 3", "rejected": "Human: 1+2? Assistant: 4<|im_end|>"}
+    found = shown(load([whole], prompt_key=None), tokenizer)
+    assert found == [("Human: 1+2? Assistant: 3)", "Human: 1+2? Assistant: 4)")]
+
+
+def test_columns_may_have_other_names(load, tokenizer):
+    row = {"question": [user("a")], "better": "b", "worse": "c", "lead": 2}
+    keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse", "margin_key": "lead"}
+    found = load([row], **keys)
+    assert shown(found, tokenizer) == [("(ua)(ab)", "(ua)(ac)")]
+    assert found.batch["margin"].tolist() == [2]
+    assert load([{**PROMPT, "chosen": "3", "rejected": "4"}]).batch["margin"].tolist() == [0]
+
+
+def test_what_the_template_writes_behind_the_answer_is_read_and_pad_tokens_at_the_end_are_not(load, tokenizer):
+    row = {**PROMPT, "chosen": "3", "rejected": "4"}
+    assert shown(load([row], LINES), tokenizer)[0][0] == "(u1+2=)\n(a3)\n"
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert shown(load([row], pad=end), tokenizer)[0][0] == "(u1+2=)(a3"
+
+
+# (u1+2=)(a3) is 11 tokens.
+@pytest.mark.parametrize(
+    ("truncation", "kept"),
+    [("left", ("2=)(a3)", "2=)(a4)")), ("middle", ("(u1(a3)", "(u1(a4)"))],
+)
+def test_a_long_sequence_is_cut_where_asked_and_counted(load, tokenizer, truncation, kept):
+    rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {"prompt": [user("")], "chosen": "3", "rejected": "4"}]
+    found = load(rows, max_length=7, truncation=truncation)
+    assert shown(found, tokenizer) == [kept, ("(u)(a3)", "(u)(a4)")]
+    assert found.num_truncated == 1
+    assert "2 pairs, 28 tokens, 1 cut" in str(found)
+
+
+def test_the_left_keeps_a_beginning_of_sequence_token(load, tokenizer):
+    rows = [{**PROMPT, "chosen": "3", "rejected": "4"}]
+    found = load(rows, bos="<|im_start|>", max_length=7, truncation="left")
+    assert shown(found, tokenizer) == [("(=)(a3)", "(=)(a4)")]
+
+
+def test_pairs_of_equal_sequences_are_left_out_and_counted(load, tokenizer):
+    rows = [{**PROMPT, "chosen": "3", "rejected": "3"}, {**PROMPT, "chosen": "3", "rejected": "4"}]
+    found = load(rows)
+    assert (len(found.batch), found.num_read, found.num_equal) == (1, 2, 1)
+    assert "1 of two equal sequences left out" in str(found)
+    # A cut at the right can take away all that they differ in.
+    with pytest.raises(BatchError, match=r"row 0: 'chosen' and 'rejected' are the same tokens.*truncation=right"):
+        load(rows[1:], max_length=7, truncation="right")
+
+
+def test_a_long_sequence_is_an_error_with_row_length_and_what_to_type(load):
+    rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {**PROMPT, "chosen": "3", "rejected": "four"}]
+    said = r"pairs\.parquet, row 1: with 'rejected' the sequence has 14 tokens, data\.max_length=11 \(1 of 2 pairs"
+    with pytest.raises(BatchError, match=said) as caught:
+        load(rows, max_length=11)
+    assert "data.truncation=left" in str(caught.value)
+
+
+GOOD = {**PROMPT, "chosen": "3", "rejected": "4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "said"),
+    [
+        ({**GOOD, "rejected": None}, {}, r"row 1: 'rejected' is empty \(None\)"),
+        ({**GOOD, "chosen": " "}, {}, "row 1: 'chosen' is empty"),
+        ({**GOOD, "prompt": []}, {}, "row 1: 'prompt' is empty"),
+        ({**GOOD, "lead": None}, {"margin_key": "lead"}, "row 1: 'lead' is None; every row needs a number"),
+        ({**GOOD, "lead": float("nan")}, {"margin_key": "lead"}, "row 1: 'lead' is nan"),
+    ],
+)
+def test_a_bad_row_is_named(load, row, options, said):
+    with pytest.raises(BatchError, match=rf"pairs\.parquet, {said}"):
+        load([{**GOOD, "lead": 1.0}, row], **options)
+
+
+@pytest.mark.parametrize(
+    ("turns", "said"),
+    [
+        ([user("other"), bot("3")], "does not begin with the prompt: it begins with a turn of 'user'"),
+        ([user("1+2=")], "ends with a turn of 'user'"),
+        ([{"role": "assistant", "content": "3", "name": None}, {"role": "user", "content": "x"}], "ends with a turn"),
+    ],
+)
+def test_a_conversation_that_cannot_be_an_answer_is_named(load, turns, said):
+    with pytest.raises(BatchError, match=rf"row 0: 'chosen' (is a conversation that )?{said}"):
+        load([{**PROMPT, "chosen": turns, "rejected": [bot("4")]}])
+
+
+def test_a_missing_column_is_an_error_that_says_how_to_go_without(load):
+    with pytest.raises(BatchError, match=r"pairs\.parquet: there is no column 'prompt'.*type data\.prompt_key=null"):
+        load([{"chosen": "a", "rejected": "b"}])
+    with pytest.raises(BatchError, match=r"no column 'rejected'"):
+        load([{"prompt": "a", "chosen": "b"}])
+
+
+def test_text_needs_an_end_and_messages_a_template(load, tokenizer):
+    tokenizer.eos_token = None
+    with pytest.raises(BatchError, match="row 0: the tokenizer has no end-of-sequence token"):
+        load([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    tokenizer.chat_template = None
+    with pytest.raises(BatchError, match="row 0: the row holds chat messages, but the tokenizer"):
+        load([GOOD])
