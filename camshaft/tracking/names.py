@@ -58,6 +58,7 @@ METRICS = (
         "that the reward function failed on: it raised, gave no number, took too long, its process died",
         "rewards/manager.py",
     ),
+    Metric("reward/slow", "responses", "that took more than half of the time limit", "rewards/manager.py"),
     Metric(
         "reward/model/mean", "score", "what the reward model gave, before reward_model.weight", "rewards/combined.py"
     ),
@@ -65,7 +66,21 @@ METRICS = (
         "reward/model/truncated", "responses", "that were cut for the reward model (max_length)", "rewards/combined.py"
     ),
     Metric("reward/function/mean", "score", "what the function gave, beside a reward model", "rewards/combined.py"),
+    Metric("reward/overlong/mean", "share of responses", "with a penalty for their length", "rewards/overlong.py"),
+    Metric("reward/overlong_reward/mean", "score", "that penalty, 0 or below", "rewards/overlong.py"),
     Metric("reward/<value>/mean", "", "a number of the function's dict results", "rewards/manager.py"),
+    Metric("baseline/score/mean", "score", "of the greedy responses that ReMax compares with", "trainer/baseline.py"),
+    Metric(
+        "baseline/{errors,invalid,timeouts,crashes,slow}", "responses", "as in reward/, of these", "trainer/baseline.py"
+    ),
+    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, of these", "trainer/baseline.py"),
+    # -- dynamic sampling
+    Metric("train/num_gen_batches", "batches", "of prompts that the step generated for", "trainer/dynamic.py"),
+    Metric(
+        "filter_groups/same_share", "share of prompts", "whose responses are all worth the same", "trainer/dynamic.py"
+    ),
+    Metric("filter_groups/given_back", "prompts", "that were not needed and come again", "trainer/dynamic.py"),
+    Metric("filter_groups/<value>/mean", "", "what prompts are filtered by", "trainer/dynamic.py"),
     # -- updates
     Metric("actor/pg_loss", "", "policy loss, as loss_agg_mode puts it together", "roles/actor.py"),
     Metric("actor/pg_clipfrac", "share of tokens", "where the clip raised the loss", "algorithms/losses.py"),
@@ -148,7 +163,9 @@ METRICS = (
         "algorithms/at_n.py",
     ),
     Metric("val-aux/response_length/mean", "tokens", "of a response", "trainer/validate.py"),
-    Metric("val-aux/reward/{errors,invalid,timeouts,crashes}", "responses", "as in reward/", "trainer/validate.py"),
+    Metric(
+        "val-aux/reward/{errors,invalid,timeouts,crashes,slow}", "responses", "as in reward/", "trainer/validate.py"
+    ),
     Metric("val-aux/reward/model/truncated", "responses", "as in reward/model/", "trainer/validate.py"),
     # -- times and speed
     Metric(
@@ -157,6 +174,10 @@ METRICS = (
         "that the step waited for this phase; roles on devices of their own work at the same time",
         "trainer/ppo.py",
     ),
+    Metric(
+        "timing_s/{gen_max,reward_max}", "seconds", "of the responses that ReMax compares with", "trainer/baseline.py"
+    ),
+    Metric("timing_s/reward_call_max", "seconds", "of the slowest call of the reward function", "rewards/manager.py"),
     Metric(
         "timing_s/{sync,sync_check}", "seconds", "of the hand-over of weights, and of its check", "reshard/hybrid.py"
     ),

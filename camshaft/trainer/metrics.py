@@ -84,7 +84,8 @@ def over_ranks(result: DataProto) -> dict[str, float]:
 
 OVER_CALLS: dict[str, Callable[[Sequence[float]], float]] = {
     **{name: sum for name, merge in OVER_RANKS.items() if merge is sum},
-    **{f"reward/{name}": sum for name in (*COUNTS.values(), "model/truncated")},
+    **{f"reward/{name}": sum for name in (*COUNTS.values(), "slow", "model/truncated")},
+    "timing_s/reward_call_max": max,
     "rollout/decode_steps": sum,
     "perf/sync_peak_memory_bytes": max,
     "perf/rollout_tokens_per_second": mean,
@@ -97,7 +98,7 @@ def over_calls(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for metrics in told for name in metrics)
     found: dict[str, float] = {}
     for name in names:
-        merge = sum if name.startswith("timing_s/") else OVER_CALLS.get(name, mean)
+        merge = OVER_CALLS.get(name, sum if name.startswith("timing_s/") else mean)
         found[name] = merge([metrics[name] for metrics in told if name in metrics])
     return found
 

@@ -40,6 +40,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "reward_model.model.path": folder / "rm",
         "reward_model.strategy": "reference",
         "reward_model.micro_batch_size_per_gpu": 4,
+        "reward_model.overlong_buffer.enable": True,
+        "reward_model.overlong_buffer.len": 4,
+        "reward_model.overlong_buffer.log": True,
         "algorithm.use_kl_in_reward": True,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "algorithm.rollout_correction.rollout_is": "token",
@@ -52,7 +55,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         f"{rollout}.val_kwargs.temperature": 1.0,
     }
     little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
-    ppo = [*run_ppo(folder, everything, 1), *run_ppo(folder, little, 1)]
+    filtered = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 4, "algorithm.filter_groups.enable": True}
+    greedy = {"algorithm.adv_estimator": "remax", "custom_reward_function.path": folder / "scored.py"}
+    ppo = [step for asked in (everything, little, filtered, greedy) for step in run_ppo(folder, asked, 1)]
     found = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, words, rows in (("sft", sft_words, "sft_heldout"), ("rm", rm_words, "preference_heldout")):
         short = {"data.val_files": folder / "data" / f"{rows}.parquet", "trainer.test_freq": 1}
