@@ -102,7 +102,8 @@ def _remote_paths(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Pr
                 if "://" in path:
                     found.setdefault(path, []).append(key)
     for path, keys in found.items():
-        yield grouped(keys, path, _NOT_REMOTE)
+        if not any(path.startswith(f"{folder}/") for folder in found):  # the folder is told, and what lies in it not
+            yield grouped(keys, path, _NOT_REMOTE)
 
 
 def later(key: str) -> str | None:

@@ -211,13 +211,19 @@ def test_everything_wrong_is_told_at_once(words):
             "trainer.total_epochs=none",  # wrong type
             "data.max_prompt_length=${nope}",  # leads nowhere
             "data.prompt_key=???",  # no value
-            "algorithm.kl_penalty=full",  # not there yet
+            "actor_rollout_ref.actor.kl_loss_type=full",  # not there yet
             "data.train_batch_size=300",  # 300 = 256 + 44
             "custom_reward_function.path=/nowhere/reward.py",  # no such file
         ]
     )
     assert "7 things are wrong" in text
-    for key in ("trainer.sed", "total_epochs", "max_prompt_length", "prompt_key", "algorithm.kl_penalty"):
+    for key in (
+        "trainer.sed",
+        "total_epochs",
+        "max_prompt_length",
+        "prompt_key",
+        "actor_rollout_ref.actor.kl_loss_type",
+    ):
         assert key in text
     assert "300 = 1 x 256 + 44" in text
     assert "custom_reward_function.path = /nowhere/reward.py" in text
