@@ -24,13 +24,6 @@ _LOOP = "tests/unit/trainer/test_ppo.py"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
 
-PENDING = {
-    "data.prompt_id_key": "ids of prompts",
-    "data.max_prompt_id_length": "ids of prompts",
-    f"{ACTOR}.policy_loss.loss_mode": "other policy losses than vanilla",
-}
-"""Keys of which every other value is refused as "not yet" -> what is not there. `--strict` wants this empty."""
-
 
 def _each(test: str, *keys: str) -> dict[str, tuple[str, ...]]:
     """A case of a parametrised test for each key, called by it."""

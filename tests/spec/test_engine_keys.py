@@ -34,16 +34,17 @@ def passes(lab: Lab, engine: BaseEngine, training: bool) -> list[tuple[int, int]
 @pytest.mark.parametrize("training", [True, False])
 def test_a_pass_holds_as_many_rows_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
     lab = Lab(engine_class(strategy), tmp_path)
-    name = "micro_batch_size" if training else "infer_micro_batch_size"
+    limit: dict[str, Any] = {"micro_batch_size" if training else "infer_micro_batch_size": 3}
     assert [rows for rows, _ in passes(lab, lab.build(), training)] == [8]
-    assert [rows for rows, _ in passes(lab, lab.build(**{name: 3}), training)] == [3, 3, 2]
+    assert [rows for rows, _ in passes(lab, lab.build(**limit), training)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("strategy", OURS)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_pass_holds_as_many_tokens_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
     lab = Lab(engine_class(strategy), tmp_path)
-    found = passes(lab, lab.build(**{"max_tokens" if training else "infer_max_tokens": 20}), training)
+    limit: dict[str, Any] = {"max_tokens" if training else "infer_max_tokens": 20}
+    found = passes(lab, lab.build(**limit), training)
     assert len(found) >= math.ceil(59 / 20)
     assert max(tokens for _, tokens in found) <= 20
 
@@ -83,3 +84,24 @@ def test_a_cosine_has_as_many_waves_as_num_cycles_says() -> None:
     # (1 + cos(2 pi cycles k / 4)) / 2: half a wave falls once, a whole one rises again.
     assert rates() == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0])
     assert rates(num_cycles=1.0) == pytest.approx([1, 0.5, 0, 0.5, 1])
+
+
+@pytest.mark.parametrize("strategy", OURS)
+def test_the_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Path) -> None:
+    """In its order: gradients are zero, forward and backward, then a step and the schedule outside of train_mode."""
+    lab = Lab(engine_class(strategy), tmp_path)
+    engine: Any = lab.build(optim=OptimConfig(lr=1e-2))
+    losses: list[float] = []
+    for _ in range(4):
+        engine.optimizer_zero_grad()
+        assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
+        with engine.train_mode():
+            _, loss, _ = engine.forward_backward_step(lab.batch, None, forward_only=False)
+        assert any(p.grad is not None and p.grad.any() for p in engine.module.parameters())
+        assert engine.optimizer_step() > 0
+        assert engine.lr_scheduler_step() == 1e-2
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    with engine.eval_mode():
+        found, _ = engine.forward_backward_step(lab.batch, None, forward_only=True)
+    assert len(found["log_probs"]) == len(lab.batch)

@@ -94,20 +94,20 @@ def test_the_key_reaches_who_starts_the_processes(key: str, tmp_path: Path, monk
     assert seen(**{key: typed}) == usual | changed
 
 
-@pytest.mark.parametrize(
-    ("key", "build"),
-    [
-        (f"{ACTOR}.strategy", lambda config: ActorRolloutRefWorker(config, config.topology(), 1).actor.engine),
-        ("critic.strategy", lambda config: CriticWorker(config, config.topology(), 1).engine),
-        ("reward_model.strategy", lambda config: RewardModelWorker(config, config.topology()).engine),
-    ],
-)
-def test_the_key_chooses_the_engine(key: str, build: Callable[[PPOConfig], Any], tmp_path: Path) -> None:
+BUILT: dict[str, Callable[[PPOConfig], Any]] = {
+    f"{ACTOR}.strategy": lambda config: ActorRolloutRefWorker(config, config.topology(), 1).actor.engine,
+    "critic.strategy": lambda config: CriticWorker(config, config.topology(), 1).engine,
+    "reward_model.strategy": lambda config: RewardModelWorker(config, config.topology()).engine,
+}
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_the_key_chooses_the_engine(key: str, tmp_path: Path) -> None:
     ppo_config(tmp_path)
     folder = {f"{role}.path": tmp_path / "actor" for role in ("reward_model.model", "critic.model")}
-    others = dict.fromkeys((f"{ACTOR}.strategy", "critic.strategy", "reward_model.strategy"), "fsdp")
+    others = dict.fromkeys(BUILT, "fsdp")
     words = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
-    found = [type(build(ppo_config(tmp_path, {**words, key: name}))).__name__ for name in ("fsdp", "reference")]
+    found = [type(BUILT[key](ppo_config(tmp_path, {**words, key: name}))).__name__ for name in ("fsdp", "reference")]
     assert found == ["FSDPEngine", "ReferenceEngine"]
 
 
@@ -124,18 +124,19 @@ class Kept(Tracker):
     def finish(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("key", "look"),
-    [("trainer.project_name", lambda run: run.project), ("trainer.experiment_name", lambda run: run.experiment)],
-)
-def test_the_key_reaches_the_trackers_that_the_config_names(
-    key: str, look: Callable[[RunInfo], str], tmp_path: Path
-) -> None:
+TOLD_OF: dict[str, Callable[[RunInfo], str]] = {
+    "trainer.project_name": lambda run: run.project,
+    "trainer.experiment_name": lambda run: run.experiment,
+}
+
+
+@pytest.mark.parametrize("key", TOLD_OF)
+def test_the_key_reaches_the_trackers_that_the_config_names(key: str, tmp_path: Path) -> None:
     Kept.runs.clear()
     for typed in ({}, {key: "mine"}):
         config = run_with(tmp_path, {"trainer.logger": [f"{__name__}:Kept"], **typed})
         Session(config.trainer).tracking(config, 1, None).finish()
-    usual, changed = (look(run) for run in Kept.runs)
+    usual, changed = (TOLD_OF[key](run) for run in Kept.runs)
     assert usual != changed == "mine"
     assert (
         run_with(tmp_path, {key: "mine"}).trainer.default_local_dir != run_with(tmp_path, {}).trainer.default_local_dir

@@ -187,7 +187,7 @@ _BORROWED, _LIBRARIES = "tests/unit/rollout/test_borrowed.py", "tests/spec/test_
 
 ACTS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder",),
+        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp2-predictions]"),
         "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
         "model.override_config": (f"{_LOADER}::test_override_config_changes_the_model",),
         "model.trust_remote_code": (
@@ -203,7 +203,9 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "model.lora.alpha": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
         "model.lora.target_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
         "model.lora.exclude_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
-        "model.lora.adapter_path": (f"{_LORAS}::test_peft_reads_an_exported_adapter",),
+        "model.lora.adapter_path": (
+            "tests/unit/engine/test_reference_lora.py::test_the_adapter_goes_out_alone_and_starts_another_engine",
+        ),
         "optim.optimizer": (f"{_OPTIMS}::test_a_class_is_given_only_what_it_takes",),
         "optim.override_optimizer_config": (f"{_OPTIMS}::test_overrides_win_and_lists_become_tuples",),
         "optim.lr": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
