@@ -26,7 +26,9 @@ def tries() -> dict[str, tuple[str, ...]]:
     from camshaft.config.tree import leaf_fields
 
     found = {key: proofs_of_key(key)[:1] if key in TOLD else proofs_of_key(key) for key in leaf_fields(PPOConfig)}
-    found |= {f"{part}:{field}": tests for part, fields in ACTS.items() for field, tests in fields.items()}
+    fields = {f"{part}:{field}": tests for part, fields in ACTS.items() for field, tests in fields.items()}
+    del fields["engine:model.path"]  # has no default to fall back to
+    found |= fields
     return {what: tests for what, tests in found.items() if tests}
 
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
 
 from camshaft.config import PPOConfig, loader
 from camshaft.config.engine import EngineConfig
@@ -58,6 +59,7 @@ def _forget_field(root: type[BaseModel], path: str) -> None:
             break
         root = inner
     default = root.model_fields[name].get_default(call_default_factory=True)
+    assert default is not PydanticUndefined, f"{path} has no default"
     setattr(root, name, property(lambda _: default))
 
 

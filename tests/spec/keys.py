@@ -19,7 +19,7 @@ _GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_agrees_with_the_plain_run"
 _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
-_NOTICE = "tests/unit/config/test_loader.py::test_notices_are_given_for_settings_that_change_nothing"
+_NOTICE = f"{_PLACE}::test_whoever_sets_what_changes_nothing_is_told_so"
 _LOOP = "tests/unit/trainer/test_ppo.py"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
@@ -46,7 +46,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.hybrid_engine": (
         "tests/unit/config/test_not_yet.py::test_a_value_that_asks_for_a_missing_feature_is_refused_by_name",
     ),
-    f"{MODEL}.use_remove_padding": (_NOTICE,),
+    **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
         f"{_RUN}::test_the_key_changes_the_run",
         f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio",
@@ -66,7 +66,6 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/unit/trainer/test_validate.py::test_responses_to_one_question_are_held_together",
     ),
     # -- critic
-    f"{CRITIC}.model.use_remove_padding": (_NOTICE,),
     f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_the_critic_must_read_the_actors_token_ids",),
     f"{CRITIC}.cliprange_value": (_PPO,),
     f"{CRITIC}.checkpoint.save_contents": (_HF_MODEL,),
@@ -138,7 +137,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.resume_from_path": (f"{_RESUME}::test_resume_path_starts_from_that_step",),
     "trainer.use_legacy_worker_impl": (
         f"{_CHECKS}::test_keys_that_contradict_each_other_are_told", f"{_CHECKS}::test_the_legacy_switch_may_be_off",
-        _NOTICE,
+        f"{_NOTICE}[trainer.use_legacy_worker_impl]",
     ),
 }  # fmt: skip
 

@@ -111,6 +111,25 @@ def test_the_key_chooses_the_engine(key: str, tmp_path: Path) -> None:
     assert found == ["FSDPEngine", "ReferenceEngine"]
 
 
+NOTHING = {
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "critic.model.use_remove_padding": False,
+    "trainer.use_legacy_worker_impl": "disable",
+}
+
+
+@pytest.mark.parametrize("key", NOTHING)
+def test_whoever_sets_what_changes_nothing_is_told_so(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_with(tmp_path, {})
+    assert not caplog.messages
+    run_with(tmp_path, {key: NOTHING[key]})
+    assert len(caplog.messages) == 1
+    assert key in caplog.messages[0]
+    assert "changes nothing" in caplog.messages[0]
+
+
 class Kept(Tracker):
     """A tracker that shows what it was told of the run."""
 
