@@ -20,7 +20,6 @@ _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
 _NOTICE = f"{_PLACE}::test_whoever_sets_what_changes_nothing_is_told_so"
-_LOOP = "tests/unit/trainer/test_ppo.py"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
 
@@ -53,7 +52,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{ACTOR}.loss_agg_mode", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
         f"{CRITIC}.ppo_mini_batch_size", f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode",
         "algorithm.norm_adv_by_std_in_grpo", "algorithm.kl_penalty", "algorithm.kl_ctrl.type",
-        "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl", "trainer.seed",
+        "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl", "trainer.test_freq", "trainer.val_before_train",
+        "trainer.seed",
     ),
     f"{ACTOR}.clip_ratio_low": (_PPO,),
     f"{ACTOR}.clip_ratio_high": (_PPO,),
@@ -61,7 +61,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.entropy_coeff": (_PPO,),
     f"{ACTOR}.checkpoint.save_contents": (_HF_MODEL,),
     f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_what_was_sampled",),
-    f"{ROLLOUT}.n": (f"{_LOOP}::test_each_response_to_a_prompt_is_drawn_by_itself",),
+    f"{ROLLOUT}.n": ("tests/unit/trainer/test_ppo.py::test_each_response_to_a_prompt_is_drawn_by_itself",),
     f"{ROLLOUT}.val_kwargs.n": (
         "tests/unit/trainer/test_validate.py::test_responses_to_one_question_are_held_together",
     ),
@@ -122,10 +122,6 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/smoke/test_reward_model.py::test_the_command_line_tells_what_the_model_gave",
     ),
     "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
-    "trainer.test_freq": (f"{_LOOP}::test_the_last_step_is_validated_and_saved_however_the_run_ends",),
-    "trainer.val_before_train": (
-        f"{_LOOP}::test_validation_before_training_does_not_wait_for_validation_between_steps",
-    ),
     "trainer.log_val_generations": (f"{_RUN}::test_what_validation_writes_out_is_as_much_as_the_key_says",),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
     "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_takes_the_copy_in_the_second_place",),

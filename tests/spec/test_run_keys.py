@@ -62,6 +62,8 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any], int, Callable[[Steps], Any]]] =
     "algorithm.kl_ctrl.horizon": (20, ADAPTIVE, 2, metric("actor/reward_kl_penalty_coeff")),
     "algorithm.kl_ctrl.target_kl": (1e-9, {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 20}, 3,
                                     metric("actor/reward_kl_penalty_coeff")),
+    "trainer.test_freq": (1, {}, 2, lambda steps: ["val/reward/mean" in step.metrics for step in steps]),
+    "trainer.val_before_train": (True, {}, 1, len),
     "trainer.seed": (2, {"data.shuffle": False}, 1, responses),
 }  # fmt: skip
 
