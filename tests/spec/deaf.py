@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from spec.keys import proofs_of_key  # noqa: E402
+from spec.keys import noticed_by  # noqa: E402
 from spec.told import ACTS, TOLD  # noqa: E402
 
 
@@ -25,7 +25,7 @@ def tries() -> dict[str, tuple[str, ...]]:
     from camshaft.config import PPOConfig
     from camshaft.config.tree import leaf_fields
 
-    found = {key: proofs_of_key(key)[:1] if key in TOLD else proofs_of_key(key) for key in leaf_fields(PPOConfig)}
+    found = {key: noticed_by(key)[:1] if key in TOLD else noticed_by(key) for key in leaf_fields(PPOConfig)}
     fields = {f"{part}:{field}": tests for part, fields in ACTS.items() for field, tests in fields.items()}
     del fields["engine:model.path"]  # has no default to fall back to
     found |= fields

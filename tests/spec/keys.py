@@ -1,6 +1,7 @@
 """Every key of an RL run -> the tests that fail if the key does nothing.
 
-    proofs_of_key("critic.optim.lr")      # it reaches the engine; the engine acts on it
+    noticed_by("critic.optim.lr")         # it reaches the engine; the engine acts on it
+    proofs_of_key("trainer.logger")       # those, and tests of what particular values do
 
 A key that acts through what a part is told is in `told.py`, all others are here. `deaf.py` makes each key do nothing
 and looks whether these tests notice.
@@ -14,6 +15,7 @@ REACHES = "tests/spec/test_told.py::test_the_key_reaches_what_acts_on_it"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _REWARDS = "tests/spec/test_reward_keys.py"
 _PARITY = "tests/parity/test_parity.py"
+_RELATIVES = f"{_PARITY}::test_relatives_of_grpo_agree_with_the_plain_run"
 _PPO = f"{_PARITY}::test_ten_steps_of_ppo_agree_with_the_plain_run"
 _GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_agrees_with_the_plain_run"
 _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
@@ -22,6 +24,10 @@ _CORRECTION = "tests/unit/trainer/test_correction.py"
 _NOTICE = f"{_PLACE}::test_whoever_sets_what_changes_nothing_is_told_so"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
+_DYNAMIC, _PPO_UNIT = (f"tests/unit/trainer/test_{name}.py" for name in ("dynamic", "ppo"))
+_WRITTEN = f"{_PPO_UNIT}::test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all"
+_BEST = f"{_RUN}::test_the_best_step_by_the_metric_is_saved"
+_BUFFER = f"{REWARD}.overlong_buffer"
 
 
 def _each(test: str, *keys: str) -> dict[str, tuple[str, ...]]:
@@ -33,11 +39,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
     # -- data
     **_each(
         f"{_DATA}::test_the_key_changes_what_is_read",
-        "data.tokenizer", "data.train_files", "data.val_files", "data.prompt_key", "data.max_prompt_length",
-        "data.truncation", "data.filter_overlong_prompts", "data.train_batch_size", "data.return_raw_chat",
-        "data.return_raw_input_ids", "data.reward_fn_key", "data.train_max_samples", "data.val_max_samples",
-        "trainer.total_epochs", "trainer.total_training_steps",
+        "data.tokenizer", "data.train_files", "data.val_files", "data.prompt_key", "data.prompt_id_key",
+        "data.max_prompt_id_length", "data.max_prompt_length", "data.truncation", "data.filter_overlong_prompts",
+        "data.train_batch_size", "data.gen_batch_size", "data.return_raw_chat", "data.return_raw_input_ids",
+        "data.reward_fn_key", "data.train_max_samples", "data.val_max_samples", "trainer.total_epochs",
+        "trainer.total_training_steps",
     ),
+    "data.filter_overlong_prompts_workers": (f"{_DATA}::test_as_many_processes_tokenise_as_the_key_says",),
     **_each(f"{_DATA}::test_the_key_changes_the_order_of_rows", "data.shuffle", "data.seed"),
     "data.trust_remote_code": (f"{_DATA}::test_the_tokenizers_code_runs_only_where_the_key_says_so",),
     "data.val_batch_size": (f"{_RUN}::test_validation_takes_as_many_rows_at_a_time_as_the_key_says",),
@@ -48,17 +56,20 @@ PROOFS: dict[str, tuple[str, ...]] = {
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
         f"{_RUN}::test_the_key_changes_the_run",
-        f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio",
-        f"{ACTOR}.loss_agg_mode", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type",
-        f"{CRITIC}.ppo_mini_batch_size", f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode",
-        "algorithm.norm_adv_by_std_in_grpo", "algorithm.kl_penalty", "algorithm.kl_ctrl.type",
-        "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl", "trainer.test_freq", "trainer.val_before_train",
+        f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{CRITIC}.ppo_mini_batch_size",
+        f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode", "algorithm.filter_groups.enable",
+        "algorithm.filter_groups.metric", "trainer.test_freq", "trainer.val_before_train", "trainer.val_only",
         "trainer.seed",
     ),
-    f"{ACTOR}.clip_ratio_low": (_PPO,),
-    f"{ACTOR}.clip_ratio_high": (_PPO,),
-    f"{ACTOR}.clip_ratio_c": (_PPO,),
-    f"{ACTOR}.entropy_coeff": (_PPO,),
+    **dict.fromkeys(
+        (
+            f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.clip_ratio_low",
+            f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c", f"{ACTOR}.entropy_coeff",
+        ),
+        (_PPO,),
+    ),
+    **dict.fromkeys((f"{ACTOR}.loss_agg_mode", f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"), (_GRPO,)),
+    f"{ACTOR}.policy_loss.loss_mode": (f"{_RELATIVES}[gspo]", f"{_RELATIVES}[cispo]"),
     f"{ACTOR}.checkpoint.save_contents": (_HF_MODEL,),
     f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_what_was_sampled",),
     f"{ROLLOUT}.n": ("tests/unit/trainer/test_ppo.py::test_each_response_to_a_prompt_is_drawn_by_itself",),
@@ -66,6 +77,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/unit/trainer/test_validate.py::test_responses_to_one_question_are_held_together",
     ),
     # -- critic
+    f"{CRITIC}.enable": (
+        "tests/unit/config/test_algorithms.py::test_an_estimator_of_ones_own_has_a_critic_if_it_asks_for_one",
+        "tests/unit/trainer/test_own_algorithms.py::test_the_example_trains",
+    ),
     f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_the_critic_must_read_the_actors_token_ids",),
     f"{CRITIC}.cliprange_value": (_PPO,),
     f"{CRITIC}.checkpoint.save_contents": (_HF_MODEL,),
@@ -74,6 +89,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
     f"{REWARD}.weight": (f"{_SCORED}::test_function_and_model_score_together_and_as_much_on_two_ranks",),
     f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_class_of_ones_own_scores",),
+    **_each(
+        f"{_REWARDS}::test_the_key_changes_the_penalty_for_long_responses",
+        f"{_BUFFER}.enable", f"{_BUFFER}.len", f"{_BUFFER}.penalty_factor", f"{_BUFFER}.log",
+    ),
     f"{REWARD}.model.input_tokenizer": (
         "tests/unit/roles/test_reward_model.py::test_scores_are_the_logits_of_transformers_on_the_same_ids",
         "tests/unit/roles/test_reward_model.py"
@@ -82,6 +101,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "custom_reward_function.path": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
     "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
     "custom_reward_function.reward_kwargs": (f"{_REWARDS}::test_reward_kwargs_are_arguments_of_every_call",),
+    "custom_reward_function.batched": (f"{_REWARDS}::test_batched_says_how_a_function_is_called",),
     "custom_reward_function.timeout": (f"{_REWARDS}::test_a_call_may_take_as_long_as_timeout_says",),
     "custom_reward_function.num_workers": (f"{_REWARDS}::test_as_many_processes_score_as_num_workers_says",),
     "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_says_what_a_failing_call_costs",),
@@ -89,8 +109,19 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "algorithm.gamma": (_PPO,),
     "algorithm.lam": (_PPO,),
     "algorithm.adv_estimator": (_GRPO, "tests/smoke/test_pairs.py::test_every_advantage_estimator_trains"),
+    "algorithm.norm_adv_by_std_in_grpo": (f"{_RELATIVES}[dr_grpo]",),
     "algorithm.use_kl_in_reward": (_PPO,),
     "algorithm.kl_ctrl.kl_coef": (_PPO,),
+    **dict.fromkeys(
+        (
+            "algorithm.kl_penalty", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon",
+            "algorithm.kl_ctrl.target_kl",
+        ),
+        (_ADAPTIVE,),
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": (
+        f"{_DYNAMIC}::test_too_many_batches_are_an_error_that_says_what_to_type",
+    ),
     "algorithm.rollout_correction.rollout_is": (f"{_CORRECTION}::test_the_first_loss_is_the_weighted_mean_advantage",),
     "algorithm.rollout_correction.rollout_is_threshold": (
         f"{_CORRECTION}::test_weights_and_what_is_told_of_them_by_hand",
@@ -122,11 +153,21 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/smoke/test_reward_model.py::test_the_command_line_tells_what_the_model_gave",
     ),
     "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
-    "trainer.log_val_generations": (f"{_RUN}::test_what_validation_writes_out_is_as_much_as_the_key_says",),
+    "trainer.val_only": (
+        f"{_RUN}::test_the_key_changes_the_run[trainer.val_only]",
+        f"{_PPO_UNIT}::test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads",
+    ),
+    "trainer.log_val_generations": (_WRITTEN,),
+    "trainer.validation_data_dir": (_WRITTEN,),
+    "trainer.rollout_data_dir": (
+        f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",
+    ),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
     "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_takes_the_copy_in_the_second_place",),
     "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
     "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.best_metric": (_BEST,),
+    "trainer.best_metric_mode": (_BEST,),
     "trainer.resume_mode": (
         f"{_RESUME}::test_disable_starts_afresh_and_what_was_there_is_neither_lost_nor_in_the_way",
     ),
@@ -138,10 +179,59 @@ PROOFS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def proofs_of_key(key: str) -> tuple[str, ...]:
+_PROMPTS, _TRAINER = "tests/unit/data/test_prompts.py", "tests/unit/trainer"
+_URLS = f"{_TRAINER}/test_remote_data.py::test_a_run_on_urls_is_the_run_on_copies"
+_URL_OF_A_MODEL = "tests/unit/models/test_loader.py::test_a_url_is_a_folder_like_any_other"
+_OVERLONG = "tests/unit/rewards/test_overlong.py::test_it_grows_in_a_straight_line_over_the_last_tokens"
+_WANDB = "tests/unit/tracking/test_wandb.py::test_a_run_has_its_names_config_and_metrics"
+
+VALUES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("data.train_files", "data.val_files"), (_URLS,)),
+    **dict.fromkeys((f"{MODEL}.path", f"{CRITIC}.model.path"), (_URLS, _URL_OF_A_MODEL)),
+    **dict.fromkeys(("data.tokenizer", f"{REWARD}.model.path"), (_URL_OF_A_MODEL,)),
+    "data.prompt_id_key": (f"{_PROMPTS}::test_an_id_travels_as_tokens_and_as_it_is",),
+    "data.max_prompt_id_length": (f"{_PROMPTS}::test_an_id_that_is_too_long_is_an_error_with_its_length",),
+    f"{ACTOR}.policy_loss.loss_mode": (
+        "tests/unit/algorithms/test_policy.py::test_loss_and_gradient_are_those_of_the_paper",
+    ),
+    "custom_reward_function.on_error": (
+        f"{_TRAINER}/test_drop.py::test_weights_are_those_of_an_update_without_the_row",
+    ),
+    "algorithm.adv_estimator": (
+        f"{_TRAINER}/test_baseline.py::test_the_baseline_is_the_score_of_the_greedy_response",
+    ),
+    "algorithm.kl_penalty": (
+        "tests/unit/algorithms/test_kl.py::test_estimates_by_hand",
+        "tests/unit/roles/test_exact_kl.py::test_the_penalty_is_the_divergence_over_the_whole_vocabulary",
+    ),
+    "algorithm.filter_groups.metric": (
+        f"{_DYNAMIC}::test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results",
+    ),
+    **{f"{_BUFFER}.{name}": (_OVERLONG,) for name in ("len", "penalty_factor")},
+    "trainer.logger": (
+        _WANDB, "tests/unit/config/test_aliases.py::test_an_older_name_sets_the_new_key_and_is_told_once",
+    ),
+    **dict.fromkeys(("trainer.project_name", "trainer.experiment_name"), (_WANDB,)),
+    "trainer.default_hdfs_dir": (
+        f"{_TRAINER}/test_resume.py::test_a_run_whose_folder_is_lost_goes_on_from_the_second_place",
+    ),
+    **dict.fromkeys(
+        ("trainer.best_metric", "trainer.best_metric_mode"),
+        (f"{_TRAINER}/test_best.py::test_the_best_is_the_first_of_the_largest_or_the_smallest",),
+    ),
+}  # fmt: skip
+"""Tests of what particular values of a key do; they need not notice a key that does nothing."""
+
+
+def noticed_by(key: str) -> tuple[str, ...]:
     """Node ids; none if nobody has said."""
     own = PROOFS.get(key, ())
     if key in TOLD:
         told = TOLD[key]
         return (f"{REACHES}[{key}]", *ACTS[told.kind].get(told.field, ()), *own)
     return own
+
+
+def proofs_of_key(key: str) -> tuple[str, ...]:
+    """All tests of a key."""
+    return noticed_by(key) + VALUES.get(key, ())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.ppo_runs import ppo_config
 
+from camshaft.data import tokens
 from camshaft.data.parquet import write_parquet
 from camshaft.errors import BatchError
 from camshaft.trainer.parts import PPOParts
@@ -24,7 +25,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
     return [
         {"prompt": message("1" * (SHORTEST + row)), "asked": message("2"), "data_source": "a", "kind": "b",
-         "ground_truth": "1"}
+         "ground_truth": "1", "name": f"row {row}"}
         for row in range(count)
     ]  # fmt: skip
 
@@ -55,6 +56,10 @@ def order(parts: PPOParts) -> list[str]:
 LONGEST = SHORTEST + ROWS - 1
 SHORT = {"data.max_prompt_length": LONGEST - 1 + TEMPLATE, "data.train_batch_size": 4}
 ALL = list(range(SHORTEST, LONGEST + 1))
+DAPO = {
+    "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 2,
+    "data.train_batch_size": 4,
+}  # fmt: skip
 Look = Callable[[PPOParts], Any]
 
 SEEN: dict[str, tuple[Any, Mapping[str, Any], Look, Any, Any]] = {
@@ -65,12 +70,19 @@ SEEN: dict[str, tuple[Any, Mapping[str, Any], Look, Any, Any]] = {
     "data.train_files": ("{home}/more.parquet", {}, lambda parts: len(parts.loader.data), ROWS, ROWS + 1),
     "data.val_files": ("{home}/more.parquet", {}, lambda parts: len(parts.val_prompts), 4, ROWS + 1),
     "data.prompt_key": ("asked", {}, lengths, ALL, [1] * ROWS),
+    "data.prompt_id_key": (
+        "name", {}, lambda parts: [extra.get("prompt_id") for extra in parts.loader.data["extra_info"]],
+        [None] * ROWS, [f"row {row}" for row in range(ROWS)],
+    ),
+    "data.max_prompt_id_length": (1, {"data.prompt_id_key": "name"}, lambda parts: "prompt_id" in parts.loader.data,
+                                  True, "error"),
     "data.max_prompt_length": (
         LONGEST - 1 + TEMPLATE, {"data.truncation": "left"}, lengths, ALL, [*ALL[:-1], LONGEST - 1],
     ),
     "data.truncation": ("right", SHORT, lengths, "error", [*ALL[:-1], LONGEST - 1]),
     "data.filter_overlong_prompts": (True, SHORT, lengths, "error", ALL[:-1]),
     "data.train_batch_size": (4, {MINI: 2}, lambda parts: len(next(iter(parts.loader))), 8, 4),
+    "data.gen_batch_size": (5, DAPO, lambda parts: len(next(iter(parts.loader))), 4, 5),
     "data.return_raw_chat": (True, {}, lambda parts: "raw_prompt" in parts.loader.data, False, True),
     "data.return_raw_input_ids": (True, {}, lambda parts: "raw_input_ids" in parts.loader.data, False, True),
     "data.reward_fn_key": ("kind", {}, lambda parts: set(parts.loader.data["data_source"]), {"a"}, {"b"}),
@@ -91,7 +103,7 @@ def seen(home: Path, look: Look, overrides: Mapping[str, Any]) -> Any:
         with PPOParts(config) as parts:
             return look(parts)
     except BatchError as error:
-        return "error" if "max_prompt_length" in str(error) else str(error)
+        return "error" if "data.max_prompt_" in str(error) else str(error)
 
 
 @pytest.mark.parametrize("key", SEEN)
@@ -124,3 +136,22 @@ def test_the_tokenizers_code_runs_only_where_the_key_says_so(home: Path, monkeyp
 
 def len_of_loader(parts: PPOParts) -> int:
     return len(parts.loader)
+
+
+def test_as_many_processes_tokenise_as_the_key_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sets that are large enough; without the key there is one for each CPU."""
+    pools: list[int] = []
+    real = tokens.ProcessPoolExecutor
+
+    def pool(workers: int, *others: Any) -> Any:
+        pools.append(workers)
+        return real(workers, *others)
+
+    monkeypatch.setattr(tokens, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(tokens, "_usable_cpus", lambda: 2)
+    monkeypatch.setattr(tokens, "_kept_at", lambda work: None)
+    monkeypatch.setattr(tokens, "_MANY", ROWS)
+    monkeypatch.setattr(tokens, "_CHUNK", 1)
+    for typed in ({}, {"data.filter_overlong_prompts_workers": 3}):
+        assert seen(home, lengths, typed) == ALL
+    assert pools == [2, 3]

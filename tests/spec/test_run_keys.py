@@ -1,6 +1,6 @@
-"""Keys of the algorithm, on runs of one or two steps: with the key the run is another one.
+"""Keys of the algorithm and of the loop, on runs of a step: with the key the run is another one.
 
-What it should be instead is compared with a plain program in `tests/parity`, where that has a counterpart.
+What has a counterpart in the plain program of `tests/parity` is compared with that, and not here.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from support.ppo_runs import Step, ppo_config, run_ppo
 from camshaft.config import PPOConfig
 from camshaft.rewards.manager import RewardManager
 from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.validate import validate
 from spec.told import ACTOR, ROLLOUT
 
 Steps = list[Step]
 GROUPS = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 4}
 KL_LOSS = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.5}
-IN_REWARD = {"algorithm.use_kl_in_reward": True}
-ADAPTIVE = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive"}
+VALIDATED = {"trainer.val_before_train": True}
 
 
 def actor(steps: Steps) -> Any:
@@ -40,49 +40,40 @@ def responses(steps: Steps) -> Any:
     return [row.tolist() for row in steps[0].batch["responses"].rows()]
 
 
-CHANGES: dict[str, tuple[Any, Mapping[str, Any], int, Callable[[Steps], Any]]] = {
-    # key: typed, beside what, after how many steps, where to look
-    "data.max_response_length": (4, {}, 1, metric("response_length/max")),
-    f"{ACTOR}.ppo_mini_batch_size": (8, {}, 1, actor),
-    f"{ACTOR}.ppo_epochs": (2, {}, 1, actor),
-    f"{ACTOR}.shuffle": (False, {}, 1, actor),
-    f"{ACTOR}.clip_ratio": (0.001, {}, 1, metric("actor/pg_clipfrac")),
-    f"{ACTOR}.loss_agg_mode": ("seq-mean-token-sum", {}, 1, actor),
-    f"{ACTOR}.use_kl_loss": (True, {}, 1, metric("actor/kl_loss")),
-    f"{ACTOR}.kl_loss_coef": (2.0, KL_LOSS, 1, actor),
-    f"{ACTOR}.kl_loss_type": ("abs", KL_LOSS, 1, metric("actor/kl_loss")),
-    "critic.ppo_mini_batch_size": (8, {}, 1, critic),
-    "critic.ppo_epochs": (2, {}, 1, critic),
-    "critic.shuffle": (False, {}, 1, critic),
-    "critic.loss_agg_mode": ("seq-mean-token-sum", {}, 1, critic),
-    "algorithm.norm_adv_by_std_in_grpo": (False, GROUPS, 1, metric("critic/advantages/max")),
-    "algorithm.kl_penalty": ("mse", IN_REWARD, 2, metric("actor/reward_kl_penalty")),
-    "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD | {"algorithm.kl_ctrl.horizon": 20}, 2,
-                               metric("actor/reward_kl_penalty_coeff")),
-    "algorithm.kl_ctrl.horizon": (20, ADAPTIVE, 2, metric("actor/reward_kl_penalty_coeff")),
-    "algorithm.kl_ctrl.target_kl": (1e-9, {**ADAPTIVE, "algorithm.kl_ctrl.horizon": 20}, 3,
-                                    metric("actor/reward_kl_penalty_coeff")),
-    "trainer.test_freq": (1, {}, 2, lambda steps: ["val/reward/mean" in step.metrics for step in steps]),
-    "trainer.val_before_train": (True, {}, 1, len),
-    "trainer.seed": (2, {"data.shuffle": False}, 1, responses),
-}  # fmt: skip
+FILTERED = {**GROUPS, "algorithm.filter_groups.enable": True}
+CHANGES: dict[str, tuple[Any, Mapping[str, Any], Callable[[Steps], Any]]] = {
+    # key: typed, beside what, where to look after a step
+    f"{ACTOR}.shuffle": (False, {}, actor),
+    f"{ACTOR}.clip_ratio": (0.001, {}, metric("actor/pg_clipfrac")),
+    f"{ACTOR}.kl_loss_type": ("abs", KL_LOSS, metric("actor/kl_loss")),
+    "critic.ppo_mini_batch_size": (8, {}, critic),
+    "critic.ppo_epochs": (2, {}, critic),
+    "critic.shuffle": (False, {}, critic),
+    "critic.loss_agg_mode": ("seq-mean-token-sum", {}, critic),
+    "algorithm.filter_groups.enable": (True, GROUPS, metric("train/num_gen_batches")),
+    "algorithm.filter_groups.metric": ("score", FILTERED, metric("filter_groups/score/mean")),
+    "trainer.test_freq": (1, {}, metric("val/reward/mean")),
+    "trainer.val_before_train": (True, {}, len),
+    "trainer.val_only": (True, VALIDATED, len),
+    "trainer.seed": (2, {"data.shuffle": False}, responses),
+}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any], int], Steps]:
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any]], Steps]:
     home = tmp_path_factory.mktemp("home")
 
     @cache
-    def known(overrides: tuple[tuple[str, Any], ...], steps: int) -> Steps:
-        return run_ppo(home, {"data.max_response_length": 6, **dict(overrides)}, steps)
+    def known(overrides: tuple[tuple[str, Any], ...]) -> Steps:
+        return run_ppo(home, {"data.max_response_length": 6, **dict(overrides)}, steps=1)
 
-    return lambda overrides, steps: known(tuple(overrides.items()), steps)
+    return lambda overrides: known(tuple(overrides.items()))
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_the_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any], int], Steps]) -> None:
-    typed, beside, steps, look = CHANGES[key]
-    assert look(run({**beside, key: typed}, steps)) != look(run(beside, steps))
+def test_the_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any]], Steps]) -> None:
+    typed, beside, look = CHANGES[key]
+    assert look(run({**beside, key: typed})) != look(run(beside))
 
 
 def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
@@ -103,11 +94,22 @@ def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
     assert taken == [6, 6, 4]
 
 
-def test_what_validation_writes_out_is_as_much_as_the_key_says(tmp_path: Path) -> None:
-    counts = []
-    for typed in ({}, {"trainer.log_val_generations": 3}):
-        config = ppo_config(tmp_path, typed)
-        with PPOParts(config) as parts:
-            parts.actor.init_model()
-            counts.append(len(validate(parts, config)[1]))
-    assert counts == [0, 3]
+@pytest.mark.parametrize(
+    ("words", "saved"),
+    [
+        ({}, []),
+        ({"trainer.best_metric": "val/x"}, [1, 3]),
+        ({"trainer.best_metric": "val/x", "trainer.best_metric_mode": "min"}, [1, 2]),
+    ],
+)
+def test_the_best_step_by_the_metric_is_saved(
+    words: dict[str, Any], saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three steps that do nothing and are validated with 0.5, 0.25 and 0.75."""
+    found: list[int] = []
+    values = iter((0.5, 0.25, 0.75))
+    monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
+    monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
+    monkeypatch.setattr(PPOTrainer, "save", lambda trainer: found.append(trainer.global_step))
+    run_ppo(tmp_path, {"trainer.test_freq": 1, **words}, steps=3)
+    assert found == saved

@@ -31,13 +31,14 @@ def test_an_older_name_means_the_newer_one(key: str, tmp_path: Path) -> None:
 
 # -- the script can fail --------------------------------------------------------------------------
 
+NOT_THERE = {
+    "tests/spec/nowhere.py::test_x",
+    "tests/spec/test_table.py::test_x",
+    "tests/spec/test_table.py::test_an_older_name_means_the_newer_one[no.key]",
+}
+"""No such file, no such test, no such case."""
 FOUND: dict[str, tuple[str, Any, str]] = {
-    "a key without a test": ("proofs_of_key", lambda key: (), "critic.optim.lr: no test"),
-    "a test that does not exist": ("named", lambda: {"tests/spec/test_table.py::test_x"}, "test_x: there is no such"),
-    "a case that does not exist": (
-        "named", lambda: {"tests/spec/test_table.py::test_an_older_name_means_the_newer_one[no.key]"}, "no such test",
-    ),
-    "a file that does not exist": ("named", lambda: {"tests/spec/nowhere.py::test_x"}, "no such test"),
+    "a key without a test": ("noticed_by", lambda key: (), "critic.optim.lr: no test"),
     "a method without a test": ("METHODS", {"Engine": {"to(self)": ("Moves.", ())}}, "Engine, to(self): no test"),
     "an old page": ("HEAD", "another", "docs/spec.md is not what these rows say"),
     "a key that is gone": ("DEVIATES", {"data.gone": "."}, "data.gone: there is no such key any more"),
@@ -50,12 +51,20 @@ FOUND: dict[str, tuple[str, Any, str]] = {
 @pytest.mark.parametrize("case", FOUND)
 def test_the_script_finds(case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     name, value, said = FOUND[case]
-    if name != "named":  # no test is looked for then
-        monkeypatch.setattr(table, "named", set)
-        monkeypatch.setattr(table, "existing", lambda files: set())
+    monkeypatch.setattr(table, "named", set)  # no test is looked for
     monkeypatch.setattr(table, name, value)
     assert table.main(["--check"]) == 1
     assert said in capsys.readouterr().out
+
+
+def test_the_script_finds_tests_that_do_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = "tests/spec/test_table.py::test_an_older_name_means_the_newer_one[algorithm.gemma]"
+    monkeypatch.setattr(table, "named", lambda: NOT_THERE | {there})
+    assert table.main(["--check"]) == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if "there is no such test" in line]
+    assert found == [f"{test}: there is no such test" for test in sorted(NOT_THERE)]
 
 
 def test_strict_counts_what_is_not_there_yet(
