@@ -89,6 +89,7 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/camshaft config docs --out docs/config.md
 	$(BIN)/camshaft metrics docs --out docs/metrics.md
+	$(BIN)/python tests/spec/table.py
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) build *.egg-info .pytest_cache .ruff_cache

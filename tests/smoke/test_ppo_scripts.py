@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.command_line import camshaft
 from support.ppo_runs import ppo_words
+from support.wandb_file import history
 from transformers import AutoModelForCausalLM
 
 from camshaft.tracking.jsonl import read_metrics
@@ -25,7 +26,6 @@ TINY: dict[str, Any] = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "trainer.device": "cpu",
     "trainer.n_gpus_per_node": 1,
-    "trainer.logger": "[console,jsonl]",
     "trainer.total_training_steps": 2,
 }
 """What a model of 7B on eight GPUs must be told to fit into a test."""
@@ -44,9 +44,11 @@ def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -
     bin_folder.mkdir(parents=True)
     (bin_folder / "python3").write_text(f'#!/bin/sh\n{python} "$@"\n')
     (bin_folder / "python3").chmod(0o755)
-    path = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    there = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     command = ["bash", str(SCRIPTS / script), *(f"{key}={value}" for key, value in overrides.items())]
-    return subprocess.run(command, cwd=folder, env=path, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=os.environ | there, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
@@ -63,7 +65,7 @@ def test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_
     done = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"
-    metrics = read_metrics(run / "metrics.jsonl")
+    metrics = history(run)  # of wandb, offline
     assert [line["step"] for line in metrics] == [0, 1, 2]  # validated before, and at every step
     assert all("val/reward/mean" in line for line in metrics)
     assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in metrics[1:])
@@ -85,10 +87,10 @@ def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Pat
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if "tiny" not in path.name))
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
     there = places(tmp_path)
-    there |= {"reward_model.model.path": there["critic.model.path"], "trainer.logger": "[console,jsonl]"}
+    there |= {"reward_model.model.path": there["critic.model.path"]}
     run = camshaft("ppo", *words_of(script, tmp_path / "there", there), "--cfg", "job")
     assert run.status == 0, run.err
-    missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {"trainer.logger": "[console]"}), "--cfg", "job")
+    missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {}), "--cfg", "job")
     assert missing.status == 2
     keys = [line.partition("=")[0].strip(" -*") for line in missing.err.splitlines() if "there is no such" in line]
     assert len(keys) > 2, missing.err  # model and data are what it lacks

@@ -57,7 +57,8 @@ def result_of(batch: DataProto, dropped: tuple[int, ...]) -> RewardResult:
     placed = batch.ragged("values").map(torch.zeros_like)
     placed.values[placed.lengths.cumsum(0) - 1] = scores
     failure = RewardFailure(0, "error", "sums", "ValueError: no", "", 0.1, "12")
-    return RewardResult(placed, scores, {}, (failure,), ({},) * len(batch), (None,) * len(batch), dropped)
+    told = ({},) * len(batch), (None,) * len(batch)
+    return RewardResult(scores, {}, (failure,), *told, token_level_scores=placed, dropped=dropped)
 
 
 def scored() -> tuple[DataProto, DataProto]:

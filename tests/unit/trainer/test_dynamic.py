@@ -1,6 +1,7 @@
 """Dynamic sampling: which prompts are kept, where the data go on, and what is said when there are none."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def result(scores: Sequence[float], parts: Sequence[dict[str, float]] | None = N
     given = torch.tensor(list(scores))
     told = tuple(parts or [{}] * len(given))
     one = Ragged(given, torch.ones(len(given), dtype=torch.int64))
-    return RewardResult(one, given, {"reward/errors": 1.0, "reward/acc/mean": float(given.mean())}, (), told, ())
+    metrics = {"reward/errors": 1.0, "reward/acc/mean": float(given.mean())}
+    return RewardResult(given, metrics, (), told, (), token_level_scores=one)
 
 
 class Policy:
@@ -116,9 +118,7 @@ def test_data_without_a_single_prompt_that_differs_are_an_error_and_not_an_endle
 
 def test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results() -> None:
     found = result([1.0, 2.0], [{"acc": 1.0}, {}])
-    shaped = RewardResult(
-        found.token_level_scores.map(lambda values: values - 0.5), found.scores, {}, (), found.parts, ()
-    )
+    shaped = replace(found, token_level_scores=found.token_level_scores.map(lambda values: values - 0.5))
     assert worth(shaped, "seq_reward").tolist() == [0.5, 1.5]
     assert worth(shaped, "score").tolist() == [1.0, 2.0]
     assert worth(shaped, "acc").tolist() == [1.0, 0.0]

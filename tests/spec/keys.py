@@ -1,0 +1,238 @@
+"""Every key of an RL run -> the tests that fail if the key does nothing.
+
+    noticed_by("critic.optim.lr")         # it reaches the engine; the engine acts on it
+    proofs_of_key("trainer.logger")       # those, and tests of what particular values do
+
+A key that acts through what a part is told is in `told.py`, all others are here. `deaf.py` makes each key do nothing
+and looks whether these tests notice.
+"""
+
+from __future__ import annotations
+
+from spec.told import ACTOR, ACTS, CRITIC, MODEL, REWARD, ROLLOUT, TOLD
+
+REACHES = "tests/spec/test_told.py::test_the_key_reaches_what_acts_on_it"
+_DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
+_REWARDS = "tests/spec/test_reward_keys.py"
+_PARITY = "tests/parity/test_parity.py"
+_RELATIVES = f"{_PARITY}::test_relatives_of_grpo_agree_with_the_plain_run"
+_PPO = f"{_PARITY}::test_ten_steps_of_ppo_agree_with_the_plain_run"
+_GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_agrees_with_the_plain_run"
+_ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
+_CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
+_CORRECTION = "tests/unit/trainer/test_correction.py"
+_NOTICE = f"{_PLACE}::test_whoever_sets_what_changes_nothing_is_told_so"
+_HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
+_SCORED = "tests/smoke/test_reward_model.py"
+_DYNAMIC, _PPO_UNIT = (f"tests/unit/trainer/test_{name}.py" for name in ("dynamic", "ppo"))
+_WRITTEN = f"{_PPO_UNIT}::test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all"
+_BEST = f"{_RUN}::test_the_best_step_by_the_metric_is_saved"
+_BUFFER = f"{REWARD}.overlong_buffer"
+
+
+def _each(test: str, *keys: str) -> dict[str, tuple[str, ...]]:
+    """A case of a parametrised test for each key, called by it."""
+    return {key: (f"{test}[{key}]",) for key in keys}
+
+
+PROOFS: dict[str, tuple[str, ...]] = {
+    # -- data
+    **_each(
+        f"{_DATA}::test_the_key_changes_what_is_read",
+        "data.tokenizer", "data.train_files", "data.val_files", "data.prompt_key", "data.prompt_id_key",
+        "data.max_prompt_id_length", "data.max_prompt_length", "data.truncation", "data.filter_overlong_prompts",
+        "data.train_batch_size", "data.gen_batch_size", "data.return_raw_chat", "data.return_raw_input_ids",
+        "data.reward_fn_key", "data.train_max_samples", "data.val_max_samples", "trainer.total_epochs",
+        "trainer.total_training_steps",
+    ),
+    "data.filter_overlong_prompts_workers": (f"{_DATA}::test_as_many_processes_tokenise_as_the_key_says",),
+    **_each(f"{_DATA}::test_the_key_changes_the_order_of_rows", "data.shuffle", "data.seed"),
+    "data.trust_remote_code": (f"{_DATA}::test_the_tokenizers_code_runs_only_where_the_key_says_so",),
+    "data.val_batch_size": (f"{_RUN}::test_validation_takes_as_many_rows_at_a_time_as_the_key_says",),
+    # -- actor, rollout, reference
+    "actor_rollout_ref.hybrid_engine": (
+        "tests/unit/config/test_not_yet.py::test_a_value_that_asks_for_a_missing_feature_is_refused_by_name",
+    ),
+    **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
+    **_each(
+        f"{_RUN}::test_the_key_changes_the_run",
+        f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{CRITIC}.ppo_mini_batch_size",
+        f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode", "algorithm.filter_groups.enable",
+        "algorithm.filter_groups.metric", "trainer.test_freq", "trainer.val_before_train", "trainer.val_only",
+        "trainer.seed",
+    ),
+    **dict.fromkeys(
+        (
+            f"{ACTOR}.ppo_mini_batch_size", f"{ACTOR}.ppo_epochs", f"{ACTOR}.clip_ratio_low",
+            f"{ACTOR}.clip_ratio_high", f"{ACTOR}.clip_ratio_c", f"{ACTOR}.entropy_coeff",
+        ),
+        (_PPO,),
+    ),
+    **dict.fromkeys((f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"), (_GRPO,)),
+    f"{ACTOR}.loss_agg_mode": (_ADAPTIVE,),
+    f"{ACTOR}.policy_loss.loss_mode": (f"{_RELATIVES}[gspo]", f"{_RELATIVES}[cispo]"),
+    f"{ACTOR}.checkpoint.save_contents": (_HF_MODEL,),
+    f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_what_was_sampled",),
+    f"{ROLLOUT}.n": ("tests/unit/trainer/test_ppo.py::test_each_response_to_a_prompt_is_drawn_by_itself",),
+    f"{ROLLOUT}.val_kwargs.n": (
+        "tests/unit/trainer/test_validate.py::test_responses_to_one_question_are_held_together",
+    ),
+    # -- critic
+    f"{CRITIC}.enable": (
+        "tests/unit/config/test_algorithms.py::test_an_estimator_of_ones_own_has_a_critic_if_it_asks_for_one",
+        "tests/unit/trainer/test_own_algorithms.py::test_the_example_trains",
+    ),
+    f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_the_critic_must_read_the_actors_token_ids",),
+    f"{CRITIC}.cliprange_value": (_PPO,),
+    f"{CRITIC}.checkpoint.save_contents": (_HF_MODEL,),
+    # -- scores
+    f"{REWARD}.enable": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
+    f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
+    f"{REWARD}.weight": (f"{_SCORED}::test_function_and_model_score_together_and_as_much_on_two_ranks",),
+    f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_class_of_ones_own_scores",),
+    **_each(
+        f"{_REWARDS}::test_the_key_changes_the_penalty_for_long_responses",
+        f"{_BUFFER}.enable", f"{_BUFFER}.len", f"{_BUFFER}.penalty_factor", f"{_BUFFER}.log",
+    ),
+    f"{REWARD}.model.input_tokenizer": (
+        "tests/unit/roles/test_reward_model.py::test_scores_are_the_logits_of_transformers_on_the_same_ids",
+        "tests/unit/roles/test_reward_model.py"
+        "::test_the_conversation_goes_through_the_reward_models_own_template_and_tokenizer",
+    ),
+    "custom_reward_function.path": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
+    "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
+    "custom_reward_function.reward_kwargs": (f"{_REWARDS}::test_reward_kwargs_are_arguments_of_every_call",),
+    "custom_reward_function.batched": (f"{_REWARDS}::test_batched_says_how_a_function_is_called",),
+    "custom_reward_function.timeout": (f"{_REWARDS}::test_a_call_may_take_as_long_as_timeout_says",),
+    "custom_reward_function.num_workers": (f"{_REWARDS}::test_as_many_processes_score_as_num_workers_says",),
+    "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_says_what_a_failing_call_costs",),
+    # -- algorithm
+    "algorithm.gamma": (_PPO,),
+    "algorithm.lam": (_PPO,),
+    "algorithm.adv_estimator": (_GRPO, "tests/smoke/test_pairs.py::test_every_advantage_estimator_trains"),
+    "algorithm.norm_adv_by_std_in_grpo": (f"{_RELATIVES}[dr_grpo]",),
+    "algorithm.use_kl_in_reward": (_PPO,),
+    "algorithm.kl_ctrl.kl_coef": (_PPO,),
+    **dict.fromkeys(
+        (
+            "algorithm.kl_penalty", "algorithm.kl_ctrl.type", "algorithm.kl_ctrl.horizon",
+            "algorithm.kl_ctrl.target_kl",
+        ),
+        (_ADAPTIVE,),
+    ),
+    "algorithm.filter_groups.max_num_gen_batches": (
+        f"{_DYNAMIC}::test_too_many_batches_are_an_error_that_says_what_to_type",
+    ),
+    "algorithm.rollout_correction.rollout_is": (f"{_CORRECTION}::test_the_first_loss_is_the_weighted_mean_advantage",),
+    "algorithm.rollout_correction.rollout_is_threshold": (
+        f"{_CORRECTION}::test_weights_and_what_is_told_of_them_by_hand",
+    ),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": (
+        f"{_CORRECTION}::test_normalised_weights_have_mean_one_in_a_run_that_would_else_learn_less",
+    ),
+    "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
+    "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
+    # -- trainer
+    **_each(
+        f"{_PLACE}::test_the_key_changes_which_processes_are_asked_for",
+        "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.cpus_per_rank", "trainer.resource_pools",
+        "actor_rollout_ref.resource_pool", f"{CRITIC}.resource_pool", f"{REWARD}.resource_pool",
+    ),
+    **_each(
+        f"{_PLACE}::test_the_key_reaches_who_starts_the_processes",
+        "trainer.controller", "ray_kwargs.ray_init", "trainer.default_local_dir",
+    ),
+    **_each(
+        f"{_PLACE}::test_the_key_chooses_the_engine", f"{ACTOR}.strategy", f"{CRITIC}.strategy", f"{REWARD}.strategy"
+    ),
+    **_each(
+        f"{_PLACE}::test_the_key_reaches_the_trackers_that_the_config_names",
+        "trainer.project_name", "trainer.experiment_name",
+    ),
+    "trainer.logger": (
+        f"{_PLACE}::test_the_key_reaches_the_trackers_that_the_config_names[trainer.project_name]",
+        "tests/smoke/test_reward_model.py::test_the_command_line_tells_what_the_model_gave",
+    ),
+    "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.val_only": (
+        f"{_RUN}::test_the_key_changes_the_run[trainer.val_only]",
+        f"{_PPO_UNIT}::test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads",
+    ),
+    "trainer.log_val_generations": (_WRITTEN,),
+    "trainer.validation_data_dir": (_WRITTEN,),
+    "trainer.rollout_data_dir": (
+        f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",
+    ),
+    "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
+    "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_takes_the_copy_in_the_second_place",),
+    "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.best_metric": (_BEST,),
+    "trainer.best_metric_mode": (_BEST,),
+    "trainer.resume_mode": (
+        f"{_RESUME}::test_disable_starts_afresh_and_what_was_there_is_neither_lost_nor_in_the_way",
+    ),
+    "trainer.resume_from_path": (f"{_RESUME}::test_resume_path_starts_from_that_step",),
+    "trainer.use_legacy_worker_impl": (
+        f"{_CHECKS}::test_keys_that_contradict_each_other_are_told", f"{_CHECKS}::test_the_legacy_switch_may_be_off",
+        f"{_NOTICE}[trainer.use_legacy_worker_impl]",
+    ),
+}  # fmt: skip
+
+
+_PROMPTS, _TRAINER = "tests/unit/data/test_prompts.py", "tests/unit/trainer"
+_URLS = f"{_TRAINER}/test_remote_data.py::test_a_run_on_urls_is_the_run_on_copies"
+_URL_OF_A_MODEL = "tests/unit/models/test_loader.py::test_a_url_is_a_folder_like_any_other"
+_OVERLONG = "tests/unit/rewards/test_overlong.py::test_it_grows_in_a_straight_line_over_the_last_tokens"
+_WANDB = "tests/unit/tracking/test_wandb.py::test_a_run_has_its_names_config_and_metrics"
+
+VALUES: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("data.train_files", "data.val_files"), (_URLS,)),
+    **dict.fromkeys((f"{MODEL}.path", f"{CRITIC}.model.path"), (_URLS, _URL_OF_A_MODEL)),
+    **dict.fromkeys(("data.tokenizer", f"{REWARD}.model.path"), (_URL_OF_A_MODEL,)),
+    "data.prompt_id_key": (f"{_PROMPTS}::test_an_id_travels_as_tokens_and_as_it_is",),
+    "data.max_prompt_id_length": (f"{_PROMPTS}::test_an_id_that_is_too_long_is_an_error_with_its_length",),
+    f"{ACTOR}.policy_loss.loss_mode": (
+        "tests/unit/algorithms/test_policy.py::test_loss_and_gradient_are_those_of_the_paper",
+    ),
+    "custom_reward_function.on_error": (
+        f"{_TRAINER}/test_drop.py::test_weights_are_those_of_an_update_without_the_row",
+    ),
+    "algorithm.adv_estimator": (
+        f"{_TRAINER}/test_baseline.py::test_the_baseline_is_the_score_of_the_greedy_response",
+    ),
+    "algorithm.kl_penalty": (
+        "tests/unit/algorithms/test_kl.py::test_estimates_by_hand",
+        "tests/unit/roles/test_exact_kl.py::test_the_penalty_is_the_divergence_over_the_whole_vocabulary",
+    ),
+    "algorithm.filter_groups.metric": (
+        f"{_DYNAMIC}::test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results",
+    ),
+    **{f"{_BUFFER}.{name}": (_OVERLONG,) for name in ("len", "penalty_factor")},
+    "trainer.logger": (
+        _WANDB, "tests/unit/config/test_aliases.py::test_an_older_name_sets_the_new_key_and_is_told_once",
+    ),
+    **dict.fromkeys(("trainer.project_name", "trainer.experiment_name"), (_WANDB,)),
+    "trainer.default_hdfs_dir": (
+        f"{_TRAINER}/test_resume.py::test_a_run_whose_folder_is_lost_goes_on_from_the_second_place",
+    ),
+    **dict.fromkeys(
+        ("trainer.best_metric", "trainer.best_metric_mode"),
+        (f"{_TRAINER}/test_best.py::test_the_best_is_the_first_of_the_largest_or_the_smallest",),
+    ),
+}  # fmt: skip
+"""Tests of what particular values of a key do; they need not notice a key that does nothing."""
+
+
+def noticed_by(key: str) -> tuple[str, ...]:
+    """Node ids; none if nobody has said."""
+    own = PROOFS.get(key, ())
+    if key in TOLD:
+        told = TOLD[key]
+        return (f"{REACHES}[{key}]", *ACTS[told.kind].get(told.field, ()), *own)
+    return own
+
+
+def proofs_of_key(key: str) -> tuple[str, ...]:
+    """All tests of a key."""
+    return noticed_by(key) + VALUES.get(key, ())

@@ -1,0 +1,157 @@
+"""Each key of `data` changes what a run reads: its tokenizer, its rows, their order, their columns, their batches."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.ppo_runs import ppo_config
+
+from camshaft.data import tokens
+from camshaft.data.parquet import write_parquet
+from camshaft.errors import BatchError
+from camshaft.trainer.parts import PPOParts
+
+SHORTEST, ROWS = 3, 8
+"""Tokens of the first prompt beside those of the template; each of the others has one more than the one before."""
+TEMPLATE = 5
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    def message(text: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": text}]
+
+    return [
+        {"prompt": message("1" * (SHORTEST + row)), "asked": message("2"), "data_source": "a", "kind": "b",
+         "ground_truth": "1", "name": f"row {row}"}
+        for row in range(count)
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that no key here is about."""
+    monkeypatch.setattr("camshaft.trainer.parts.run_rewards", lambda config: SimpleNamespace(close=lambda: None))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("home")
+    ppo_config(home)
+    for name, count in {"train": ROWS, "val": 4, "more": ROWS + 1}.items():
+        write_parquet(home / f"{name}.parquet", rows(count))
+    return home
+
+
+def lengths(parts: PPOParts) -> list[int]:
+    return [length - TEMPLATE for length in parts.loader.data["prompts"].lengths.tolist()]
+
+
+def order(parts: PPOParts) -> list[str]:
+    return [uid for batch in parts.loader for uid in batch["uid"]]
+
+
+LONGEST = SHORTEST + ROWS - 1
+SHORT = {"data.max_prompt_length": LONGEST - 1 + TEMPLATE, "data.train_batch_size": 4}
+ALL = list(range(SHORTEST, LONGEST + 1))
+DAPO = {
+    "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 2,
+    "data.train_batch_size": 4,
+}  # fmt: skip
+Look = Callable[[PPOParts], Any]
+
+SEEN: dict[str, tuple[Any, Mapping[str, Any], Look, Any, Any]] = {
+    # key: typed, beside what, where to look, what is seen without it, what with it
+    "data.tokenizer": (
+        "{home}/critic", {}, lambda parts: Path(parts.tokenizer.name_or_path).name, "actor", "critic",
+    ),
+    "data.train_files": ("{home}/more.parquet", {}, lambda parts: len(parts.loader.data), ROWS, ROWS + 1),
+    "data.val_files": ("{home}/more.parquet", {}, lambda parts: len(parts.val_prompts), 4, ROWS + 1),
+    "data.prompt_key": ("asked", {}, lengths, ALL, [1] * ROWS),
+    "data.prompt_id_key": (
+        "name", {}, lambda parts: [extra.get("prompt_id") for extra in parts.loader.data["extra_info"]],
+        [None] * ROWS, [f"row {row}" for row in range(ROWS)],
+    ),
+    "data.max_prompt_id_length": (1, {"data.prompt_id_key": "name"}, lambda parts: "prompt_id" in parts.loader.data,
+                                  True, "error"),
+    "data.max_prompt_length": (
+        LONGEST - 1 + TEMPLATE, {"data.truncation": "left"}, lengths, ALL, [*ALL[:-1], LONGEST - 1],
+    ),
+    "data.truncation": ("right", SHORT, lengths, "error", [*ALL[:-1], LONGEST - 1]),
+    "data.filter_overlong_prompts": (True, SHORT, lengths, "error", ALL[:-1]),
+    "data.train_batch_size": (4, {MINI: 2}, lambda parts: len(next(iter(parts.loader))), 8, 4),
+    "data.gen_batch_size": (5, DAPO, lambda parts: len(next(iter(parts.loader))), 4, 5),
+    "data.return_raw_chat": (True, {}, lambda parts: "raw_prompt" in parts.loader.data, False, True),
+    "data.return_raw_input_ids": (True, {}, lambda parts: "raw_input_ids" in parts.loader.data, False, True),
+    "data.reward_fn_key": ("kind", {}, lambda parts: set(parts.loader.data["data_source"]), {"a"}, {"b"}),
+    "data.train_max_samples": (8, {"data.train_files": "{home}/more.parquet"},
+                               lambda parts: len(parts.loader.data), ROWS + 1, 8),
+    "data.val_max_samples": (3, {}, lambda parts: len(parts.val_prompts), 4, 3),
+    "trainer.total_epochs": (2, {}, lambda parts: parts.total_steps, 30, 2),
+    "trainer.total_training_steps": (7, {}, lambda parts: parts.total_steps, 30, 7),
+}  # fmt: skip
+ORDERS: dict[str, Any] = {"data.shuffle": False, "data.seed": 5}
+
+
+def seen(home: Path, look: Look, overrides: Mapping[str, Any]) -> Any:
+    files = {"data.train_files": home / "train.parquet", "data.val_files": home / "val.parquet"}
+    words = {**files, **overrides}
+    config = ppo_config(home, {key: str(value).format(home=home) for key, value in words.items()})
+    try:
+        with PPOParts(config) as parts:
+            return look(parts)
+    except BatchError as error:
+        return "error" if "data.max_prompt_" in str(error) else str(error)
+
+
+@pytest.mark.parametrize("key", SEEN)
+def test_the_key_changes_what_is_read(home: Path, key: str) -> None:
+    typed, beside, look, before, after = SEEN[key]
+    assert seen(home, look, beside) == before
+    assert seen(home, look, {**beside, key: typed}) == after
+
+
+@pytest.mark.parametrize("key", ORDERS)
+def test_the_key_changes_the_order_of_rows(home: Path, key: str) -> None:
+    once = {"trainer.total_epochs": 1}
+    usual, changed = seen(home, order, once), seen(home, order, {**once, key: ORDERS[key]})
+    assert usual == seen(home, order, once)
+    assert usual != changed
+    assert sorted(usual) == sorted(changed)
+    assert (changed == sorted(changed)) == (key == "data.shuffle")
+
+
+def test_the_tokenizers_code_runs_only_where_the_key_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[bool] = []
+    real = PPOParts.__init__.__globals__["load_tokenizer"]
+    monkeypatch.setattr(
+        "camshaft.trainer.parts.load_tokenizer", lambda path, trust: (told.append(trust), real(path, trust))[1]
+    )
+    for words in ({}, {"data.trust_remote_code": True}, {"actor_rollout_ref.model.trust_remote_code": True}):
+        seen(home, len_of_loader, words)
+    assert told == [False, True, True]
+
+
+def len_of_loader(parts: PPOParts) -> int:
+    return len(parts.loader)
+
+
+def test_as_many_processes_tokenise_as_the_key_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of sets that are large enough; without the key there is one for each CPU."""
+    pools: list[int] = []
+    real = tokens.ProcessPoolExecutor
+
+    def pool(workers: int, *others: Any) -> Any:
+        pools.append(workers)
+        return real(workers, *others)
+
+    monkeypatch.setattr(tokens, "ProcessPoolExecutor", pool)
+    monkeypatch.setattr(tokens, "_usable_cpus", lambda: 2)
+    monkeypatch.setattr(tokens, "_kept_at", lambda work: None)
+    monkeypatch.setattr(tokens, "_MANY", ROWS)
+    monkeypatch.setattr(tokens, "_CHUNK", 1)
+    for typed in ({}, {"data.filter_overlong_prompts_workers": 3}):
+        assert seen(home, lengths, typed) == ALL
+    assert pools == [2, 3]

@@ -1,0 +1,162 @@
+"""Keys that say where a run lives, which engine computes, and what goes to a tracker: seen where they arrive."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ppo_runs import ppo_config
+
+from camshaft.config import PPOConfig
+from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+from camshaft.tracking import RunInfo, Tracker
+from camshaft.trainer.places import pool_specs, run_pools
+from camshaft.trainer.session import Session
+from spec.test_told import run_with
+from spec.told import ACTOR, ROLLOUT
+
+POOL = {"trainer.resource_pools": {"apart": {"n_gpus_per_node": 1}}}
+
+
+def pools(config: PPOConfig) -> dict[str, tuple[int, int]]:
+    return {role: (spec.nnodes, spec.ranks_per_node) for spec in pool_specs(config) for role in spec.roles}
+
+
+def cpus(config: PPOConfig) -> set[float]:
+    return {spec.cpus_per_rank for spec in pool_specs(config)}
+
+
+TOGETHER = {"actor_rollout_ref": (1, 4), "critic": (1, 4), "reward_model": (1, 4)}
+
+PLACED: dict[str, tuple[Any, Mapping[str, Any], Callable[[PPOConfig], Any], Any, Any]] = {
+    # key: typed, beside what, where to look, what is seen without it, what with it
+    "trainer.nnodes": (2, {}, pools, TOGETHER, dict.fromkeys(TOGETHER, (2, 4))),
+    "trainer.n_gpus_per_node": (2, {}, pools, TOGETHER, dict.fromkeys(TOGETHER, (1, 2))),
+    "trainer.cpus_per_rank": (0.5, {}, cpus, {1.0}, {0.5}),
+    "actor_rollout_ref.resource_pool": (
+        "apart", POOL | {"critic.resource_pool": "apart", f"{ROLLOUT}.tensor_model_parallel_size": 1}, pools,
+        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 1), "actor_rollout_ref": (1, 1)},
+    ),
+    "critic.resource_pool": (
+        "apart", POOL | {"reward_model.resource_pool": "apart"}, pools,
+        TOGETHER | {"reward_model": (1, 1)}, TOGETHER | {"critic": (1, 1), "reward_model": (1, 1)},
+    ),
+    "reward_model.resource_pool": (
+        "apart", POOL | {"critic.resource_pool": "apart"}, pools,
+        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 1), "reward_model": (1, 1)},
+    ),
+    "trainer.resource_pools": (
+        {"apart": {"n_gpus_per_node": 2}}, {"critic.resource_pool": "apart"} | POOL, pools,
+        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 2)},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", PLACED)
+def test_the_key_changes_which_processes_are_asked_for(key: str, tmp_path: Path) -> None:
+    typed, beside, look, before, after = PLACED[key]
+    assert look(run_with(tmp_path, beside)) == before
+    assert look(run_with(tmp_path, {**beside, key: typed})) == after
+
+
+@pytest.mark.parametrize(
+    "key", ["trainer.controller", "ray_kwargs.ray_init", "trainer.device", "trainer.default_local_dir"]
+)
+def test_the_key_reaches_who_starts_the_processes(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller's own tests show what it makes of them."""
+    told: dict[str, Any] = {}
+
+    def started(specs: Any, options: Any) -> list[Any]:
+        told.update(device=specs[0].device, ray=dict(options.ray_init), logs=options.log_folder)
+        return []
+
+    monkeypatch.setattr("camshaft.trainer.session.check_device", lambda *_: None)
+    for backend in ("local", "ray"):
+        monkeypatch.setattr(
+            f"camshaft.controller.{backend}.start",
+            lambda specs, options, name=backend: (told.update(backend=name), started(specs, options))[1],
+        )
+
+    def seen(**changed: Any) -> dict[str, Any]:
+        config = run_with(tmp_path, {"trainer.default_local_dir": f"{tmp_path}/run", **changed})
+        logs = Path(config.trainer.default_local_dir) / "logs"
+        with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs):
+            return dict(told)
+
+    usual = {"backend": "local", "device": "cpu", "ray": {}, "logs": f"{tmp_path}/run/logs"}
+    assert seen() == usual
+    typed, changed = {
+        "trainer.controller": ("ray", {"backend": "ray"}),
+        "ray_kwargs.ray_init": ({"num_cpus": 3}, {"ray": {"num_cpus": 3}}),
+        "trainer.device": ("cuda", {"device": "cuda"}),
+        "trainer.default_local_dir": (f"{tmp_path}/other", {"logs": f"{tmp_path}/other/logs"}),
+    }[key]
+    assert seen(**{key: typed}) == usual | changed
+
+
+BUILT: dict[str, Callable[[PPOConfig], Any]] = {
+    f"{ACTOR}.strategy": lambda config: ActorRolloutRefWorker(config, config.topology(), 1).actor.engine,
+    "critic.strategy": lambda config: CriticWorker(config, config.topology(), 1).engine,
+    "reward_model.strategy": lambda config: RewardModelWorker(config, config.topology()).engine,
+}
+
+
+@pytest.mark.parametrize("key", BUILT)
+def test_the_key_chooses_the_engine(key: str, tmp_path: Path) -> None:
+    ppo_config(tmp_path)
+    folder = {f"{role}.path": tmp_path / "actor" for role in ("reward_model.model", "critic.model")}
+    others = dict.fromkeys(BUILT, "fsdp")
+    words = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
+    found = [type(BUILT[key](ppo_config(tmp_path, {**words, key: name}))).__name__ for name in ("fsdp", "reference")]
+    assert found == ["FSDPEngine", "ReferenceEngine"]
+
+
+NOTHING = {
+    "actor_rollout_ref.model.use_remove_padding": False,
+    "critic.model.use_remove_padding": False,
+    "trainer.use_legacy_worker_impl": "disable",
+}
+
+
+@pytest.mark.parametrize("key", NOTHING)
+def test_whoever_sets_what_changes_nothing_is_told_so(
+    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_with(tmp_path, {})
+    assert not caplog.messages
+    run_with(tmp_path, {key: NOTHING[key]})
+    assert len(caplog.messages) == 1
+    assert key in caplog.messages[0]
+    assert "changes nothing" in caplog.messages[0]
+
+
+class Kept(Tracker):
+    """A tracker that shows what it was told of the run."""
+
+    runs: list[RunInfo] = []  # noqa: RUF012  (of the class, which the trainer builds)
+
+    def __init__(self, run: RunInfo):
+        self.runs.append(run)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+TOLD_OF: dict[str, Callable[[RunInfo], str]] = {
+    "trainer.project_name": lambda run: run.project,
+    "trainer.experiment_name": lambda run: run.experiment,
+}
+
+
+@pytest.mark.parametrize("key", TOLD_OF)
+def test_the_key_reaches_the_trackers_that_the_config_names(key: str, tmp_path: Path) -> None:
+    Kept.runs.clear()
+    for typed in ({}, {key: "mine"}):
+        config = run_with(tmp_path, {"trainer.logger": [f"{__name__}:Kept"], **typed})
+        Session(config.trainer).tracking(config, 1, None).finish()
+    usual, changed = (TOLD_OF[key](run) for run in Kept.runs)
+    assert usual != changed == "mine"
+    assert (
+        run_with(tmp_path, {key: "mine"}).trainer.default_local_dir != run_with(tmp_path, {}).trainer.default_local_dir
+    )

@@ -1,0 +1,115 @@
+"""Keys of the algorithm and of the loop, on runs of a step: with the key the run is another one.
+
+What has a counterpart in the plain program of `tests/parity` is compared with that, and not here.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ppo_runs import Step, ppo_config, run_ppo
+
+from camshaft.config import PPOConfig
+from camshaft.rewards.manager import RewardManager
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
+from camshaft.trainer.validate import validate
+from spec.told import ACTOR, ROLLOUT
+
+Steps = list[Step]
+GROUPS = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 4}
+KL_LOSS = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.5}
+VALIDATED = {"trainer.val_before_train": True}
+
+
+def actor(steps: Steps) -> Any:
+    return {name: weight.tolist() for name, weight in steps[-1].actor.items()}
+
+
+def critic(steps: Steps) -> Any:
+    return {name: weight.tolist() for name, weight in steps[-1].critic.items()}
+
+
+def metric(name: str) -> Callable[[Steps], Any]:
+    return lambda steps: steps[-1].metrics.get(name)
+
+
+def responses(steps: Steps) -> Any:
+    return [row.tolist() for row in steps[0].batch["responses"].rows()]
+
+
+FILTERED = {**GROUPS, "algorithm.filter_groups.enable": True}
+CHANGES: dict[str, tuple[Any, Mapping[str, Any], Callable[[Steps], Any]]] = {
+    # key: typed, beside what, where to look after a step
+    f"{ACTOR}.shuffle": (False, {}, actor),
+    f"{ACTOR}.clip_ratio": (0.001, {}, metric("actor/pg_clipfrac")),
+    f"{ACTOR}.kl_loss_type": ("abs", KL_LOSS, metric("actor/kl_loss")),
+    "critic.ppo_mini_batch_size": (8, {}, critic),
+    "critic.ppo_epochs": (2, {}, critic),
+    "critic.shuffle": (False, {}, critic),
+    "critic.loss_agg_mode": ("seq-mean-token-sum", {}, critic),
+    "algorithm.filter_groups.enable": (True, GROUPS, metric("train/num_gen_batches")),
+    "algorithm.filter_groups.metric": ("score", FILTERED, metric("filter_groups/score/mean")),
+    "trainer.test_freq": (1, {}, metric("val/reward/mean")),
+    "trainer.val_before_train": (True, {}, len),
+    "trainer.val_only": (True, VALIDATED, len),
+    "trainer.seed": (2, {"data.shuffle": False}, responses),
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any]], Steps]:
+    home = tmp_path_factory.mktemp("home")
+
+    @cache
+    def known(overrides: tuple[tuple[str, Any], ...]) -> Steps:
+        return run_ppo(home, {"data.max_response_length": 6, **dict(overrides)}, steps=1)
+
+    return lambda overrides: known(tuple(overrides.items()))
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_the_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any]], Steps]) -> None:
+    typed, beside, look = CHANGES[key]
+    assert look(run({**beside, key: typed})) != look(run(beside))
+
+
+def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+    real = RewardManager.score
+
+    def score(rewards: RewardManager, batch: Any, decode: Any) -> Any:
+        taken.append(len(batch))
+        return real(rewards, batch, decode)
+
+    monkeypatch.setattr(RewardManager, "score", score)
+    config: PPOConfig = ppo_config(tmp_path, {"data.val_batch_size": 6, "custom_reward_function.on_error": "zero"})
+    with PPOParts(config) as parts:
+        parts.actor.init_model()
+        validate(parts, config)
+    assert taken == [6, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "saved"),
+    [
+        ({}, []),
+        ({"trainer.best_metric": "val/x"}, [1, 3]),
+        ({"trainer.best_metric": "val/x", "trainer.best_metric_mode": "min"}, [1, 2]),
+    ],
+)
+def test_the_best_step_by_the_metric_is_saved(
+    words: dict[str, Any], saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three steps that do nothing and are validated with 0.5, 0.25 and 0.75."""
+    found: list[int] = []
+    values = iter((0.5, 0.25, 0.75))
+    monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
+    monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
+    monkeypatch.setattr(PPOTrainer, "save", lambda trainer: found.append(trainer.global_step))
+    run_ppo(tmp_path, {"trainer.test_freq": 1, **words}, steps=3)
+    assert found == saved

@@ -1,0 +1,91 @@
+"""Each key of `told.py` reaches what it is said to reach, and from its default it does not."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from camshaft.config import (
+    PPOConfig,
+    actor_engine,
+    critic_engine,
+    ref_engine,
+    reward_engine,
+    rollout_engine,
+    sampling,
+)
+from camshaft.config.loader import from_container
+from spec.told import MODEL, TOLD, Told
+
+STEPS = 100
+PARTS: dict[str, Callable[[PPOConfig], Any]] = {
+    "actor": lambda config: actor_engine(config, config.topology(), STEPS),
+    "ref": lambda config: ref_engine(config, config.topology()),
+    "critic": lambda config: critic_engine(config, config.topology(), STEPS),
+    "reward": lambda config: reward_engine(config, config.topology()),
+    "rollout": rollout_engine,
+    "sampling": sampling,
+    "validation": lambda config: sampling(config, validate=True),
+}
+
+
+def run_with(folder: Path, changed: Mapping[str, Any]) -> PPOConfig:
+    """A run of everything that there is, on four ranks."""
+    for name in ("model", "critic", "rm", "other", "adapter"):
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text("{}")
+    for name in ("train", "val"):
+        (folder / f"{name}.parquet").touch()
+    base = {
+        "data.train_files": f"{folder}/train.parquet",
+        "data.val_files": f"{folder}/val.parquet",
+        f"{MODEL}.path": f"{folder}/model",
+        "critic.model.path": f"{folder}/critic",
+        "reward_model.model.path": f"{folder}/rm",
+        "reward_model.enable": True,
+        "algorithm.use_kl_in_reward": True,
+        "trainer.n_gpus_per_node": 4,
+        "trainer.device": "cpu",
+    }
+    return from_container(base | dict(changed), PPOConfig)
+
+
+def field_of(part: Any, path: str) -> Any:
+    """The value at the end of a dotted path through configs and dicts; None where something on the way is."""
+    for name in path.split("."):
+        part = part.get(name) if isinstance(part, Mapping) else None if part is None else getattr(part, name)
+    return part
+
+
+def filled(value: Any, folder: Path) -> Any:
+    return value.format(folder=folder) if isinstance(value, str) else value
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def usual(home: Path) -> Callable[[Mapping[str, Any]], PPOConfig]:
+    """Runs without the key, each made once."""
+    known: dict[str, PPOConfig] = {}
+
+    def made(beside: Mapping[str, Any]) -> PPOConfig:
+        if repr(beside) not in known:
+            known[repr(beside)] = run_with(home, beside)
+        return known[repr(beside)]
+
+    return made
+
+
+@pytest.mark.parametrize(("key", "told"), TOLD.items(), ids=TOLD)
+def test_the_key_reaches_what_acts_on_it(
+    key: str, told: Told, home: Path, usual: Callable[[Mapping[str, Any]], PPOConfig]
+) -> None:
+    typed, expected = filled(told.typed, home), filled(told.expected, home)
+    as_written = list(typed) if isinstance(typed, tuple) else typed
+    with_key = PARTS[told.part](run_with(home, {**told.beside, key: as_written}))
+    assert field_of(with_key, told.field) == expected
+    assert field_of(PARTS[told.part](usual(told.beside)), told.field) != expected

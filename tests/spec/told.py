@@ -1,0 +1,283 @@
+"""Keys that act through what a part of a run is told, and who proves that each field of that acts.
+
+    TOLD["critic.optim.lr"]          # Told("critic", "optim.lr", 0.25)
+    ACTS["engine"]["optim.lr"]       # tests of the field, for every engine
+
+`test_told.py` changes each key from its default and holds what the part is told against the expected value; the
+tests of `ACTS` show what the part makes of it. A key with a role of its own reaches the same field of an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import field as made_of
+from typing import Any
+
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+REF, ROLLOUT = "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+CRITIC, REWARD = "critic", "reward_model"
+
+
+@dataclass(frozen=True)
+class Told:
+    """`part` is told `seen` in `field`, where the key is `typed`."""
+
+    part: str
+    field: str
+    typed: Any
+    seen: Any = None
+    """None: what was typed."""
+    beside: Mapping[str, Any] = made_of(default_factory=dict)
+    """Other keys that this one needs."""
+
+    @property
+    def expected(self) -> Any:
+        return self.typed if self.seen is None else self.seen
+
+    @property
+    def kind(self) -> str:
+        """What `ACTS` calls it."""
+        return {"rollout": "rollout", "sampling": "sampling", "validation": "sampling"}.get(self.part, "engine")
+
+
+def _fields(part: str, prefix: str, rows: Mapping[str, tuple[Any, ...]]) -> dict[str, Told]:
+    """Rows are the arguments of `Told` without the part; the keys of `beside` are those of the section."""
+    found = {}
+    for name, (path, typed, *rest) in rows.items():
+        seen, beside = [*rest, *(None, {})[len(rest) :]]
+        found[f"{prefix}.{name}"] = Told(part, path, typed, seen, {f"{prefix}.{key}": beside[key] for key in beside})
+    return found
+
+
+_MODEL: dict[str, tuple[Any, ...]] = {
+    "external_lib": ("model.external_lib", "my_lib"),
+    "override_config": ("model.override_config", {"attention_dropout": 0.5}),
+    "trust_remote_code": ("model.trust_remote_code", True),
+}
+_TRAINED_MODEL: dict[str, tuple[Any, ...]] = {
+    **_MODEL,
+    "enable_gradient_checkpointing": ("model.enable_gradient_checkpointing", True),
+    "gradient_checkpointing_mode": ("model.gradient_checkpointing_mode", "selective"),
+    "enable_activation_offload": ("options.activation_offload", True),
+    "lora_rank": ("model.lora.rank", 4),
+}
+_LORA: dict[str, tuple[Any, ...]] = {
+    "lora_alpha": ("model.lora.alpha", 3, None, {"lora_rank": 4}),
+    "target_modules": ("model.lora.target_modules", ("q_proj",), None, {"lora_rank": 4}),
+    "exclude_modules": ("model.lora.exclude_modules", ("v_proj",), None, {"lora_rank": 4}),
+    "lora_adapter_path": ("model.lora.adapter_path", "{folder}/adapter", None, {"lora_rank": 4}),
+}
+_OPTIM: dict[str, tuple[Any, ...]] = {
+    "optimizer": ("optim.optimizer", "SGD"),
+    "override_optimizer_config": ("optim.override_optimizer_config", {"momentum": 0.5}),
+    "lr": ("optim.lr", 0.25),
+    "betas": ("optim.betas", (0.5, 0.75)),
+    "weight_decay": ("optim.weight_decay", 0.5),
+    "lr_warmup_steps": ("optim.lr_warmup_steps", 7),
+    "lr_warmup_steps_ratio": ("optim.lr_warmup_steps", 0.5, 50),
+    "min_lr_ratio": ("optim.min_lr_ratio", 0.5),
+    "num_cycles": ("optim.num_cycles", 2.5),
+    "lr_scheduler_type": ("optim.lr_scheduler_type", "cosine"),
+    "total_training_steps": ("optim.total_training_steps", 40),
+}
+_FORWARD: dict[str, tuple[Any, ...]] = {
+    "wrap_policy.transformer_layer_cls_to_wrap": ("options.wrap_policy.transformer_layer_cls_to_wrap", "Layer"),
+    "wrap_policy.min_num_params": ("options.wrap_policy.min_num_params", 7),
+    "fsdp_size": ("options.fsdp_size", 2),
+    "reshard_after_forward": ("options.reshard_after_forward", False),
+    "forward_prefetch": ("options.forward_prefetch", True),
+    "tensor_parallel_size": ("options.tensor_parallel_size", 2),
+    "param_offload": ("options.param_offload", True),
+    "offload_policy": ("options.offload_policy", True),
+    "model_dtype": ("dtype", "float64"),
+    "mixed_precision.param_dtype": ("options.mixed_precision.param_dtype", "bfloat16"),
+}
+_TRAINED: dict[str, tuple[Any, ...]] = {
+    **_FORWARD,
+    "grad_offload": ("options.grad_offload", True),
+    "optimizer_offload": ("options.optimizer_offload", True),
+    "mixed_precision.reduce_dtype": ("options.mixed_precision.reduce_dtype", "bfloat16"),
+}
+_BESIDE: dict[str, tuple[Any, ...]] = {
+    "ulysses_sequence_parallel_size": ("options.ulysses_sequence_parallel_size", 2),
+    "use_torch_compile": ("options.use_torch_compile", True),
+}
+_UPDATES: dict[str, tuple[Any, ...]] = {
+    **_BESIDE,
+    "checkpoint.async_save": ("options.async_save", True),
+    "grad_clip": ("grad_clip", 0.5),
+    "ppo_micro_batch_size": ("micro_batch_size", 8, 2),  # over four ranks
+    "ppo_micro_batch_size_per_gpu": ("micro_batch_size", 3),
+    "use_dynamic_bsz": ("max_tokens", True, 5000, {"ppo_max_token_len_per_gpu": 5000}),
+    "ppo_max_token_len_per_gpu": ("max_tokens", 4000, None, {"use_dynamic_bsz": True}),
+}
+_LOG_PROBS: dict[str, tuple[Any, ...]] = {
+    "log_prob_micro_batch_size": ("infer_micro_batch_size", 8, 2),
+    "log_prob_micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
+    "log_prob_use_dynamic_bsz": ("infer_max_tokens", True, 5000, {"log_prob_max_token_len_per_gpu": 5000}),
+    "log_prob_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"log_prob_use_dynamic_bsz": True}),
+}
+_GENERATOR: dict[str, tuple[Any, ...]] = {
+    "dtype": ("dtype", "float32"),
+    "gpu_memory_utilization": ("gpu_memory_utilization", 0.25),
+    "enforce_eager": ("enforce_eager", False),
+    "free_cache_engine": ("free_cache_engine", False),
+    "load_format": ("load_format", "auto"),
+    "tensor_model_parallel_size": ("tensor_model_parallel_size", 4),
+    "enable_prefix_caching": ("enable_prefix_caching", False),
+    "update_weights_bucket_megabytes": ("update_weights_bucket_megabytes", 8),
+    "max_num_batched_tokens": ("max_num_batched_tokens", 99),
+    "max_num_seqs": ("max_num_seqs", 9),
+    "engine_kwargs": ("engine_kwargs", {"seed": 3}),
+    "prompt_length": ("max_model_len", 600, 600 + 512),
+}
+_VALIDATION: dict[str, tuple[Any, ...]] = {
+    "do_sample": ("do_sample", True, None, {"temperature": 0.5}),
+    "temperature": ("temperature", 0.5),
+    "top_k": ("top_k", 5),
+    "top_p": ("top_p", 0.5),
+}
+
+TOLD: dict[str, Told] = {
+    "data.max_response_length": Told("sampling", "max_tokens", 9),
+    f"{MODEL}.path": Told("actor", "model.path", "{folder}/other"),
+    **_fields("actor", MODEL, _TRAINED_MODEL | _LORA),
+    f"{MODEL}.random_init": Told("actor", "model.random_init", True),
+    **_fields("actor", f"{ACTOR}.optim", _OPTIM),
+    **_fields("actor", f"{ACTOR}.fsdp_config", _TRAINED),
+    **_fields("actor", ACTOR, _UPDATES),
+    **_fields("ref", f"{REF}.fsdp_config", _FORWARD),
+    **_fields("ref", REF, _BESIDE | _LOG_PROBS),
+    **_fields("actor", ROLLOUT, _LOG_PROBS),
+    **_fields("rollout", ROLLOUT, _GENERATOR),
+    f"{ROLLOUT}.lora_weights": Told("rollout", "lora.rank", "adapter", 4, {f"{MODEL}.lora_rank": 4}),
+    **_fields("sampling", ROLLOUT, _VALIDATION | {
+        "do_sample": ("do_sample", False),
+        "ignore_eos": ("ignore_eos", True),
+        "response_length": ("max_tokens", 9),
+    }),
+    **_fields("validation", f"{ROLLOUT}.val_kwargs", _VALIDATION),
+    f"{CRITIC}.model.path": Told("critic", "model.path", "{folder}/other"),
+    **_fields("critic", f"{CRITIC}.model", _TRAINED_MODEL | _LORA),
+    **_fields("critic", f"{CRITIC}.optim", _OPTIM),
+    **_fields("critic", f"{CRITIC}.model.fsdp_config", _TRAINED),
+    **_fields("critic", CRITIC, _UPDATES | {
+        "forward_micro_batch_size": ("infer_micro_batch_size", 8, 2),
+        "forward_micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
+        "forward_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"use_dynamic_bsz": True}),
+    }),
+    f"{REWARD}.model.path": Told("reward", "model.path", "{folder}/other"),
+    **_fields("reward", f"{REWARD}.model", _MODEL),
+    **_fields("reward", f"{REWARD}.model.fsdp_config", _FORWARD),
+    **_fields("reward", REWARD, _BESIDE | {
+        "micro_batch_size": ("infer_micro_batch_size", 8, 2),
+        "micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
+        "use_dynamic_bsz": ("infer_max_tokens", True, 5000, {"forward_max_token_len_per_gpu": 5000}),
+        "forward_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"use_dynamic_bsz": True}),
+    }),
+    "trainer.device": Told("actor", "device", "cuda"),
+}  # fmt: skip
+
+_LOADER, _LORAS, _PACKED = (f"tests/unit/models/test_{name}.py" for name in ("loader", "lora", "packed"))
+_OPTIMS, _OPTIONS = "tests/unit/engine/test_optim.py", "tests/unit/engine/fsdp/test_options.py"
+_RULE = "tests/contracts/test_engine_contract.py::test_engine_keeps_rule"
+_GENERATES = "tests/contracts/test_rollout_contract.py::test_rollout_keeps_rule"
+_BORROWED, _LIBRARIES = "tests/unit/rollout/test_borrowed.py", "tests/spec/test_library_keys.py"
+
+ACTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "engine": {
+        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp2-predictions]"),
+        "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
+        "model.override_config": (f"{_LOADER}::test_override_config_changes_the_model",),
+        "model.trust_remote_code": (
+            "tests/unit/checkpoint/test_export.py::test_a_model_with_code_of_its_own_takes_it_along_if_it_is_trusted",
+        ),
+        "model.enable_gradient_checkpointing": (f"{_PACKED}::test_gradient_checkpointing_computes_layers_again",),
+        "model.gradient_checkpointing_mode": (
+            "tests/unit/models/test_activations.py"
+            "::test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice",
+        ),
+        "model.random_init": (f"{_LOADER}::test_random_init_depends_on_the_seed_alone",),
+        "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
+        "model.lora.alpha": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
+        "model.lora.target_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
+        "model.lora.exclude_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
+        "model.lora.adapter_path": (
+            "tests/unit/engine/test_reference_lora.py::test_the_adapter_goes_out_alone_and_starts_another_engine",
+        ),
+        "optim.optimizer": (f"{_OPTIMS}::test_a_class_is_given_only_what_it_takes",),
+        "optim.override_optimizer_config": (f"{_OPTIMS}::test_overrides_win_and_lists_become_tuples",),
+        "optim.lr": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
+        "optim.betas": (f"{_OPTIMS}::test_without_a_name_it_is_adamw_with_all_that_the_config_says",),
+        "optim.weight_decay": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
+        "optim.lr_warmup_steps": (f"{_OPTIMS}::test_warm_up_rises_from_above_zero_to_the_full_rate",),
+        "optim.min_lr_ratio": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
+        "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_a_cosine_has_as_many_waves_as_num_cycles_says",),
+        "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor",),
+        "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
+        "grad_clip": (f"{_RULE}[fsdp2-norm_is_before_clipping]",),
+        "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_number_format_that_they_are_told",),
+        "device": ("tests/spec/test_engine_keys.py::test_a_model_is_built_where_the_engine_is_told",),
+        "micro_batch_size": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_rows_as_the_engine_is_told",),
+        "max_tokens": (f"{_RULE}[fsdp2-token_budget_is_hard]",),
+        "infer_micro_batch_size": (f"{_RULE}[fsdp2-hooks]",),
+        "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_tokens_as_the_engine_is_told",),
+        **{
+            f"options.{name}": (f"{_OPTIONS}::{test}",)
+            for test, names in {
+                "test_units_are_the_layers_or_modules_of_a_class_or_of_a_size": (
+                    "wrap_policy.transformer_layer_cls_to_wrap", "wrap_policy.min_num_params",
+                ),
+                "test_gathered_weights_are_let_go_of_after_the_forward_pass_or_kept": ("reshard_after_forward",),
+                "test_the_next_layer_is_asked_for_before_this_one_computes": ("forward_prefetch",),
+                "test_layers_compute_in_the_number_format_that_they_are_told": ("mixed_precision.param_dtype",),
+                "test_gradients_are_summed_in_the_number_format_that_they_are_told": ("mixed_precision.reduce_dtype",),
+                "test_what_rests_in_host_memory_is_what_was_asked_for": (
+                    "param_offload", "grad_offload", "optimizer_offload",
+                ),
+                "test_with_the_policy_units_live_in_host_memory": ("offload_policy",),
+                "test_activations_of_a_training_step_go_to_host_memory": ("activation_offload",),
+                "test_each_layer_is_compiled": ("use_torch_compile",),
+                "test_a_checkpoint_is_written_in_the_background": ("async_save",),
+                "test_ranks_share_weights_and_rows_as_they_are_told": (
+                    "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size",
+                ),
+            }.items()
+            for name in names
+        },
+    },
+    "rollout": {
+        "dtype": (f"{_BORROWED}::test_weights_of_another_dtype_are_copied_and_rounded",),
+        "free_cache_engine": (
+            "tests/unit/rollout/test_torch_rollout.py::test_sleep_frees_the_slots_unless_told_to_keep_them",
+        ),
+        "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_rows_than_max_num_seqs",),
+        "max_num_batched_tokens": (
+            "tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included",
+        ),
+        "max_model_len": (f"{_GENERATES}[torch-max_model_len_ends_a_row]",),
+        "engine_kwargs": (f"{_BORROWED}::test_engine_kwargs_are_for_other_generators",),
+        "lora.rank": (
+            "tests/unit/rollout/test_vllm_rollout.py::test_of_an_adapter_vllm_is_told_its_size_and_its_layers",
+            "tests/unit/reshard/test_adapters.py::test_the_base_goes_over_once_and_the_adapter_each_time",
+        ),
+        "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weights_go_in_buckets_of_the_size_that_is_told",),
+        **dict.fromkeys(
+            (
+                "gpu_memory_utilization", "enforce_eager", "load_format", "tensor_model_parallel_size",
+                "enable_prefix_caching",
+            ),
+            (f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",),
+        ),
+    },
+    "sampling": {
+        "temperature": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
+        "top_k": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
+        "top_p": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
+        "do_sample": ("tests/unit/rollout/test_base.py::test_temperature_zero_or_do_sample_off_is_greedy",),
+        "ignore_eos": (f"{_GENERATES}[torch-rows_end]",),
+        "max_tokens": (f"{_GENERATES}[torch-rows_end]",),
+    },
+}  # fmt: skip
+"""Part -> field of what it is told -> tests that fail if the field does nothing."""

@@ -1,0 +1,211 @@
+"""Each option of the sharded engine does what it says: seen on the engine, not in its numbers, which stay the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from camshaft.engine import engine_class
+from camshaft.engine.fsdp import engine as sharded
+from camshaft.engine.fsdp import parallelize
+from camshaft.engine.fsdp.engine import FSDPEngine
+from camshaft.engine.lab import Lab
+
+
+def built(folder: Path, **options: Any) -> tuple[Lab, FSDPEngine]:
+    lab = Lab(engine_class("fsdp2"), folder, always={"options": options})
+    engine = lab.build()
+    assert isinstance(engine, FSDPEngine)
+    return lab, engine
+
+
+def layers(engine: FSDPEngine) -> list[Any]:
+    return list(engine.module.hf.model.layers)  # pyright: ignore
+
+
+def stepped(lab: Lab, engine: FSDPEngine, before_backward: Any = None) -> None:
+    """Forward and backward of the lab's batch."""
+    loss_fn = lab.loss_fn("causal_lm")
+
+    def watched(data: Any, predictions: Any, ctx: Any) -> Any:
+        if before_backward is not None:
+            before_backward()
+        return loss_fn(data, predictions, ctx)
+
+    engine.set_loss_fn(watched)
+    with engine.train_mode():
+        engine.forward_backward_step(lab.batch)
+
+
+def units(engine: FSDPEngine) -> set[str]:
+    return {name for name, module in engine.module.named_modules() if isinstance(module, FSDPModule)}
+
+
+def test_units_are_the_layers_or_modules_of_a_class_or_of_a_size(tmp_path: Path) -> None:
+    plain = units(built(tmp_path)[1])
+    assert {name.rpartition(".")[2] for name in plain} == {"", "0", "1"}
+    by_class = units(built(tmp_path, wrap_policy={"transformer_layer_cls_to_wrap": "Qwen2MLP"})[1])
+    assert {name.rpartition(".")[2] for name in by_class} == {"", "mlp"}
+    by_size = units(built(tmp_path, wrap_policy={"min_num_params": 2000})[1])
+    assert len(by_size) > len(plain)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_gathered_weights_are_let_go_of_after_the_forward_pass_or_kept(tmp_path: Path, reshard: bool) -> None:
+    lab, engine = built(tmp_path, reshard_after_forward=reshard)
+    seen: list[bool] = []
+    stepped(lab, engine, lambda: seen.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))
+    assert seen
+    assert set(seen) == {reshard}
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_the_next_layer_is_asked_for_before_this_one_computes(tmp_path: Path, prefetch: bool) -> None:
+    lab, engine = built(tmp_path, forward_prefetch=prefetch)
+    first, second = layers(engine)
+    asked: list[bool] = []
+    first.self_attn.register_forward_pre_hook(
+        lambda *_: asked.append(second._get_fsdp_state()._fsdp_param_group._all_gather_result is not None)
+    )
+    stepped(lab, engine)
+    assert asked == [prefetch]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_compute_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
+    lab, engine = built(tmp_path, mixed_precision={"param_dtype": dtype})
+    seen: list[Any] = []
+    layers(engine)[0].mlp.register_forward_pre_hook(
+        lambda module, inputs: seen.extend((inputs[0].dtype, module.up_proj.weight.dtype))
+    )
+    stepped(lab, engine)
+    assert set(seen) == {getattr(torch, dtype)}
+    assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_are_summed_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
+    lab, engine = built(tmp_path, mixed_precision={"reduce_dtype": dtype})
+    stepped(lab, engine)
+    gradients = [p.grad.to_local() for p in layers(engine)[0].parameters()]
+    rounded = all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+    assert rounded == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("option", ["param_offload", "grad_offload", "optimizer_offload"])
+def test_what_rests_in_host_memory_is_what_was_asked_for(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rests: list[tuple[str, ...]] = []
+    real = sharded.PackedEngine.init_model
+
+    def watched(engine: Any) -> None:
+        real(engine)
+        rests.append(engine.parts._resting)
+
+    monkeypatch.setattr(sharded.PackedEngine, "init_model", watched)
+    built(tmp_path)
+    built(tmp_path, **{option: True})
+    part = {"param_offload": "model", "grad_offload": "gradients", "optimizer_offload": "optimizer"}[option]
+    assert rests == [(), (part,)]
+
+
+def test_with_the_policy_units_live_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    real = parallelize.fully_shard
+    monkeypatch.setattr(
+        parallelize,
+        "fully_shard",
+        lambda module, **words: (told.append(type(words["offload_policy"]).__name__), real(module, **words)),
+    )
+    built(tmp_path)
+    built(tmp_path, offload_policy=True)
+    assert told == ["OffloadPolicy"] * 3 + ["CPUOffloadPolicy"] * 3
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_activations_of_a_training_step_go_to_host_memory(
+    tmp_path: Path, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entered: list[int] = []
+    real = sharded.offloaded_activations
+
+    @contextmanager
+    def watched(device: torch.device) -> Iterator[None]:
+        entered.append(1)
+        with real(device):
+            yield
+
+    monkeypatch.setattr(sharded, "offloaded_activations", watched)
+    lab, engine = built(tmp_path, activation_offload=offload)
+    lab.infer(engine)
+    assert not entered
+    stepped(lab, engine)
+    assert len(entered) == offload
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_each_layer_is_compiled(tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler itself, which takes a minute: `make test-matrix` has it."""
+    calls: list[str] = []
+
+    def compiler(function: Any, dynamic: bool) -> Any:
+        assert dynamic, "rows have any length"
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(type(function.__self__).__name__)
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    lab, engine = built(tmp_path, use_torch_compile=compiled)
+    stepped(lab, engine)
+    assert len(calls) == (2 if compiled else 0)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_is_written_in_the_background(
+    tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    real = sharded.checkpoint.BackgroundSave.start
+
+    def watched(saving: Any, state: Any, local_path: str, **words: Any) -> None:
+        started.append(Path(local_path).name)
+        real(saving, state, local_path, **words)
+
+    monkeypatch.setattr(sharded.checkpoint.BackgroundSave, "start", watched)
+    _, engine = built(tmp_path, async_save=background)
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    engine.wait_for_checkpoint()
+    assert started == (["saved"] if background else [])
+    assert (tmp_path / "saved").is_dir()
+
+
+def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
+    """(ranks with rows of their own, share of a layer's matrix on this rank)"""
+    _, engine = built(Path(folder), **options)
+    weight = layers(engine)[0].mlp.up_proj.weight
+    return engine.seat.dp_size, weight.to_local().numel() / (32 * layers(engine)[0].mlp.intermediate_size)
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({}, (2, 0.5)),
+        ({"fsdp_size": 1}, (2, 1.0)),
+        ({"ulysses_sequence_parallel_size": 2}, (1, 0.5)),
+        ({"tensor_parallel_size": 2}, (1, 0.5)),
+    ],
+)
+def test_ranks_share_weights_and_rows_as_they_are_told(
+    tmp_path: Path, options: dict[str, Any], seen: tuple[int, float]
+) -> None:
+    assert run_ranks(_laid_out, 2, str(tmp_path), options) == [seen, seen]
