@@ -57,9 +57,10 @@ class StatefulLoader:
         if not len(data):
             raise BatchError("there are no rows to make batches of")
         if drop_last and len(data) < batch_size:
+            key = "data.train_batch_size" if rows_per_step in (None, batch_size) else "data.gen_batch_size"
             raise BatchError(
                 f"the data has {len(data)} rows, one batch needs {batch_size}: {batch_size - len(data)} are missing. "
-                f"Lower data.train_batch_size (data.gen_batch_size, if set) to {len(data)} or less, or add data"
+                f"Lower {key} to {len(data)} or less, or add data"
             )
         self.data = data
         self.batch_size = batch_size
