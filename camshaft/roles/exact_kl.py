@@ -32,5 +32,5 @@ def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: f
         return {"full_kl": ours.like(full_kl(ours.values, theirs.values))}, ctx
 
     with actor.engine.eval_mode():
-        found, _ = actor.engine.forward_backward_step(as_sequences(data), asked, True, ask_reference, compare)
+        found = actor.engine.infer_batch(as_sequences(data), asked, ask_reference, compare)
     return DataProto.from_dict({"full_kl": of_responses(found, "full_kl", data).to("cpu")})

@@ -234,13 +234,20 @@ class PatchesTransformers(ReferenceEngine):
 class SkipsHooks(ReferenceEngine):
     """Runs the hooks once for the whole batch."""
 
-    def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **hooks: Any) -> Any:
+    def forward_backward_step(
+        self,
+        batch: Any,
+        ctx: Any = None,
+        forward_only: bool = False,
+        preprocess_fn: Any = None,
+        postprocess_fn: Any = None,
+    ) -> Any:
         ctx = {"extras": {}} | (ctx or {})
-        if "preprocess_fn" in hooks:
-            batch, ctx = hooks["preprocess_fn"](batch, ctx)
+        if preprocess_fn is not None:
+            batch, ctx = preprocess_fn(batch, ctx)
         found, *rest = _as_ever(self, batch, ctx, forward_only)
-        if "postprocess_fn" in hooks:
-            found, _ = hooks["postprocess_fn"](found, ctx)
+        if postprocess_fn is not None:
+            found, _ = postprocess_fn(found, ctx)
         return found, *rest
 
 
