@@ -25,6 +25,7 @@ from camshaft.controller.dispatch import Dispatch, gather, keeps, registered, sc
 from camshaft.controller.pool import Launch, Options, Pending, Pool, start_pools
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Worker
+from camshaft.errors import ConfigError
 from camshaft.seat import Seat
 
 P = ParamSpec("P")
@@ -91,8 +92,8 @@ class Proxy:
 def spawn(
     role_class: type[R],
     *args: Any,
-    world_size: int = 1,
-    backend: str = "local",
+    world_size: int | None = None,
+    backend: str | None = None,
     pool: Pool | None = None,
     name: str | None = None,
     timeout: float = 3600.0,
@@ -106,9 +107,14 @@ def spawn(
     """
     launch = Launch(role_class, args, kwargs, name or role_class.__name__, timeout)
     if pool is not None:
+        if world_size is not None or backend is not None:
+            raise ConfigError(
+                f"{launch.name} is to live in a pool, whose world_size and backend are not for spawn to say"
+            )
         return cast(R, Proxy(pool, launch, own_pool=False))
-    spec = PoolSpec(launch.name, ranks_per_node=world_size, roles=(launch.name,))
-    (own,) = start_pools([spec], backend, Options(timeout=timeout))
+    ranks = 1 if world_size is None else world_size
+    spec = PoolSpec(launch.name, ranks_per_node=ranks, roles=(launch.name,))
+    (own,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
     try:
         return cast(R, Proxy(own, launch, own_pool=True))
     except BaseException:

@@ -20,7 +20,7 @@ from support.toy_roles import LateToy, PairedToy, Toy, TwoLayouts
 
 from camshaft.controller import Options, Pool, PoolSpec, pool, pools, shutdown, spawn, submit, workers
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import BatchError, WorkerError
+from camshaft.errors import BatchError, ConfigError, WorkerError
 
 
 class Layout(NamedTuple):
@@ -146,6 +146,12 @@ def test_roles_of_one_pool_live_in_the_same_processes_and_know_nothing_of_each_o
     with pytest.raises(WorkerError, match="shut down; spawn it again"):
         first.set_factor(1.0)
     assert second.sum_over_ranks(1.0) == 3.0
+
+
+@pytest.mark.parametrize("more", [{"world_size": 2}, {"backend": "local"}])
+def test_a_role_in_a_pool_says_nothing_of_ranks_or_backend(more: dict[str, Any], two_ranks: Pool):
+    with pytest.raises(ConfigError, match=r"Toy is to live in a pool.*not for spawn to say"):
+        spawn(Toy, pool=two_ranks, **more)
 
 
 def test_calls_of_one_pool_run_in_the_order_of_their_start(two_ranks: Pool):
