@@ -328,6 +328,7 @@ def _model(
         trust_remote_code=model.trust_remote_code,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing,
         gradient_checkpointing_mode=model.gradient_checkpointing_mode,
+        use_prefix_grouper=model.use_prefix_grouper,
         lora=_lora(model),
     )
 

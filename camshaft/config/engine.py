@@ -50,6 +50,8 @@ class EngineModel(Frozen):
     enable_gradient_checkpointing: bool = False
     gradient_checkpointing_mode: Literal["full", "selective"] = "full"
     """full recomputes whole layers; selective keeps the results of matrix products and attention."""
+    use_prefix_grouper: bool = True
+    """Compute the prompt of several rows once in a micro-batch, where the device and the model allow it."""
     lora: LoRAConfig | None = None
     """None: all weights are trained."""
 

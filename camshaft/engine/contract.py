@@ -166,6 +166,23 @@ def split_invariance(lab: Lab) -> None:
             close(found.gradients[name], gradient, lab.tolerance * 10, f"gradient of {name} {told}")
 
 
+def rows_that_begin_alike(lab: Lab) -> None:
+    """Rows with one prompt, in one micro-batch or in several, give the predictions and gradients of each row alone."""
+    batch = lab.siblings
+    for head in ("causal_lm", "value"):
+        tried: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
+        for limits in tried:
+            engine, told = lab.build(head=head, **limits), f"of a {head} engine with {limits}"
+            name = OUTPUTS_OF_HEAD[head][0]
+            oracle = plain_outputs(lab.plain_model(engine, head), batch, head)
+            close(lab.infer(engine, batch=batch)[name], oracle[name], lab.tolerance, f"{name} {told}")
+            loss, _, gradients = lab.plain_gradients(engine, head, batch)
+            found = lab.step(engine, batch)
+            close(torch.tensor(found.loss), torch.tensor(loss), lab.tolerance, f"loss {told}")
+            for weight, gradient in found.gradients.items():
+                close(gradient, gradients[weight], lab.tolerance * 10, f"gradient of {weight} {told}")
+
+
 def offload_changes_nothing(lab: Lab) -> None:
     """Moving model and optimizer to the CPU between phases leaves the numbers as they are."""
     still, moved = lab.build(), lab.build()
@@ -335,10 +352,11 @@ def _functions() -> dict[str, Any]:
 
 RULES: tuple[Rule[Lab], ...] = rules_of(
     interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
-    norm_is_before_clipping, step_outside_train_mode, split_invariance, offload_changes_nothing, context, padded_border,
-    non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes, schedule, same_bits_twice, seat_and_shards,
-    errors_name_the_step, libraries_are_left_alone, files.weights_have_hugging_face_names,
-    files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention, files.remote_copy, adapter,
+    norm_is_before_clipping, step_outside_train_mode, split_invariance, rows_that_begin_alike,
+    offload_changes_nothing, context, padded_border, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
+    schedule, same_bits_twice, seat_and_shards, errors_name_the_step, libraries_are_left_alone,
+    files.weights_have_hugging_face_names, files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention,
+    files.remote_copy, adapter,
 )  # fmt: skip
 
 

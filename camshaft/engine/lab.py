@@ -83,6 +83,21 @@ class Lab:
             {"input_ids": ids, "loss_mask": ids.like(mask), "advantages": ids.like(advantages), "uid": list("abcdefgh")}
         )
 
+    @cached_property
+    def siblings(self) -> DataProto:
+        """Responses to three prompts and a row of its own, not side by side; one prompt is the beginning of another."""
+        random = torch.Generator().manual_seed(13)
+        stem = torch.randint(3, 30, (9,), generator=random)
+        prompts = [stem, stem[:4], stem.flip(0)]
+        rows, prompt_of = [], [0, 1, 0, 2, 1, 0, None, 2]
+        for number in prompt_of:
+            response = torch.randint(3, 30, (int(torch.randint(1, 7, (), generator=random)),), generator=random)
+            rows.append((stem[:1] if number is None else prompts[number], response))
+        ids = Ragged.from_rows([torch.cat(row) for row in rows])
+        mask = Ragged.from_rows([torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).bool() for p, r in rows])
+        advantages = torch.randn(len(ids.values), generator=random)
+        return DataProto.from_dict({"input_ids": ids, "loss_mask": mask, "advantages": ids.like(advantages)})
+
     def splits(self) -> list[dict[str, Any]]:
         """Ways to cut the batch: by count, by tokens, by both."""
         return [
@@ -148,9 +163,11 @@ class Lab:
         only = engine.config.model.lora is not None
         return {name: weight.clone() for name, weight in engine.named_weights(adapter_only=only)}
 
-    def plain_gradients(self, engine: BaseEngine, head: str) -> tuple[float, float, dict[str, Tensor]]:
-        """(loss, gradient norm, gradients) that the first step has to have."""
-        loss, norm, gradients = plain_step(self.plain_model(engine, head), self.batch, head)
+    def plain_gradients(
+        self, engine: BaseEngine, head: str, batch: DataProto | None = None
+    ) -> tuple[float, float, dict[str, Tensor]]:
+        """(loss, gradient norm, gradients) that the first step, on `self.batch` or another, has to have."""
+        loss, norm, gradients = plain_step(self.plain_model(engine, head), batch or self.batch, head)
         lora = engine.config.model.lora
         if lora is not None:
             norm, gradients = through_adapter(gradients, self.trained(engine), lora.alpha / lora.rank)
@@ -161,10 +178,12 @@ class Lab:
         engine.save_checkpoint(str(folder), **arguments)
         engine.wait_for_checkpoint()
 
-    def infer(self, engine: BaseEngine, ctx: StepContext | None = None) -> dict[str, Ragged | Tensor]:
-        """Predictions for the rows of `self.batch`, each from the rank that had it."""
+    def infer(
+        self, engine: BaseEngine, ctx: StepContext | None = None, batch: DataProto | None = None
+    ) -> dict[str, Ragged | Tensor]:
+        """Predictions for the rows of `self.batch` or another, each from the rank that had it."""
         with engine.eval_mode():
-            found = engine.infer_batch(self.share(engine, self.batch), ctx)
+            found = engine.infer_batch(self.share(engine, batch or self.batch), ctx)
         return self.together(engine, dict(found))
 
     def step(self, engine: BaseEngine, batch: DataProto) -> Measured:

@@ -65,7 +65,14 @@ class PackedEngine(BaseEngine):
         return count
 
     def _forward(self, inputs: DataProto, ctx: StepContext) -> Predictions:
-        return packed_forward(self.module, inputs, ctx, str(self._device))
+        return packed_forward(self.module, inputs, ctx, str(self._device), self._shares)
+
+    @property
+    def _shares(self) -> bool:
+        """Whether a prompt that rows have in common is computed once."""
+        module, model = self.module, self.config.model
+        possible = module.continues and module.sequence is None and self._device.type == "cpu"
+        return possible and model.use_prefix_grouper and model.head != "reward"
 
     def _after_inference(self) -> None:
         """Let go of what a backward pass would have let go of."""
@@ -176,6 +183,7 @@ class PackedEngine(BaseEngine):
             sum_over_ranks=self._sum,
             most_over_ranks=self._most,
             pivot=attention_pivot(self.module.hf.config.get_text_config().hidden_size),
+            share=self._shares,
         )
         loss_fn = None if forward_only else self._loss_fn
         predictions, loss, ctx = run(batch, ctx, loss_fn, preprocess_fn, postprocess_fn)

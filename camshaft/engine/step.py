@@ -22,6 +22,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
+from camshaft.engine.families import alone, families, pack
 from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
 from camshaft.models.packed import OnHost
@@ -82,12 +83,16 @@ def checked_context(ctx: StepContext | None, head: str, device: torch.device | s
     return StepContext(outputs=outputs, temperature=temperature, metrics={}, extras=dict(given.get("extras", {})))
 
 
-def packed_forward(module: torch.nn.Module, inputs: DataProto, ctx: StepContext, device: str) -> dict[str, Any]:
-    """The model's outputs for one micro-batch, aligned with the rows of `inputs`."""
+def packed_forward(
+    module: torch.nn.Module, inputs: DataProto, ctx: StepContext, device: str, share: bool = False
+) -> dict[str, Any]:
+    """The model's outputs for one micro-batch, aligned with the rows of `inputs`; `share`: equal prompts once."""
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
-    at = mask.values.nonzero().squeeze(-1).cpu()  # where the model can look at it without waiting for the device
-    flat = module(ids.values.to(device), ids.lengths.tolist(), OnHost(at), ctx["outputs"], ctx["temperature"])
-    at = at.to(device, non_blocking=True)
+    packed = pack(ids, mask, families(ids, mask) if share else alone(ids))
+    where = OnHost(packed.at)  # where the model can look at it without waiting for the device
+    tokens = packed.tokens.to(device)
+    flat = module(tokens, packed.lengths, where, ctx["outputs"], ctx["temperature"], packed.parents)
+    at = mask.values.nonzero().squeeze(-1).to(device, non_blocking=True)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
@@ -114,6 +119,8 @@ class MicroBatchRun:
     """The largest number of micro-batches of any rank."""
     pivot: float = PIVOT
     """The row length at which attention costs as much as the rest: `attention_pivot(hidden_size)` of the model."""
+    share: bool = False
+    """`forward` computes what rows have in common once, so they are better off in one micro-batch."""
 
     def __call__(
         self,
@@ -127,7 +134,8 @@ class MicroBatchRun:
         whole = as_batch(batch)
         ctx = self._counted(whole, checked_context(ctx, self.head, self.device))
         lengths = whole.ragged("input_ids").lengths
-        plan = plan_micro_batches(lengths, self.size, self.max_tokens, self.most_over_ranks, self.pivot)
+        found = families(whole.ragged("input_ids"), whole.ragged("loss_mask")) if self.share else None
+        plan = plan_micro_batches(lengths, self.size, self.max_tokens, self.most_over_ranks, self.pivot, found)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         parts: list[Predictions] = []

@@ -6,7 +6,7 @@
 Importing this module registers it with `transformers`. One name serves every kind of call:
 
 - `packed_kwargs`: each document attends to itself alone, causally, inside its sliding window if the layer
-  has one. The kernel is picked by device and dtype.
+  has one, or, on a CPU, goes on where another ends (`attention_cpu.py`). The kernel is picked by device and dtype.
 - `slots=`: a generator keeps keys and values itself. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=store, use_cache=False)` calls `store.attend(module, query, key, value,
   scaling, sliding_window)` in every layer and takes the (B, L, H, D) that it returns.
@@ -30,6 +30,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from camshaft.errors import EngineError
+from camshaft.models.attention_cpu import cpu_can, cpu_documents
 
 PACKED = "packed"
 
@@ -74,13 +75,12 @@ class Exchange(Protocol):
 
 
 class Documents:
-    """The lengths of packed documents as a compiled layer is given them: an object that it does not look into.
-
-    Of a list it would make a new program for every new number of documents.
+    """The lengths and parents of packed documents as a compiled layer is given them: an object that it does not look
+    into. Of a list it would make a new program for every new number of documents.
     """
 
-    def __init__(self, lengths: tuple[int, ...]):
-        self.lengths = lengths
+    def __init__(self, lengths: tuple[int, ...], parents: tuple[int | None, ...] | None = None):
+        self.lengths, self.parents = lengths, parents
 
 
 def no_mask(device: torch.device | str) -> Tensor:
@@ -92,15 +92,24 @@ def no_mask(device: torch.device | str) -> Tensor:
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
-def packed_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[str, Any]:
-    """The keyword arguments of a model call on documents of these lengths, packed into one (1, N) row."""
+def packed_kwargs(
+    lengths: Sequence[int], device: torch.device | str, parents: Sequence[int | None] | None = None
+) -> dict[str, Any]:
+    """The keyword arguments of a model call on documents of these lengths, packed into one (1, N) row.
+
+    A document with a parent continues it: it attends to all of it, and its positions go on from there. Children come
+    behind their parent, side by side.
+    """
     if not lengths or min(lengths) < 1:
         raise EngineError(
             f"packed documents need at least one token each, got lengths {list(lengths)}; drop empty rows"
         )
     counts = torch.tensor(lengths)
     ends = counts.cumsum(0)
-    positions = torch.arange(sum(lengths)) - torch.repeat_interleave(ends - counts, counts)
+    firsts = ends - counts
+    if parents is not None:
+        firsts = firsts - torch.tensor([0 if parent is None else lengths[parent] for parent in parents])
+    positions = torch.arange(sum(lengths)) - torch.repeat_interleave(firsts, counts)
     cumulative = F.pad(ends, (1, 0)).to(torch.int32).to(device, non_blocking=True)
     return {
         "attention_mask": no_mask(device),
@@ -109,7 +118,7 @@ def packed_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[st
         "cu_seq_lens_k": cumulative,
         "max_length_q": max(lengths),
         "max_length_k": max(lengths),
-        "documents": Documents(tuple(lengths)),
+        "documents": Documents(tuple(lengths), None if parents is None else tuple(parents)),
         "use_cache": False,
     }
 
@@ -184,23 +193,34 @@ def _packed_documents(
     window: int | None,
 ) -> Tensor:
     """All documents of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D), by the kernel for the device."""
-    if _flash_can(query, value, dropout):
-        return _flash_documents(query, key, value, kwargs, scaling, window)
     documents: Documents | None = kwargs.get("documents")
+    parents = None if documents is None else documents.parents
+    if parents is None and _flash_can(query, value, dropout):
+        return _flash_documents(query, key, value, kwargs, scaling, window)
     lengths = kwargs["cu_seq_lens_q"].diff().tolist() if documents is None else documents.lengths
     if sum(lengths) != query.shape[2]:
         raise EngineError(f"documents of {sum(lengths)} tokens in all do not make up a row of {query.shape[2]} tokens")
-    outputs, start = [], 0
-    for length, run in itertools.groupby(lengths):
-        count = len(list(run))
-        if not length:
-            continue
-        span = slice(start, start + count * length)
-        rows = [_as_rows(tensor[0, :, span], count) for tensor in (query, key, value)]
-        out = _documents(rows[0], rows[1], rows[2], scaling, dropout, window)
+    if cpu_can(query, value, dropout) and (window is None or _longest(lengths, parents) <= window):
+        return cpu_documents(query[0], key[0], value[0], lengths, parents, scaling)[None]
+    if parents is not None:
+        raise EngineError(
+            "documents that continue another one are for full attention on the CPU, without dropout; pack whole rows"
+        )
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
+    # Cut all at once: the gradient of a slice of its own would be as long as the whole row.
+    parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
+    outputs = []
+    for (_, count), q, k, v in zip(runs, *parts, strict=True):
+        out = _documents(_as_rows(q, count), _as_rows(k, count), _as_rows(v, count), scaling, dropout, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
-        start = span.stop
     return torch.cat(outputs)[None]
+
+
+def _longest(lengths: Sequence[int], parents: Sequence[int | None] | None) -> int:
+    """How far a token may look back, itself included."""
+    if parents is None:
+        return max(lengths)
+    return max(n + (0 if parent is None else lengths[parent]) for n, parent in zip(lengths, parents, strict=True))
 
 
 def _as_rows(packed: Tensor, count: int) -> Tensor:

@@ -77,6 +77,8 @@ class PackedModel(nn.Module):
                 "load it with num_labels=1"
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
+        self.continues = _continues(hf.config)
+        """Whether rows may go on where another ends: `parents`, on a CPU."""
 
     def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
         """Compute each layer again in the backward pass (in train mode): from its input alone, or, where `mode` is
@@ -92,8 +94,11 @@ class PackedModel(nn.Module):
         at: Tensor | OnHost,
         outputs: Sequence[str],
         temperature: float = 1.0,
+        parents: Sequence[int | None] | None = None,
     ) -> dict[str, Tensor]:
         """`tokens` (N,) are the packed rows of these `lengths`; `at` (M,) says which tokens are spoken of.
+
+        A row with a parent is the continuation of that row, which is computed once for all its continuations.
 
         "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
         so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
@@ -104,11 +109,14 @@ class PackedModel(nn.Module):
         would wait for the device. A call with `sequence` set needs it there, and a sharded model `OnHost`.
         """
         at = at.tensor if isinstance(at, OnHost) else at
-        self._check(tokens, lengths, at, outputs)
+        self._check(tokens, lengths, at, outputs, parents)
         split = self.sequence
-        before = torch.tensor(lengths).cumsum(0) - 1 if self.head == "reward" else at - 1
+        if self.head == "reward":
+            before = torch.tensor(lengths).cumsum(0) - 1
+        else:
+            before = at - 1 if parents is None else _before(at, lengths, parents)
         if split is None:
-            read = self._hidden(tokens, lengths, before)
+            read = self._hidden(tokens, lengths, before, parents)
             return self._numbers(read, tokens, at, outputs, temperature)
         share = split.share(before, len(tokens))
         read = self._hidden(*split.padded(tokens, lengths), share.local)
@@ -118,9 +126,11 @@ class PackedModel(nn.Module):
         together = split.gather(share, *found.values()) if found else []
         return dict(zip(found, together, strict=True)) | wide
 
-    def _hidden(self, tokens: Tensor, lengths: Sequence[int], rows: Tensor) -> Tensor:
+    def _hidden(
+        self, tokens: Tensor, lengths: Sequence[int], rows: Tensor, parents: Sequence[int | None] | None = None
+    ) -> Tensor:
         """The last hidden states of these rows of what this rank computes: all tokens, or its chunk of them."""
-        inputs = packed_kwargs(lengths, tokens.device)
+        inputs = packed_kwargs(lengths, tokens.device, parents)
         if self.sequence is not None:
             own = self.sequence.own(len(tokens))
             tokens, inputs["position_ids"] = tokens[own], inputs["position_ids"][:, own]
@@ -155,7 +165,14 @@ class PackedModel(nn.Module):
             )
         return {name: tensor for name in outputs if (tensor := found[name]) is not None}
 
-    def _check(self, tokens: Tensor, lengths: Sequence[int], at: Tensor, outputs: Sequence[str]) -> None:
+    def _check(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        at: Tensor,
+        outputs: Sequence[str],
+        parents: Sequence[int | None] | None,
+    ) -> None:
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
         if unknown or not outputs:
             raise EngineError(
@@ -174,12 +191,34 @@ class PackedModel(nn.Module):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
                 raise EngineError(f"`at` must lie in 0..{len(tokens) - 1}, got {int(at.min())}..{int(at.max())}")
             starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+            if parents is not None:
+                starts = starts[torch.tensor([parent is None for parent in parents])]
             first = at[torch.isin(at, starts)]
             if len(first):
                 raise EngineError(
                     f"`at` names {int(first[0])}, the first token of a row: nothing comes before it. "
                     "Clear loss_mask on the first token of each row"
                 )
+
+
+def _before(at: Tensor, lengths: Sequence[int], parents: Sequence[int | None]) -> Tensor:
+    """The place of the token before each of these, which is the parent's last one at the start of a continuation."""
+    ends = torch.tensor(lengths).cumsum(0)
+    before = torch.arange(-1, int(ends[-1]) - 1)
+    children = [row for row, parent in enumerate(parents) if parent is not None]
+    starts = ends[children] - torch.tensor([lengths[row] for row in children])
+    before[starts] = ends[[parents[row] for row in children]] - 1
+    return before[at]
+
+
+def _continues(config: PreTrainedConfig) -> bool:
+    """Whether one computation of a prompt serves all that go on from it, and attention takes it: no token is dropped
+    out by chance, none is out of sight, and keys are as wide as values."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    by_chance = any("drop" in key and value for key, value in values.items())
+    windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
+    return not by_chance and not windowed and values.get("v_head_dim") in (None, values.get("head_dim"))
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:

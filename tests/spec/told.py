@@ -60,6 +60,7 @@ _TRAINED_MODEL: dict[str, tuple[Any, ...]] = {
     "enable_gradient_checkpointing": ("model.enable_gradient_checkpointing", True),
     "gradient_checkpointing_mode": ("model.gradient_checkpointing_mode", "selective"),
     "enable_activation_offload": ("options.activation_offload", True),
+    "use_prefix_grouper": ("model.use_prefix_grouper", False),
     "lora_rank": ("model.lora.rank", 4),
 }
 _LORA: dict[str, tuple[Any, ...]] = {

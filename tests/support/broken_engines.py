@@ -15,6 +15,8 @@ from camshaft.dataproto import DataProto
 from camshaft.engine import step
 from camshaft.engine.base import Batch, StepContext
 from camshaft.engine.reference import ReferenceEngine
+from camshaft.models import packed
+from camshaft.models.attention import packed_kwargs
 
 
 def _as_ever(engine: ReferenceEngine, *args: Any, **kwargs: Any) -> Any:
@@ -303,6 +305,18 @@ class SilentWithoutLoss(ReferenceEngine):
         return _as_ever(self, batch, ctx, forward_only, **kwargs)
 
 
+class StartsResponsesAtZero(ReferenceEngine):
+    """Computes a prompt once, and counts the positions of each response from zero."""
+
+    def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        def from_zero(lengths: Any, device: Any, parents: Any = None) -> dict[str, Any]:
+            counted = packed_kwargs(lengths, device)["position_ids"]
+            return packed_kwargs(lengths, device, parents) | {"position_ids": counted}
+
+        with mock.patch.object(packed, "packed_kwargs", from_zero):
+            return _as_ever(self, *args, **kwargs)
+
+
 CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
@@ -333,5 +347,6 @@ CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     SilentWithoutLoss: "errors name the step",
     ForgetsGradients: "step outside train mode",
     AdapterStaysOn: "adapter",
+    StartsResponsesAtZero: "rows that begin alike",
 }
 """Each mistake, and the rule that must name it."""

@@ -1,0 +1,173 @@
+"""Two or more ways to do the same work, in turns, each in a process of its own; and what their ratios say.
+
+    with Sides("train_step.py", ["camshaft", "careful"], case, threads=1) as sides:
+        rounds = sides.rounds(8)                    # the order of the sides changes from round to round
+    ratio(rounds, "careful", "camshaft", "cpu")     # median over the rounds: above 1 camshaft is faster
+
+The script calls `serve` where it is started with `--serve`: it builds one side, and does a round each time it is told.
+The others sleep meanwhile. Each round has its own data, the same for all sides. Other work on the machine disturbs
+all sides alike, and the ratio within a round the least; only ratios are compared between machines.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+Case = dict[str, Any]
+Round = dict[str, dict[str, Any]]
+"""What each side spent in one round: `wall` and `cpu` in seconds, `memory` in bytes, and what it `told`."""
+
+
+def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
+    """Be one side: build it from its name and the case on the command line, and do the rounds that stdin asks for."""
+    name, case = sys.argv[2], json.loads(sys.argv[3])
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+    torch.set_num_threads(case["threads"])
+    run = build(name, case)
+    output.write("ready\n")
+    output.flush()
+    for line in sys.stdin:
+        before = forget_peak()
+        wall, cpu = time.perf_counter(), time.process_time()
+        told = run(int(line))
+        spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+        output.write(json.dumps({**spent, "memory": peak() - before, "told": told}) + "\n")
+        output.flush()
+
+
+class Sides:
+    """The processes of one comparison."""
+
+    def __init__(
+        self, script: str, names: Sequence[str], case: Case, threads: int, python: dict[str, str] | None = None
+    ):
+        path, words = str(Path(__file__).parent / script), json.dumps({**case, "threads": threads})
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+        self.processes = {
+            name: subprocess.Popen(
+                [(python or {}).get(name, sys.executable), path, "--serve", name, words],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, env=environment, text=True,
+            )
+            for name in names
+        }  # fmt: skip
+        for name in names:
+            self._answer(name)
+
+    def __enter__(self) -> Sides:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def rounds(self, count: int) -> list[Round]:
+        """After a first one that does not count."""
+        self._round(-1)
+        return [self._round(number) for number in range(count)]
+
+    def _round(self, number: int) -> Round:
+        names = list(self.processes)
+        shift = number % len(names)
+        found: Round = {}
+        for name in names[shift:] + names[:shift]:
+            stdin = self.processes[name].stdin
+            assert stdin is not None
+            stdin.write(f"{number + 1}\n")
+            stdin.flush()
+            found[name] = json.loads(self._answer(name))
+        return found
+
+    def _answer(self, name: str) -> str:
+        stdout = self.processes[name].stdout
+        assert stdout is not None
+        line = stdout.readline()
+        if not line:
+            raise SystemExit(f"{name} ended with status {self.processes[name].wait()}; its error is above")
+        return line
+
+
+def ratio(rounds: Sequence[Round], other: str, own: str, what: str) -> float:
+    """How many times as much the other side spent: the median of the rounds."""
+    return statistics.median(each[other][what] / max(each[own][what], 1e-9) for each in rounds)
+
+
+def middle(rounds: Sequence[Round], name: str, what: str) -> float:
+    return statistics.median(each[name][what] for each in rounds)
+
+
+def agree(rounds: Sequence[Round], within: float = 1e-3) -> None:
+    """All sides that tell what they computed tell the same: a faster way to compute something else is none."""
+    for each in rounds:
+        told = {name: spent["told"] for name, spent in each.items() if spent["told"]}
+        for name, numbers in told.items():
+            for other, others in told.items():
+                for key in numbers.keys() & others.keys():
+                    if not math.isclose(numbers[key], others[key], rel_tol=within, abs_tol=within):
+                        raise SystemExit(f"{name} and {other} computed different things: {key} {numbers} {others}")
+
+
+def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    """Markdown: a heading and a format of a row's numbers for each column."""
+    lines = [
+        list(columns),
+        ["---"] * len(columns),
+        *([form.format(**row) for form in columns.values()] for row in rows),
+    ]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], out: str | None, how: str) -> None:
+    """The result as a page and as JSON, with what it was measured on."""
+    if out is None:
+        return
+    title, _, rest = about.partition("\n\n")
+    command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    text = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{machine()}; {how}. `{command}`"]
+    note = "Seconds and memory are medians of the rounds, ratios medians of the ratios of the rounds: above 1 camshaft "
+    text += [note + "is faster, or takes less memory.", table(rows, columns)]
+    Path(f"{out}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
+    told = {"machine": machine(), "command": command, "rows": rows}
+    Path(f"{out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def peak() -> int:
+    """The most memory that this process had since `forget_peak`, in bytes; 0 where the system does not tell."""
+    return _status("VmHWM")
+
+
+def forget_peak() -> int:
+    """Start to look for the peak anew; returns what the process has now."""
+    if Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return _status("VmRSS")
+
+
+def _status(field: str) -> int:
+    if not Path("/proc/self/status").exists():
+        return 0
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def machine() -> str:
+    """The processor, without a name of its own, and the versions."""
+    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
+    kind = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{kind}, {capability}, torch {torch.__version__}, transformers {transformers.__version__}"

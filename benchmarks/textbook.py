@@ -1,0 +1,114 @@
+"""The textbook loop: a padded batch, the logits of all its tokens, a plain log-softmax. And the same by HF's Trainer.
+
+    loop = TextbookLoop(folder)
+    loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
+
+Prompts are padded on the left and responses on the right, to the longest that there can be, as a batch for generation
+is. This is what introductions to PPO and most libraries' simplest paths compute.
+"""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+from workload import (
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    LONGEST_PROMPT,
+    LONGEST_RESPONSE,
+    MICRO_BATCH,
+    MINI_BATCH,
+    Rows,
+)
+
+
+class TextbookLoop:
+    """PPO's clipped loss, mean over the tokens of a mini-batch."""
+
+    def __init__(self, folder: Path):
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
+
+    def update(self, rows: Rows) -> dict[str, float]:
+        losses, norms = [], []
+        for first in range(0, len(rows), MINI_BATCH):
+            mini = rows.part(list(range(first, min(first + MINI_BATCH, len(rows)))))
+            tokens = sum(map(len, mini.responses))
+            self.optimizer.zero_grad()
+            total = torch.zeros(())
+            for start in range(0, len(mini), MICRO_BATCH):
+                part = mini.part(list(range(start, min(start + MICRO_BATCH, len(mini)))))
+                loss = self.loss(part) / tokens
+                loss.backward()
+                total += loss.detach()
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_CLIP)
+            self.optimizer.step()
+            losses.append(float(total))
+            norms.append(float(norm))
+        return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Summed over tokens."""
+        ids = torch.cat([left(rows.prompts, LONGEST_PROMPT), right(rows.responses, LONGEST_RESPONSE)], dim=1)
+        ones = [[torch.ones_like(row) for row in column] for column in (rows.prompts, rows.responses)]
+        mask = torch.cat([left(ones[0], LONGEST_PROMPT), right(ones[1], LONGEST_RESPONSE)], dim=1)
+        positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
+        logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0][:, -LONGEST_RESPONSE:]
+        ratio = (chosen - right(rows.old_log_probs, LONGEST_RESPONSE)).exp()
+        advantages = right(rows.advantages, LONGEST_RESPONSE)
+        gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        return -(gain * mask[:, -LONGEST_RESPONSE:]).sum()
+
+
+def left(rows: list[Tensor], width: int) -> Tensor:
+    """Padded on the left."""
+    return torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
+
+
+def right(rows: list[Tensor], width: int) -> Tensor:
+    """Padded on the right."""
+    return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
+
+
+class TrainerLoop:
+    """`transformers.Trainer` on the same rows: cross entropy of the responses, rows padded to the longest of each
+    micro-batch. It has no loss of PPO; what the model computes is the same but for that loss."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+    def update(self, rows: Rows) -> dict[str, float]:
+        trainer = transformers.Trainer(
+            model=self.model,
+            args=transformers.TrainingArguments(
+                output_dir=str(self.folder / "trainer"), per_device_train_batch_size=MICRO_BATCH, use_cpu=True,
+                gradient_accumulation_steps=MINI_BATCH // MICRO_BATCH, num_train_epochs=1, max_grad_norm=GRAD_CLIP,
+                learning_rate=LEARNING_RATE, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
+                remove_unused_columns=False,
+            ),
+            train_dataset=[{"prompt": p, "response": r} for p, r in zip(rows.prompts, rows.responses, strict=True)],  # pyright: ignore
+            data_collator=collate,
+        )  # fmt: skip
+        trainer.train()
+        return {}
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Padded on the right to the longest row; nothing of the prompt or the padding counts."""
+    width = max(len(row["prompt"]) + len(row["response"]) for row in rows)
+    whole = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    labels = [torch.cat([torch.full_like(row["prompt"], -100), row["response"]]) for row in rows]
+    return {
+        "input_ids": right(whole, width),
+        "attention_mask": right([torch.ones_like(row) for row in whole], width),
+        "labels": torch.stack([F.pad(row, (0, width - len(row)), value=-100) for row in labels]),
+    }

@@ -1,0 +1,166 @@
+"""Speed and memory of an update of the actor, beside the loops that a user would write or pick instead.
+
+    python benchmarks/train_step.py --against careful,transformers,trainer
+    python benchmarks/train_step.py --models 4M --against careful --rounds 12 --threads 1,2 --out results
+
+- camshaft: `ActorWorker.update_actor` on the reference engine, as a run calls it.
+- careful: the loop of `careful.py`. transformers: the textbook loop of `textbook.py`. trainer: `transformers.Trainer`.
+
+The batch is that of `workload.py`: 128 rows, two optimizer steps, float32. Sides that compute the same loss have to
+tell the same losses and gradient norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import workload
+from paired import Case, Sides, agree, middle, ratio, report, serve, table
+from roofline import matmul_rate, update_operations
+
+
+class Camshaft:
+    """The actor's role, alone."""
+
+    def __init__(self, folder: Path):
+        from camshaft.config import Topology, load_ppo
+        from camshaft.roles.actor import ActorWorker
+
+        settings = {
+            "actor_rollout_ref.model.path": folder,
+            "actor_rollout_ref.actor.strategy": "reference",
+            "actor_rollout_ref.actor.ppo_mini_batch_size": workload.MINI_BATCH // workload.SAMPLES,
+            "actor_rollout_ref.actor.use_dynamic_bsz": True,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
+            "actor_rollout_ref.actor.clip_ratio": workload.CLIP,
+            "actor_rollout_ref.actor.entropy_coeff": 0,
+            "actor_rollout_ref.actor.grad_clip": workload.GRAD_CLIP,
+            "actor_rollout_ref.actor.optim.lr": workload.LEARNING_RATE,
+            "actor_rollout_ref.actor.optim.weight_decay": 0.01,
+            "actor_rollout_ref.rollout.n": workload.SAMPLES,
+            "data.train_batch_size": workload.PROMPTS,
+            "data.max_prompt_length": workload.LONGEST_PROMPT,
+            "data.max_response_length": workload.LONGEST_RESPONSE,
+            "data.train_files": folder / "train.parquet",  # nobody reads it, and a config wants one that is there
+            "data.val_files": "null",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+            "trainer.val_before_train": False,
+            "trainer.test_freq": -1,
+            "algorithm.adv_estimator": "grpo",
+            "trainer.device": "cpu",
+            "trainer.nnodes": 1,
+            "trainer.n_gpus_per_node": 1,
+        }
+        self.actor = ActorWorker(load_ppo([f"{k}={v}" for k, v in settings.items()]), Topology(), total_steps=1000)
+        self.actor.init_model()
+
+    def update(self, rows: workload.Rows) -> dict[str, float]:
+        from camshaft.dataproto import DataProto, Ragged
+
+        responses = Ragged.from_rows(rows.responses)
+        data = DataProto.from_dict(
+            {
+                "prompts": Ragged.from_rows(rows.prompts),
+                "responses": responses,
+                "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
+                "old_log_probs": Ragged.from_rows(rows.old_log_probs),
+                "advantages": Ragged.from_rows([a.contiguous() for a in rows.advantages]),
+            }
+        )
+        metrics = self.actor.update_actor(data, dealt=True).meta_info["metrics"]
+        return {"loss": metrics["actor/pg_loss"], "grad_norm": metrics["actor/grad_norm"]}
+
+
+def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
+    """One side, ready for its rounds."""
+    folder, vocabulary = Path(case["folder"]), workload.SHAPES[case["model"]].vocab_size
+    if name == "camshaft":
+        loop: Any = Camshaft(folder)
+    elif name == "careful":
+        from careful import CarefulLoop
+
+        loop = CarefulLoop(folder)
+    else:
+        from textbook import TextbookLoop, TrainerLoop
+
+        loop = {"transformers": TextbookLoop, "trainer": TrainerLoop}[name](folder)
+    return lambda number: loop.update(workload.training_rows(vocabulary, number))
+
+
+def compared(model: str, names: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
+    """A row of the result for each side."""
+    from camshaft.models.tiny import make_tiny_model
+
+    shape = workload.SHAPES[model]
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(folder, **shape.options())
+        (Path(folder) / "train.parquet").touch()
+        with Sides(Path(__file__).name, names, {"folder": folder, "model": model}, threads) as sides:
+            found = sides.rounds(rounds)
+    agree(found)
+    torch.set_num_threads(threads)
+    rows = [workload.training_rows(shape.vocab_size, number + 1) for number in range(rounds)]
+    tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)
+    operations = statistics.mean(update_operations(shape, each) for each in rows)
+    rate = matmul_rate()
+    return [
+        {
+            "model": model,
+            "threads": threads,
+            "side": name,
+            "seconds": middle(found, name, "wall"),
+            "cpu_seconds": middle(found, name, "cpu"),
+            "tokens_per_cpu_second": tokens / middle(found, name, "cpu"),
+            "memory_mib": middle(found, name, "memory") / 2**20,
+            "of_matmul_rate": operations / middle(found, name, "wall") / rate,
+            "matmul_gflops": rate / 1e9,
+            "cpu_ratio": ratio(found, name, "camshaft", "cpu"),
+            "wall_ratio": ratio(found, name, "camshaft", "wall"),
+            "memory_ratio": ratio(found, name, "camshaft", "memory"),
+        }
+        for name in names
+    ]
+
+
+COLUMNS = {
+    "model": "{model}",
+    "threads": "{threads}",
+    "side": "{side}",
+    "seconds": "{seconds:.2f}",
+    "tokens / CPU s": "{tokens_per_cpu_second:.0f}",
+    "memory, MiB": "{memory_mib:.0f}",
+    "of matmul rate": "{of_matmul_rate:.0%}",
+    "side / camshaft: CPU": "**{cpu_ratio:.2f}**",
+    "wall": "{wall_ratio:.2f}",
+    "memory": "{memory_ratio:.1f}",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--against", default="careful,transformers,trainer")
+    parser.add_argument("--models", default=",".join(workload.SHAPES))
+    parser.add_argument("--threads", default="1")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
+    options = parser.parse_args()
+    found = []
+    for model in options.models.split(","):
+        for threads in options.threads.split(","):
+            found += compared(model, ["camshaft", *options.against.split(",")], int(threads), options.rounds)
+            print(table(found, COLUMNS), flush=True)
+    report(__doc__ or "", found, COLUMNS, options.out, f"{options.rounds} rounds")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(build)
+    else:
+        main()

@@ -1,0 +1,93 @@
+"""What the benchmarks of training compute: models of stated sizes, and rows of stated lengths from a seed.
+
+    rows = training_rows(vocabulary=512, seed=3)
+    rows.prompts[0], rows.responses[0], rows.old_log_probs[0], rows.advantages[0]
+
+Needs torch alone, so that a side in an environment without camshaft reads the same rows.
+
+A batch is 16 prompts with 8 responses each. Prompts have 1 to 64 tokens and responses 1 to 128, each length as likely
+as another: the mean row is half as long as the longest that there can be, which is what a padded batch computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PROMPTS, SAMPLES = 16, 8
+LONGEST_PROMPT, LONGEST_RESPONSE = 64, 128
+MINI_BATCH = 64
+"""Rows of one optimizer step: two steps a batch."""
+MICRO_BATCH = 16
+"""Rows of one forward and backward pass, of those who count rows."""
+FIRST_WORD = 3
+"""Ids below it are the tokenizer's marks."""
+CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A qwen2 model with tied embeddings."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    vocab_size: int
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of `make_tiny_model`."""
+        return asdict(self)
+
+    def weights_of_layers(self) -> int:
+        """Of the matrices that every token is multiplied with."""
+        keys = self.hidden * self.kv_heads // self.heads
+        return self.layers * (2 * self.hidden**2 + 2 * self.hidden * keys + 3 * self.hidden * self.intermediate)
+
+
+SHAPES = {
+    "1M": Shape(128, 4, 4, 2, 384, 512),
+    "4M": Shape(256, 5, 4, 2, 768, 512),
+    "18M": Shape(512, 5, 8, 4, 1536, 4096),
+    "vocabulary 32k": Shape(256, 4, 4, 2, 768, 32_000),
+    "vocabulary 150k": Shape(256, 4, 4, 2, 768, 150_000),
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One tensor for each row in every field."""
+
+    prompts: list[Tensor]
+    responses: list[Tensor]
+    old_log_probs: list[Tensor]
+    advantages: list[Tensor]
+
+    def part(self, numbers: list[int]) -> Rows:
+        return Rows(*([column[number] for number in numbers] for column in vars(self).values()))
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+def training_rows(vocabulary: int, seed: int) -> Rows:
+    """A batch as it comes from a rollout of an untrained model, whose log-probs are about those of a fair die."""
+    random = torch.Generator().manual_seed(seed)
+
+    def lengths(count: int, longest: int) -> list[int]:
+        return torch.randint(1, longest + 1, (count,), generator=random).tolist()
+
+    def words(count: int) -> Tensor:
+        return torch.randint(FIRST_WORD, vocabulary, (count,), generator=random)
+
+    prompts = [words(n) for n in lengths(PROMPTS, LONGEST_PROMPT)]
+    prompts = [prompt for prompt in prompts for _ in range(SAMPLES)]
+    responses = [words(n) for n in lengths(PROMPTS * SAMPLES, LONGEST_RESPONSE)]
+    die = -torch.tensor(float(vocabulary)).log()
+    old = [die + 0.1 * torch.randn(len(response), generator=random) for response in responses]
+    advantages = torch.randn(len(responses), generator=random)
+    return Rows(prompts, responses, old, [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])

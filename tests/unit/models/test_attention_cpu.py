@@ -1,0 +1,99 @@
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from camshaft.models.attention_cpu import calls_of, cpu_can, cpu_documents
+
+Parents = list[int | None]
+CASES: list[tuple[list[int], Parents | None]] = [
+    ([6], None),
+    ([5, 3, 3], None),
+    ([5, 3, 3, 7, 2, 4], [None, 0, 0, None, 3, 3]),
+    ([4, 1, 6], [None, 0, None]),
+    ([3, 2, 4, 1, 1], [None, None, 1, 1, 1]),
+]
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], parents: Parents | None) -> Tensor:
+    """Softmax over all tokens at once, with a mask that says who sees whom."""
+    ends = list(itertools.accumulate(lengths, initial=0))
+    sees = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
+    for document, length in enumerate(lengths):
+        own = slice(ends[document], ends[document + 1])
+        sees[own, own] = torch.ones(length, length).tril().bool()
+        parent = None if parents is None else parents[document]
+        if parent is not None:
+            sees[own, ends[parent] : ends[parent + 1]] = True
+    groups = len(query) // len(key)
+    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
+    return (scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value).transpose(0, 1)
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
+    random = torch.Generator().manual_seed(tokens)
+    shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8))
+    return [torch.randn(s, generator=random, dtype=dtype).transpose(0, 1).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize(("lengths", "parents"), CASES)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_output_and_gradients_are_those_of_a_dense_softmax(
+    lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float
+) -> None:
+    given = inputs(sum(lengths), dtype)
+    found, wanted = cpu_documents(*given, lengths, parents), dense(*given, lengths, parents)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=within)
+    back = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, given, back), torch.autograd.grad(wanted, given, back), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4))
+def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> None:
+    lengths: list[int] = []
+    parents: Parents = []
+    for parent, children in families:
+        place = len(lengths)
+        lengths += [parent, *children]
+        parents += [None, *[place] * len(children)]
+    given = inputs(sum(lengths), torch.float64)
+    found, wanted = cpu_documents(*given, lengths, parents), dense(*given, lengths, parents)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_neighbours_of_one_length_are_one_call_and_children_of_one_parent_are_one() -> None:
+    own, across = calls_of([4, 2, 2, 3, 4, 5], [None, 0, 0, 0, None, 4])
+    assert [(call.queries.start, call.rows, call.causal) for call in own] == [
+        (0, 1, True),
+        (4, 2, True),
+        (8, 1, True),
+        (11, 1, True),
+        (15, 1, True),
+    ]
+    assert [(c.queries.start, c.queries.stop, c.keys.start, c.keys.stop, c.causal) for c in across] == [
+        (4, 11, 0, 4, False),
+        (15, 20, 11, 15, False),
+    ]
+
+
+def test_the_scale_is_the_callers() -> None:
+    query, key, value = inputs(5, torch.float64)
+    found = cpu_documents(query, key, value, [5], scale=0.5)
+    torch.testing.assert_close(found, dense(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
+
+
+def test_what_the_kernel_does_not_take_is_left_to_others() -> None:
+    query = torch.randn(1, 2, 3, 4)
+    assert cpu_can(query, query, 0.0)
+    assert not cpu_can(query, query, 0.1)
+    assert not cpu_can(query, torch.randn(1, 2, 3, 5), 0.0)
+    assert not cpu_can(query.to("meta"), query, 0.0)
