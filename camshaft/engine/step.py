@@ -24,9 +24,9 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
 from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
-from camshaft.models.packed import OnHost
+from camshaft.models.packed import Untouched
 
-_PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "values"})
+_PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
 
 
 def as_batch(batch: Batch) -> DataProto:
@@ -86,12 +86,14 @@ def packed_forward(module: torch.nn.Module, inputs: DataProto, ctx: StepContext,
     """The model's outputs for one micro-batch, aligned with the rows of `inputs`."""
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
     at = mask.values.nonzero().squeeze(-1).cpu()  # where the model can look at it without waiting for the device
-    flat = module(ids.values.to(device), ids.lengths.tolist(), OnHost(at), ctx["outputs"], ctx["temperature"])
+    log_q = Untouched(inputs.ragged("log_q").values.to(device)) if "full_kl" in ctx["outputs"] else None
+    tokens, lengths = ids.values.to(device), ids.lengths.tolist()
+    flat = module(tokens, lengths, Untouched(at), ctx["outputs"], ctx["temperature"], log_q)
     at = at.to(device, non_blocking=True)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
-            value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy(0, at, value))
+            value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, at, value))
         outputs[name] = value
     return outputs
 
