@@ -43,13 +43,14 @@ def _one_row(model: Any, ids: Tensor, head: str, temperature: float, log_q: Tens
         return {"values": torch.cat([first, raw[:-1, 0]])}
     logp = torch.log_softmax(raw[:-1] / temperature, dim=-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    compared = {} if log_q is None else {"full_kl": (logp.exp() * (logp - log_q[1:].to(logp))).sum(-1)}
-    return {
+    found = {
         "log_probs": torch.cat([first, logp.gather(-1, ids[1:, None])[:, 0]]),
         "entropy": torch.cat([first, entropy]),
         "distribution": torch.cat([torch.zeros_like(logp[:1]), logp]),
-        **{name: torch.cat([first, value]) for name, value in compared.items()},
     }
+    if log_q is not None:
+        found["full_kl"] = torch.cat([first, (logp.exp() * (logp - log_q[1:].to(logp))).sum(-1)])
+    return found
 
 
 def plain_loss(found: Ragged, advantages: Ragged, mask: Ragged, head: str) -> tuple[Tensor, Tensor]:
