@@ -53,6 +53,7 @@ _TABLE = (
     Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob", ("trainer/metrics",)),
     Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/ref.compute_ref_log_prob", ("trainer/advantages", "roles/actor.update_actor")),
     Column("full_kl", "ragged", "float32", "per response token: KL divergence of the policy from the reference over the whole vocabulary", "roles/exact_kl", ("trainer/advantages",)),
+    Column("log_q", "ragged", "float32", "per token of a micro-batch: the reference's log-probs of the whole vocabulary, which `full_kl` is measured from", "roles/exact_kl", ("engine",)),
     Column("values", "ragged", "float32", "per response token: the critic's value before the update", "roles/critic.compute_values", ("trainer/advantages", "roles/critic.update_critic")),
     Column("token_level_rewards", "ragged", "float32", "per response token: score minus the KL penalty", "trainer/advantages", ("trainer/advantages", "trainer/metrics")),
     Column("advantages", "ragged", "float32", "per response token: how much better than expected", "trainer/advantages", ("roles/actor.update_actor",)),

@@ -69,6 +69,8 @@ class Ragged:
         """All rows of all parts, one after the other."""
         if not parts:
             raise BatchError("concat: no parts")
+        if len(parts) == 1:
+            return parts[0]
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     @staticmethod

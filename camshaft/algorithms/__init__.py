@@ -30,12 +30,13 @@ Glossary, for names and formulas alike:
 """
 
 from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator
-from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, full_kl, kl_penalty
+from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
     Counts,
     aggregate,
     entropy_loss,
+    full_kl_loss,
     kl_loss,
     sft_loss,
     value_loss,
@@ -48,9 +49,9 @@ from camshaft.algorithms.preference import preference_loss
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator",
-    "FixedKL", "AdaptiveKL", "kl_penalty", "full_kl",
+    "FixedKL", "AdaptiveKL", "kl_penalty",
     "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
-    "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "sft_loss",
+    "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
     "mismatch", "importance_weights", "accepted", "effective_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",

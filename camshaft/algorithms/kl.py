@@ -4,8 +4,8 @@
     rewards = scores - controller.coef * kl
     controller.update(mean_kl, num_sequences)
 
-`kl_penalty` estimates the divergence from the sampled tokens alone; `full_kl` computes it exactly from the
-distributions of both models. The trainer holds the controller and checkpoints its state.
+`kl_penalty` estimates the divergence from the sampled tokens alone; exactly, over the vocabulary, it is the output
+`full_kl` of an engine. The trainer holds the controller and checkpoints its state.
 """
 
 import math
@@ -55,19 +55,9 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if kind not in KL_PENALTIES:
         raise ValueError(
             f"there is no KL penalty '{kind}' of sampled tokens; known: {', '.join(KL_PENALTIES)} "
-            "(the exact KL over the vocabulary is `full_kl`)"
+            "(the exact KL over the vocabulary is an engine's output, `full_kl`)"
         )
     return KL_PENALTIES[kind](log_probs - ref_log_probs)
-
-
-@torch.no_grad()
-def full_kl(log_p: Tensor, log_q: Tensor, chunk: int = 1024) -> Tensor:
-    """sum_v p(v) (log p(v) - log q(v)) for each token, exactly; no gradient. (N, V) each -> (N,).
-
-    What it takes are the log-probs of the whole vocabulary; at most `chunk` x V further numbers exist at a time.
-    """
-    rows = zip(log_p.split(chunk), log_q.split(chunk), strict=True)
-    return torch.cat([(p.exp() * (p - q)).sum(dim=-1) for p, q in rows])
 
 
 class FixedKL:

@@ -140,6 +140,14 @@ def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, counts: Counts, *, kind: s
     return aggregate(kl_penalty(log_probs, ref_log_probs, kind), counts, mode)
 
 
+def full_kl_loss(full_kl: Tensor, counts: Counts, *, mode: str) -> Tensor:
+    """The mean of sum_v pi(v) (log pi(v) - log pi_ref(v)) over the vocabulary, (N,) -> (), to be added as `kl_loss`.
+
+    Its gradient is the divergence's own, without the noise of the tokens sampled.
+    """
+    return aggregate(full_kl, counts, mode)
+
+
 # -- supervised ---------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,9 @@ class AlgorithmConfig(Section):
     norm_adv_by_std_in_grpo: bool = Field(
         description="GRPO: divide by the group's standard deviation; Dr.GRPO does not."
     )
-    kl_penalty: KLPenalty = Field(description="Estimator of the KL divergence between actor and reference.")
+    kl_penalty: KLPenalty = Field(
+        description="Estimator of the KL divergence between actor and reference; full is exact, over the vocabulary."
+    )
     use_kl_in_reward: bool = Field(description="Subtract the KL divergence from the reward of every token.")
     kl_ctrl: KLCtrlConfig = Field(description="Weight of that KL divergence.")
     filter_groups: FilterGroupsConfig = Field(description="Dynamic sampling; see algorithms.md.")

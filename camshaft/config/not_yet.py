@@ -52,12 +52,6 @@ NOT_YET = (
         _NO_PURE_BFLOAT16,
     ),
     NotYet(
-        ("actor_rollout_ref.actor.kl_loss_type",),
-        _is("full"),
-        "the KL divergence over the whole vocabulary is not there yet for the loss, but for the reward it is"
-        " (algorithm.kl_penalty=full). Type {key}=low_var_kl.",
-    ),
-    NotYet(
         ("actor_rollout_ref.hybrid_engine",),
         _is(False),
         "actor and rollout on separate devices are not there yet. Type {key}=true.",

@@ -54,7 +54,7 @@ class ActorConfig(Section):
     loss_agg_mode: LossAggMode = Field(description="How the losses of tokens become one number.")
     use_kl_loss: bool = Field(description="Add the KL divergence from the reference policy to the loss.")
     kl_loss_coef: float = Field(ge=0, description="Weight of that divergence.")
-    kl_loss_type: KLPenalty = Field(description="Estimator of that divergence.")
+    kl_loss_type: KLPenalty = Field(description="Estimator of that divergence; full is exact, over the vocabulary.")
     policy_loss: PolicyLossConfig = Field(description="Form of the policy loss.")
     ppo_epochs: int = Field(ge=1, description="Passes over one iteration's data.")
     shuffle: bool = Field(description="Draw mini-batches in a new order every epoch.")

@@ -45,9 +45,21 @@ class PPOConfig(Section):
         """Whether anything measures the divergence from the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
-    def needs_full_kl(self) -> bool:
-        """Whether actor and reference are compared over the whole vocabulary, and not on the tokens drawn."""
+    def needs_full_kl_in_reward(self) -> bool:
+        """Whether the reward compares actor and reference over the whole vocabulary, and not on the tokens drawn."""
         return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
+
+    def needs_full_kl_loss(self) -> bool:
+        """Whether the actor's loss does."""
+        return self.actor_rollout_ref.actor.use_kl_loss and self.actor_rollout_ref.actor.kl_loss_type == "full"
+
+    def needs_sampled_kl_loss(self) -> bool:
+        """Whether the actor's loss compares the two on the tokens drawn."""
+        return self.actor_rollout_ref.actor.use_kl_loss and not self.needs_full_kl_loss()
+
+    def needs_ref_log_prob(self) -> bool:
+        """Whether the reference is asked before the update: for the reward, or for a loss of the tokens drawn."""
+        return self.algorithm.use_kl_in_reward or self.needs_sampled_kl_loss()
 
     def needs_reference_model(self) -> bool:
         """Whether that policy is a model of its own; with an adapter it is the actor's model without it."""

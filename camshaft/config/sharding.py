@@ -82,7 +82,7 @@ def ppo_sharding(config: PPOConfig) -> Iterator[Problem]:
     yield from _one_process([group[0] for group, ranks in groups if ranks > 1], config.trainer)
     for group, ranks in groups:
         yield from _group(group, ranks)
-    if config.needs_full_kl() or (config.needs_reference() and not config.needs_reference_model()):
+    if config.needs_reference():
         yield from _no_layout_of_its_own(config)
     yield from _by_itself(config)
 
@@ -272,15 +272,17 @@ def _by_itself(config: PPOConfig) -> Iterator[Problem]:
 def _no_layout_of_its_own(config: PPOConfig) -> Iterator[Problem]:
     """What reference and actor are told must agree where one engine is both, or where they take turns."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    if config.needs_reference_model():
-        cause = "algorithm.kl_penalty"
-        why = f"differs from the actor's, and {cause}=full compares the two on the same ranks."
-    else:
+    if not config.needs_reference_model():
         cause = f"{MODEL}.lora_rank"
         why = (
             f"is not read with {cause}={config.actor_rollout_ref.model.lora_rank}: the reference is the actor's engine "
             "without its adapter."
         )
+    elif config.needs_full_kl_in_reward() or config.needs_full_kl_loss():
+        cause = "algorithm.kl_penalty" if config.needs_full_kl_in_reward() else f"{ACTOR}.kl_loss_type"
+        why = f"differs from the actor's, and {cause}=full compares the two on the same ranks."
+    else:
+        return
     asked = {
         "ulysses_sequence_parallel_size": (ref.ulysses_sequence_parallel_size, actor.ulysses_sequence_parallel_size),
         "fsdp_config.tensor_parallel_size": (

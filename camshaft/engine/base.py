@@ -29,15 +29,17 @@ from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
 from camshaft.seat import Seat
 
-Output = Literal["log_probs", "entropy", "distribution", "values", "scores"]
+Output = Literal["log_probs", "entropy", "distribution", "full_kl", "values", "scores"]
 OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
-    "causal_lm": ("log_probs", "entropy", "distribution"),
+    "causal_lm": ("log_probs", "entropy", "distribution", "full_kl"),
     "value": ("values",),
     "reward": ("scores",),
 }
 """What a model can be asked for, by its head; the first is what it gives unless told otherwise.
 
-`distribution` has a row of the vocabulary's size for each token, its log-probs, and no gradient.
+`distribution` has a row of the vocabulary's size for each token, its log-probs, and no gradient. `full_kl` is the
+divergence sum_v p(v) (log p(v) - log q(v)) from the one that the batch's column `log_q` has, as another model's
+`distribution` (a `preprocess_fn` may add it); its gradient is that of p.
 """
 
 Batch = DataProto | Mapping[str, Any]

@@ -8,7 +8,8 @@ Gradients are read off the weights: with eps=1, no decay and no clipping the fir
 lr * g / (|g| + 1), which can be solved for g, so no engine has to expose its gradients.
 
 A rule is a function of a `Lab`; what it proves is its docstring, and its name is what a report shows.
-Rules of the modes and the step are here, those of files in `contract_files.py`.
+Rules of the modes and the step are here, those of files in `contract_files.py`, of adapters in `contract_adapter.py`,
+of what a KL in the loss rests on in `contract_kl.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import contract_files as files
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
 from camshaft.engine.contract_adapter import adapter
+from camshaft.engine.contract_kl import asked_within_a_step, divergence
 from camshaft.engine.lab import Lab, close, same_bits
 from camshaft.engine.plain import plain_outputs
 from camshaft.rules import Finding, Rule, expect, expect_error, rules_of, run_rules
@@ -173,9 +175,10 @@ def rows_that_begin_alike(lab: Lab) -> None:
         tried: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
         for limits in tried:
             engine, told = lab.build(head=head, **limits), f"of a {head} engine with {limits}"
-            name = OUTPUTS_OF_HEAD[head][0]
             oracle = plain_outputs(lab.plain_model(engine, head), batch, head)
-            close(lab.infer(engine, batch=batch)[name], oracle[name], lab.tolerance, f"{name} {told}")
+            inferred = lab.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
+            for name, values in inferred.items():
+                close(values, oracle[name], lab.tolerance, f"{name} {told}")
             loss, _, gradients = lab.plain_gradients(engine, head, batch)
             found = lab.step(engine, batch)
             close(torch.tensor(found.loss), torch.tensor(loss), lab.tolerance, f"loss {told}")
@@ -356,7 +359,8 @@ RULES: tuple[Rule[Lab], ...] = rules_of(
     offload_changes_nothing, context, padded_border, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
     schedule, same_bits_twice, seat_and_shards, errors_name_the_step, libraries_are_left_alone,
     files.weights_have_hugging_face_names, files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention,
-    files.remote_copy, adapter,
+    files.remote_copy, adapter, divergence,
+    asked_within_a_step,
 )  # fmt: skip
 
 

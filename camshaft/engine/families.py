@@ -38,6 +38,12 @@ class Packing:
     parents: list[int | None] | None
     at: Tensor
     """Where each counted token is now, in the order in which the rows had them."""
+    taken: Tensor | None = None
+    """The place in the rows that each token is from; None: they are as they were."""
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """What is said of the tokens of the rows, as it goes with `tokens`."""
+        return values if self.taken is None else values[self.taken.to(values.device)]
 
 
 def families(ids: Ragged, mask: Ragged) -> list[Family]:
@@ -86,7 +92,7 @@ def pack(ids: Ragged, mask: Ragged, found: Sequence[Family]) -> Packing:
             spans.append((first, starts[row + 1]))
             parents.append(parent)
             place += starts[row + 1] - first
-    where = torch.cat([torch.arange(first, stop) for first, stop in spans])
+    taken = torch.cat([torch.arange(first, stop) for first, stop in spans])
     rows = torch.repeat_interleave(torch.arange(len(sizes)), ids.lengths)
     lengths = [stop - first for first, stop in spans]
-    return Packing(ids.values[where.to(ids.values.device)], lengths, parents, at + moved[rows[at]])
+    return Packing(ids.values[taken.to(ids.values.device)], lengths, parents, at + moved[rows[at]], taken)

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import BaseEngine, LossFn, StepContext
+from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext
 from camshaft.engine.plain import HEAD_CLASSES, plain_loss, plain_step, through_adapter
-from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
+from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 from camshaft.rules import expect
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
@@ -79,9 +79,10 @@ class Lab:
         mask[ids.row_ids() == 5] = False
         mask[ids.row_ids() == 1] = ids.positions()[ids.row_ids() == 1] > 0
         advantages = torch.randn(count, generator=random)
-        return DataProto.from_dict(
-            {"input_ids": ids, "loss_mask": ids.like(mask), "advantages": ids.like(advantages), "uid": list("abcdefgh")}
-        )
+        log_q = torch.randn(count, VOCABULARY_ROWS, generator=random).log_softmax(dim=1)
+        columns = {"loss_mask": mask, "advantages": advantages, "log_q": log_q}
+        aligned = {name: ids.like(values) for name, values in columns.items()}
+        return DataProto.from_dict({"input_ids": ids, **aligned, "uid": list("abcdefgh")})
 
     @cached_property
     def siblings(self) -> DataProto:
@@ -95,8 +96,9 @@ class Lab:
             rows.append((stem[:1] if number is None else prompts[number], response))
         ids = Ragged.from_rows([torch.cat(row) for row in rows])
         mask = Ragged.from_rows([torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).bool() for p, r in rows])
-        advantages = torch.randn(len(ids.values), generator=random)
-        return DataProto.from_dict({"input_ids": ids, "loss_mask": mask, "advantages": ids.like(advantages)})
+        advantages = ids.like(torch.randn(len(ids.values), generator=random))
+        log_q = ids.like(torch.randn(len(ids.values), VOCABULARY_ROWS, generator=random).log_softmax(dim=1))
+        return DataProto.from_dict({"input_ids": ids, "loss_mask": mask, "advantages": advantages, "log_q": log_q})
 
     def splits(self) -> list[dict[str, Any]]:
         """Ways to cut the batch: by count, by tokens, by both."""
@@ -168,10 +170,15 @@ class Lab:
     ) -> tuple[float, float, dict[str, Tensor]]:
         """(loss, gradient norm, gradients) that the first step, on `self.batch` or another, has to have."""
         loss, norm, gradients = plain_step(self.plain_model(engine, head), batch or self.batch, head)
-        lora = engine.config.model.lora
-        if lora is not None:
-            norm, gradients = through_adapter(gradients, self.trained(engine), lora.alpha / lora.rank)
+        if engine.config.model.lora is not None:
+            norm, gradients = self.of_adapter(engine, gradients)
         return loss, norm, gradients
+
+    def of_adapter(self, engine: BaseEngine, gradients: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """(norm, gradients) of what the engine trains, from those of the plain model's weights."""
+        lora = engine.config.model.lora
+        assert lora is not None
+        return through_adapter(gradients, self.trained(engine), lora.alpha / lora.rank)
 
     def save(self, engine: BaseEngine, folder: Path, **arguments: Any) -> None:
         """A checkpoint that is there when this returns, also from an engine that writes in the background."""
@@ -186,11 +193,17 @@ class Lab:
             found = engine.infer_batch(self.share(engine, batch or self.batch), ctx)
         return self.together(engine, dict(found))
 
-    def step(self, engine: BaseEngine, batch: DataProto) -> Measured:
+    def step(
+        self,
+        engine: BaseEngine,
+        batch: DataProto,
+        ctx: StepContext | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+    ) -> Measured:
         """One step at the first update's terms: w - w' = g / (|g| + 1), solved for g."""
         before = self.trained(engine)
         with engine.train_mode():
-            result = engine.train_batch(self.share(engine, batch))
+            result = engine.train_batch(self.share(engine, batch), ctx, preprocess_fn=preprocess_fn)
         moves = {name: before[name] - weight for name, weight in self.trained(engine).items()}
         gradients = {name: move / (1 - move.abs()) for name, move in moves.items()}
         return Measured(result.loss, result.grad_norm, result.metrics, gradients)

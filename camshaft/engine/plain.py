@@ -22,16 +22,17 @@ HEAD_CLASSES: dict[str, Any] = {
 
 
 def plain_outputs(model: Any, batch: DataProto, head: str, temperature: float = 1.0) -> dict[str, Ragged | Tensor]:
-    """All outputs of a head, each aligned as the engine's: entry j speaks of token j."""
+    """All outputs of a head that the batch has the columns for, aligned as the engine's: entry j speaks of token j."""
     rows: dict[str, list[Tensor]] = {}
-    for ids, mask in zip(batch["input_ids"].rows(), batch["loss_mask"].rows(), strict=True):
-        for name, value in _one_row(model, ids, head, temperature).items():
-            kept = mask.view(-1, *[1] * (value.ndim - 1))
+    log_q = batch["log_q"].rows() if "log_q" in batch else [None] * len(batch)
+    for ids, mask, others in zip(batch["input_ids"].rows(), batch["loss_mask"].rows(), log_q, strict=True):
+        for name, value in _one_row(model, ids, head, temperature, others).items():
+            kept = mask.to(value.device).view(-1, *[1] * (value.ndim - 1))
             rows.setdefault(name, []).append(value if name == "scores" else value * kept)
     return {n: torch.stack(v) if n == "scores" else Ragged.from_rows(v, v[0].dtype) for n, v in rows.items()}
 
 
-def _one_row(model: Any, ids: Tensor, head: str, temperature: float) -> dict[str, Tensor]:
+def _one_row(model: Any, ids: Tensor, head: str, temperature: float, log_q: Tensor | None) -> dict[str, Tensor]:
     ids = ids.to(next(model.parameters()).device)
     if head == "reward":
         hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
@@ -42,11 +43,14 @@ def _one_row(model: Any, ids: Tensor, head: str, temperature: float) -> dict[str
         return {"values": torch.cat([first, raw[:-1, 0]])}
     logp = torch.log_softmax(raw[:-1] / temperature, dim=-1)
     entropy = -(logp.exp() * logp).sum(-1)
-    return {
+    found = {
         "log_probs": torch.cat([first, logp.gather(-1, ids[1:, None])[:, 0]]),
         "entropy": torch.cat([first, entropy]),
         "distribution": torch.cat([torch.zeros_like(logp[:1]), logp]),
     }
+    if log_q is not None:
+        found["full_kl"] = torch.cat([first, (logp.exp() * (logp - log_q[1:].to(logp))).sum(-1)])
+    return found
 
 
 def plain_loss(found: Ragged, advantages: Ragged, mask: Ragged, head: str) -> tuple[Tensor, Tensor]:

@@ -25,9 +25,9 @@ from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, 
 from camshaft.engine.families import alone, families, pack
 from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
-from camshaft.models.packed import OnHost
+from camshaft.models.packed import Untouched
 
-_PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "values"})
+_PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
 
 
 def as_batch(batch: Batch) -> DataProto:
@@ -89,14 +89,16 @@ def packed_forward(
     """The model's outputs for one micro-batch, aligned with the rows of `inputs`; `share`: equal prompts once."""
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
     packed = pack(ids, mask, families(ids, mask) if share else alone(ids))
-    where = OnHost(packed.at)  # where the model can look at it without waiting for the device
-    tokens = packed.tokens.to(device)
-    flat = module(tokens, packed.lengths, where, ctx["outputs"], ctx["temperature"], packed.parents)
+    tokens, where = packed.tokens.to(device), Untouched(packed.at)  # the model looks at it without waiting for a device
+    log_q = None
+    if "full_kl" in ctx["outputs"]:
+        log_q = Untouched(packed.of_tokens(inputs.ragged("log_q").values).to(device))
+    flat = module(tokens, packed.lengths, where, ctx["outputs"], ctx["temperature"], log_q, packed.parents)
     at = mask.values.nonzero().squeeze(-1).to(device, non_blocking=True)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
-            value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy(0, at, value))
+            value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, at, value))
         outputs[name] = value
     return outputs
 

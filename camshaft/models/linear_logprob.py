@@ -1,7 +1,8 @@
-"""From hidden states to log-probabilities and entropy without ever holding the logits of all tokens.
+"""From hidden states to log-probabilities, entropy and KL divergence without holding the logits of all tokens.
 
     log_probs, entropy = linear_logprob(hidden, lm_head.weight, targets, temperature=1.0, need_entropy=True)
-    all_of_them = log_distribution(hidden, lm_head.weight, temperature=1.0)     # (M, V), for who cannot do without
+    log_q = log_distribution(other_hidden, other_lm_head.weight)                # (M, V), for who cannot do without
+    divergence = linear_full_kl(hidden, lm_head.weight, log_q, torch.arange(M))
 
 The projection on the vocabulary runs over chunks of tokens, forward and again in the backward pass, where the
 logits are computed anew. At most a few buffers of chunk x V numbers exist at a time. Used by `packed.py`.
@@ -10,12 +11,14 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
 
     log_prob = z_y - logsumexp(z)           d log_prob / dz_v = [v = y] - p_v
     entropy  = - sum_v p_v log p_v          d entropy  / dz_v = - p_v (log p_v + entropy)
+    full_kl  = sum_v p_v (log p_v - log q_v)        d full_kl / dz_v = p_v (log p_v - log q_v - full_kl)
 
 Sums run in float32 or in the inputs' dtype, whichever is wider, and so are the results.
 
 With `part=VocabularyPart(group, first_row)` each rank of the group holds some rows of the weight. Ranks tell each
-other the logsumexp s_r, the entropy h_r and the target's logit over their own rows, once for all tokens. With
-s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is sum_r w_r (h_r - log w_r): no large numbers cancel.
+other the logsumexp s_r, the target's logit, the entropy h_r and the divergence k_r over their own rows, once for all
+tokens. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is sum_r w_r (h_r - log w_r), the divergence
+sum_r w_r (k_r + log w_r): no large numbers cancel.
 """
 
 from dataclasses import dataclass
@@ -57,12 +60,27 @@ def linear_logprob(
     With `part` the weight and the bias are this rank's rows, all else is the same on every rank of the group,
     and so is the gradient of `hidden`.
     """
-    if not temperature > 0:
-        raise EngineError(f"temperature={temperature} must be above 0; the log-probs of greedy choices use 1.0")
-    if chunk is None:
-        chunk = CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK
-    how = _How(temperature, need_entropy, chunk, part)
-    return _LinearLogProb.apply(hidden, weight, bias, targets, how)  # pyright: ignore[reportReturnType]
+    how = _How.of(hidden, temperature, chunk, part)
+    return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, how)  # pyright: ignore[reportReturnType]
+
+
+def linear_full_kl(
+    hidden: Tensor,
+    weight: Tensor,
+    log_q: Tensor,
+    rows: Tensor,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    part: VocabularyPart | None = None,
+) -> Tensor:
+    """sum_v p(v) (log p(v) - log q(v)) of each token, exactly; the gradient is that of p, and q is constant.
+
+    `hidden` (M, H), `weight` (V, H) and `bias` make p. `log_q` (N, V), whole also with `part`, holds q: of token i in
+    row `rows[i]`, `rows` (M,) int64. -> (M,). `part` as in `linear_logprob`.
+    """
+    how = _How.of(hidden, temperature, chunk, part)
+    return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, how)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -95,21 +113,26 @@ def _all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _How(NamedTuple):
     temperature: float
-    need_entropy: bool
     chunk: int
     part: VocabularyPart | None
+
+    @classmethod
+    def of(cls, hidden: Tensor, temperature: float, chunk: int | None, part: VocabularyPart | None) -> "_How":
+        if not temperature > 0:
+            raise EngineError(f"temperature={temperature} must be above 0; the log-probs of greedy choices use 1.0")
+        return cls(temperature, chunk or (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK), part)
 
 
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, need_entropy: bool, how: _How
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         normalisers = hidden.new_empty(len(targets), dtype=wide)
         chosen = torch.empty_like(normalisers)
-        entropy = torch.empty_like(normalisers) if how.need_entropy else None
+        entropy = torch.empty_like(normalisers) if need_entropy else None
         for span in _chunks(len(targets), how.chunk):
             logits = _scaled_logits(hidden[span], weight, bias, how.temperature)
             rows, here = _rows_here(targets[span], len(weight), how.part)
@@ -120,7 +143,11 @@ class _LinearLogProb(torch.autograd.Function):
                 log_p = logits.sub_(normalisers[span, None])
                 entropy[span] = -(log_p.exp().mul_(log_p)).sum(dim=1)
         if how.part is not None and len(targets):
-            normalisers, chosen, entropy = _whole_vocabulary(normalisers, chosen, entropy, how.part.group)
+            own = [chosen] if entropy is None else [chosen, entropy]
+            normalisers, shares, of_ranks = _whole_vocabulary(how.part.group, normalisers, *own)
+            chosen = of_ranks[0].sum(dim=0)
+            if entropy is not None:
+                entropy = (shares * of_ranks[1] + torch.special.entr(shares)).sum(dim=0)
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
         ctx.how = how
         return chosen - normalisers, entropy
@@ -129,14 +156,10 @@ class _LinearLogProb(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 5
+            return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         how: _How = ctx.how
-        wide = normalisers.dtype
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide) if needs_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=wide) if needs_bias else None
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how)
         for span in _chunks(len(targets), how.chunk):
             log_p = _scaled_logits(hidden[span], weight, bias, how.temperature).sub_(normalisers[span, None])
             grad = log_p.exp()
@@ -149,19 +172,75 @@ class _LinearLogProb(torch.autograd.Function):
                 rows, here = _rows_here(targets[span], len(weight), how.part)
                 of_target = grad_log_probs[span] if here is None else grad_log_probs[span].where(here, 0)
                 grad.scatter_add_(1, rows[:, None], of_target[:, None])
-            if how.temperature != 1.0:
-                grad.div_(how.temperature)
-            if grad_hidden is not None:
-                torch.mm(grad.to(weight.dtype), weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                _add_product(grad_weight, grad, hidden[span])
-            if grad_bias is not None:
-                grad_bias.add_(grad.sum(dim=0))
-        if grad_hidden is not None and how.part is not None and len(targets):
-            dist.all_reduce(grad_hidden, group=how.part.group)
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None
+            found.add(span, grad)
+        return *found.whole(), None, None, None
+
+
+class _LinearFullKL(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor, rows: Tensor, how: _How
+    ) -> Tensor:
+        if how.part is not None:
+            log_q = log_q[:, how.part.first_row : how.part.first_row + len(weight)]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        normalisers = hidden.new_empty(len(rows), dtype=wide)
+        found = torch.empty_like(normalisers)
+        for span in _chunks(len(rows), how.chunk):
+            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature)
+            normalisers[span] = log_p.logsumexp(dim=1)
+            p = log_p.sub_(normalisers[span, None]).exp()
+            found[span] = log_p.sub_(log_q.index_select(0, rows[span])).mul_(p).sum(dim=1)
+        if how.part is not None and len(rows):
+            normalisers, shares, of_ranks = _whole_vocabulary(how.part.group, normalisers, found)
+            found = (shares * of_ranks[0] - torch.special.entr(shares)).sum(dim=0)
+        ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, found)
+        ctx.how = how
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+        hidden, weight, bias, log_q, rows, normalisers, divergence = ctx.saved_tensors
+        how: _How = ctx.how
+        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how)
+        for span in _chunks(len(rows), how.chunk):
+            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature).sub_(normalisers[span, None])
+            p = log_p.exp()
+            slope = log_p.sub_(log_q.index_select(0, rows[span])).sub_(divergence[span, None])
+            found.add(span, slope.mul_(p).mul_(grad_kl[span, None]))
+        return *found.whole(), None, None, None
+
+
+class _Gradients:
+    """Of hidden states, weight and bias, those that are wanted: added up from the gradients of scaled logits."""
+
+    def __init__(self, wanted: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How):
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._inputs, self._how = (hidden, weight, bias), how
+        self._hidden = torch.empty_like(hidden) if wanted[0] else None
+        self._weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+
+    def add(self, span: slice, grad: Tensor) -> None:
+        """Those of a chunk of tokens; `grad` is written into."""
+        hidden, weight, _ = self._inputs
+        if self._how.temperature != 1.0:
+            grad.div_(self._how.temperature)
+        if self._hidden is not None:
+            torch.mm(grad.to(weight.dtype), weight, out=self._hidden[span])
+        if self._weight is not None:
+            _add_product(self._weight, grad, hidden[span])
+        if self._bias is not None:
+            self._bias.add_(grad.sum(dim=0))
+
+    def whole(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of all tokens, and for the hidden states of the whole vocabulary, in the dtypes of the inputs."""
+        hidden, weight, bias = self._inputs
+        if self._hidden is not None and self._how.part is not None and len(hidden):
+            dist.all_reduce(self._hidden, group=self._how.part.group)
+        of_weight = None if self._weight is None else self._weight.to(weight.dtype)
+        return self._hidden, of_weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
 
 
 def _rows_here(targets: Tensor, count: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
@@ -172,19 +251,15 @@ def _rows_here(targets: Tensor, count: int, part: VocabularyPart | None) -> tupl
     return rows.clamp(0, count - 1), (rows >= 0) & (rows < count)
 
 
-def _whole_vocabulary(
-    normalisers: Tensor, chosen: Tensor, entropy: Tensor | None, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """From what each rank finds over its own rows to the numbers over all of them; see the map above."""
-    own = torch.stack([normalisers, chosen] if entropy is None else [normalisers, chosen, entropy])
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
+def _whole_vocabulary(group: dist.ProcessGroup, normalisers: Tensor, *own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of numbers that each rank finds over its own rows: (normalisers of all rows, share of each rank in them, the
+    others by rank); see the map above."""
+    mine = torch.stack([normalisers, *own])
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
     of_ranks = torch.stack(every, dim=1)
     whole = of_ranks[0].logsumexp(dim=0)
-    if entropy is not None:
-        shares = (of_ranks[0] - whole).exp()
-        entropy = (shares * of_ranks[2] + torch.special.entr(shares)).sum(dim=0)
-    return whole, of_ranks[1].sum(dim=0), entropy
+    return whole, (of_ranks[0] - whole).exp(), of_ranks[1:]
 
 
 def _chunks(count: int, size: int) -> list[slice]:

@@ -22,14 +22,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
-from camshaft.models.linear_logprob import VocabularyPart, linear_logprob, log_distribution
+from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.rms_norm import fuse_norms
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
 
 OUTPUTS: dict[Head, tuple[str, ...]] = {
-    "causal_lm": ("log_probs", "entropy", "distribution"),
+    "causal_lm": ("log_probs", "entropy", "distribution", "full_kl"),
     "value": ("values",),
     "reward": ("scores",),
 }
@@ -51,8 +51,9 @@ NUMBER_HEADS = ("score", "classifier")
 """What transformers calls the layer that reads a number off the hidden states."""
 
 
-class OnHost:
-    """A tensor that stays in host memory on its way into a model: FSDP sends those that it sees to the device."""
+class Untouched:
+    """A tensor that comes to a model as it is: FSDP moves those that it sees to the device, and casts them to what it
+    computes in."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
@@ -93,9 +94,10 @@ class PackedModel(nn.Module):
         self,
         tokens: Tensor,
         lengths: Sequence[int],
-        at: Tensor | OnHost,
+        at: Tensor | Untouched,
         outputs: Sequence[str],
         temperature: float = 1.0,
+        log_q: Tensor | Untouched | None = None,
         parents: Sequence[int | None] | None = None,
     ) -> dict[str, Tensor]:
         """`tokens` (N,) are the packed rows of these `lengths`; `at` (M,) says which tokens are spoken of.
@@ -105,12 +107,13 @@ class PackedModel(nn.Module):
         "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
         so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
         do not look at `at`. All are float32, or float64 for a float64 model. "distribution" is (M, V): the log-probs of
-        all words, without gradient.
+        all words, without gradient. "full_kl" is (M,): the divergence from `log_q` (N, V), the distributions that
+        another model gives for the same tokens; rows that `at` does not name are not read.
 
         `at` may be on the CPU wherever the tokens are, and its values are checked there only: elsewhere a check
-        would wait for the device. A call with `sequence` set needs it there, and a sharded model `OnHost`.
+        would wait for the device. A call with `sequence` set needs it there, and a sharded model `Untouched`.
         """
-        at = at.tensor if isinstance(at, OnHost) else at
+        at, log_q = _bare(at), None if log_q is None else _bare(log_q)
         self._check(tokens, lengths, at, outputs, parents)
         split = self.sequence
         if self.head == "reward":
@@ -119,11 +122,11 @@ class PackedModel(nn.Module):
             before = at - 1 if parents is None else _before(at, lengths, parents)
         if split is None:
             read = self._hidden(tokens, lengths, before, parents)
-            return self._numbers(read, tokens, at, outputs, temperature)
+            return self._numbers(read, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
         read = self._hidden(*split.padded(tokens, lengths), share.local)
         spoken_of = at if self.head == "reward" else at[share.mine]
-        found = self._numbers(read, tokens, spoken_of, outputs, temperature)
+        found = self._numbers(read, tokens, spoken_of, outputs, temperature, log_q)
         wide = {name: split.gather(share, found.pop(name))[0] for name in outputs if name == "distribution"}
         together = split.gather(share, *found.values()) if found else []
         return dict(zip(found, together, strict=True)) | wide
@@ -141,7 +144,13 @@ class PackedModel(nn.Module):
         return hidden.index_select(0, rows.to(tokens.device, non_blocking=True))
 
     def _numbers(
-        self, hidden: Tensor, tokens: Tensor, at: Tensor, outputs: Sequence[str], temperature: float
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
     ) -> dict[str, Tensor]:
         """The outputs that the head gives for these hidden states, of which there may be none.
 
@@ -160,10 +169,16 @@ class PackedModel(nn.Module):
         found: dict[str, Tensor | None] = {}
         if "distribution" in outputs:
             found["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
+        at = at.to(tokens.device, non_blocking=True)
+        if "full_kl" in outputs:
+            wanted = (len(tokens), len(output.weight))
+            if log_q is None or log_q.shape != wanted:
+                told = "none" if log_q is None else f"one of shape {tuple(log_q.shape)}"
+                raise EngineError(f"full_kl compares with `log_q` of shape {wanted}, tokens by vocabulary; got {told}")
+            found["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, part=part)
         if found.keys() != set(outputs):
-            targets = tokens[at.to(tokens.device, non_blocking=True)]
             found["log_probs"], found["entropy"] = linear_logprob(
-                hidden, weight, targets, bias, temperature, need_entropy="entropy" in outputs, part=part
+                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, part=part
             )
         return {name: tensor for name in outputs if (tensor := found[name]) is not None}
 
@@ -265,6 +280,10 @@ def _refuse_model(hf: PreTrainedModel) -> None:
         raise EngineError(
             f"{name} was built with attn_implementation='{hf.config._attn_implementation}'; build it with '{PACKED}'"
         )
+
+
+def _bare(given: Tensor | Untouched) -> Tensor:
+    return given.tensor if isinstance(given, Untouched) else given
 
 
 def _rows_here(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:

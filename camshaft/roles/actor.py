@@ -1,8 +1,8 @@
 """The actor: the policy that is trained.
 
 Reads `prompts`, `responses`, `response_mask`; for an update also `old_log_probs`, `advantages` and, with a
-KL loss, `ref_log_prob`, and where samples are corrected for the rollout's distribution, `rollout_is_weights` and
-`rollout_rs_mask`. Writes `old_log_probs` and `entropy`.
+KL loss of the tokens drawn, `ref_log_prob`, and where samples are corrected for the rollout's distribution,
+`rollout_is_weights` and `rollout_rs_mask`. Writes `old_log_probs` and `entropy`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, kl_loss
+from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, full_kl_loss, kl_loss
 from camshaft.config import PPOConfig, Topology, actor_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
+from camshaft.engine.base import Output, PreprocessFn
 from camshaft.plugins import load_function
 from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
@@ -49,14 +50,17 @@ class ActorWorker(TrainedRole):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
+    def update_actor(
+        self, data: DataProto, seed: int = 0, dealt: bool = False, before: PreprocessFn | None = None
+    ) -> DataProto:
         """PPO on the batch; `meta_info["metrics"]` says what happened.
 
         Mini-batches are drawn by `seed`, on each rank from its own rows. With `dealt` the rows are in the order in
-        which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`).
+        which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`). `before`
+        is run on each micro-batch: a KL over the whole vocabulary needs that of `exact_kl.compared`.
         """
         wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
-        if self.actor.use_kl_loss:
+        if self.config.needs_sampled_kl_loss():
             wanted.append("ref_log_prob")
         if self.correction.rollout_is:
             wanted.append("rollout_is_weights")
@@ -69,9 +73,13 @@ class ActorWorker(TrainedRole):
             epochs=self.actor.ppo_epochs,
             seed=seed if self.actor.shuffle else None,
         )
-        outputs = ("log_probs", "entropy") if self.actor.entropy_coeff else ("log_probs",)
-        ctx = StepContext(outputs=outputs, temperature=self.temperature)
-        metrics = self.update(learn, self._loss, ctx, plan.of(dealt))
+        outputs: list[Output] = ["log_probs"]
+        if self.actor.entropy_coeff:
+            outputs.append("entropy")
+        if self.config.needs_full_kl_loss():
+            outputs.append("full_kl")
+        ctx = StepContext(outputs=tuple(outputs), temperature=self.temperature)
+        metrics = self.update(learn, self._loss, ctx, plan.of(dealt), before)
         return DataProto({}, {"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -94,7 +102,10 @@ class ActorWorker(TrainedRole):
             entropy = entropy_loss(of_responses(predictions, "entropy", data).values, counts, mode=mode)
             loss = loss - actor.entropy_coeff * entropy
         if actor.use_kl_loss:
-            distance = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)
+            if self.config.needs_full_kl_loss():
+                distance = full_kl_loss(of_responses(predictions, "full_kl", data).values, counts, mode=mode)
+            else:
+                distance = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)
             loss = loss + actor.kl_loss_coef * distance
             metrics["kl_loss"] = distance
         ctx["metrics"] = metrics

@@ -21,7 +21,7 @@ from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine, StepContext
-from camshaft.engine.base import LossFn
+from camshaft.engine.base import LossFn, PreprocessFn
 from camshaft.seat import Seat
 
 
@@ -101,7 +101,14 @@ class TrainedRole(EngineRole):
     computes_in: str
     """Number format that the engine computes in, which can be less exact than that of its weights."""
 
-    def update(self, data: DataProto, loss_fn: LossFn, ctx: StepContext, plan: UpdatePlan) -> dict[str, float]:
+    def update(
+        self,
+        data: DataProto,
+        loss_fn: LossFn,
+        ctx: StepContext,
+        plan: UpdatePlan,
+        before: PreprocessFn | None = None,
+    ) -> dict[str, float]:
         """One optimizer step per mini-batch; returns metrics averaged over the steps, and the rate they used.
 
         The schedule moves once per call: its steps are iterations of the trainer.
@@ -111,7 +118,7 @@ class TrainedRole(EngineRole):
         batch, rate = as_sequences(data), self.engine.learning_rate
         with self.engine.train_mode():
             for mini_batch in batch.make_iterator(plan.mini_batch_size, plan.epochs, plan.seed):
-                result = self.engine.train_batch(mini_batch, ctx, loss_fn)
+                result = self.engine.train_batch(mini_batch, ctx, loss_fn, before)
                 steps, skipped = steps + 1, skipped + result.skipped
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] += value

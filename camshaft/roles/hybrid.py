@@ -11,7 +11,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.roles.actor import ActorWorker
-from camshaft.roles.exact_kl import exact_kl
+from camshaft.roles.exact_kl import compared, exact_kl
 from camshaft.roles.ref import AdapterlessRef, RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
@@ -67,20 +67,26 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        ref = self._reference()
+        found = ref.compute_ref_log_prob(data)
+        if not self.config.needs_full_kl_in_reward():
+            return found
+        return found.union(exact_kl(self.actor, ref, data, self.actor.temperature))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
+        if not self.config.needs_full_kl_loss():
+            return self.actor.update_actor(data, seed, dealt)
+        with compared(self._reference(), self.actor.temperature) as before:
+            return self.actor.update_actor(data, seed, dealt, before)
+
+    def _reference(self) -> RefWorker:
         if self.ref is None:
             raise EngineError(
                 "there is no reference model: set algorithm.use_kl_in_reward=True or "
                 "actor_rollout_ref.actor.use_kl_loss=True"
             )
-        found = self.ref.compute_ref_log_prob(data)
-        if not self.config.needs_full_kl():
-            return found
-        temperature = self.config.actor_rollout_ref.rollout.temperature
-        return found.union(exact_kl(self.actor, self.ref, data, temperature))
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
-        return self.actor.update_actor(data, seed, dealt)
+        return self.ref
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(

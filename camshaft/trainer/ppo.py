@@ -90,7 +90,7 @@ class PPOTrainer:
         pending: dict[str, Pending[DataProto]] = {}
         with metrics.phase("old_log_prob"):
             pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
-        if self.config.needs_reference():
+        if self.config.needs_ref_log_prob():
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
         if self.critic is not None:

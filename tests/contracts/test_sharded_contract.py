@@ -32,6 +32,8 @@ NUMBERS_APART = NUMBERS | {
     "seat and shards",
     "weights have hugging face names",
     "adapter",
+    "divergence",
+    "asked within a step",
 }
 
 

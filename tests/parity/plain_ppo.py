@@ -96,7 +96,7 @@ class Batch:
     mask: Tensor
     """(B, T) bool: response tokens"""
     columns: dict[str, Tensor]
-    """(B, T) each, 0 where there is no token"""
+    """(B, T) each, 0 where there is no token; (B, T, V) what the reference makes of the whole vocabulary"""
 
     @property
     def responses(self) -> Tensor:
@@ -123,9 +123,14 @@ def logits(model: Any, batch: Batch) -> Tensor:
 
 
 def log_probs_and_entropy(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    logp = torch.log_softmax(logits(model, batch) / temperature, dim=-1)
+    logp = distribution(model, batch, temperature)
     entropy = -(logp.exp() * logp).sum(-1)
     return logp.gather(-1, batch.responses[:, :, None])[:, :, 0] * batch.mask, entropy * batch.mask
+
+
+def distribution(model: Any, batch: Batch, temperature: float) -> Tensor:
+    """(B, T, V) log-probs"""
+    return torch.log_softmax(logits(model, batch) / temperature, dim=-1)
 
 
 def values_of(model: Any, batch: Batch) -> Tensor:
@@ -288,7 +293,11 @@ def actor_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, di
         **{name: aggregate(where.to(log_probs), batch.mask, "token-mean") for name, where in clips.items()},
     }
     if settings.kl_loss:
-        distance = kl(log_probs - batch.columns["ref_log_prob"], settings.kl_loss_type)
+        if settings.kl_loss_type == "full":
+            logp = distribution(model, batch, settings.temperature)
+            distance = (logp.exp() * (logp - batch.columns["ref_distribution"])).sum(-1)
+        else:
+            distance = kl(log_probs - batch.columns["ref_log_prob"], settings.kl_loss_type)
         metrics["kl_loss"] = aggregate(distance, batch.mask, settings.aggregation)
         loss = loss + settings.kl_loss_coef * metrics["kl_loss"]
     return loss, metrics
@@ -377,6 +386,7 @@ def train(settings: Settings, reward: Reward) -> Iterator[Step]:
         with torch.no_grad():
             columns["old_log_probs"], entropy = log_probs_and_entropy(policy, batch, settings.temperature)
             columns["ref_log_prob"], _ = log_probs_and_entropy(reference, batch, settings.temperature)
+            columns["ref_distribution"] = distribution(reference, batch, settings.temperature)
             if critic:
                 columns["values"] = values_of(critic, batch)
         rewards = [[0.0] * (len(tokens) - 1) + [score] for tokens, score in zip(responses, scores, strict=True)]

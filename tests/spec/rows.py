@@ -321,6 +321,5 @@ class Pending:
 PENDING = (
     Pending(f"{ACTOR}.strategy", "megatron", "the Megatron engine"),
     Pending(f"{ACTOR}.strategy", "torchtitan", "the torchtitan engine"),
-    Pending(f"{ACTOR}.kl_loss_type", "full", "the loss by the divergence over the whole vocabulary"),
 )
 """What is being built. `python tests/spec/table.py --strict` fails while there is any."""

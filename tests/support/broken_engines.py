@@ -317,6 +317,25 @@ class StartsResponsesAtZero(ReferenceEngine):
             return _as_ever(self, *args, **kwargs)
 
 
+class EstimatesTheGradient(ReferenceEngine):
+    """Gives the divergence over the whole vocabulary, with the gradient of log p(token) - log q(token)."""
+
+    def _forward(self, inputs: DataProto, ctx: StepContext) -> Any:
+        found = dict(super()._forward(inputs, ctx))
+        if "full_kl" in found:
+            exact, log_probs = found["full_kl"], found["log_probs"].values
+            found["full_kl"] = exact.like(exact.values.detach() + log_probs - log_probs.detach())
+        return found
+
+
+class AnswersForGradients(ReferenceEngine):
+    """Forgets the gradients of a step when it is asked something."""
+
+    def infer_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self.optimizer_zero_grad()
+        return super().infer_batch(*args, **kwargs)
+
+
 CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
@@ -348,5 +367,7 @@ CAUGHT_BY: dict[type[ReferenceEngine], str] = {
     ForgetsGradients: "step outside train mode",
     AdapterStaysOn: "adapter",
     StartsResponsesAtZero: "rows that begin alike",
+    EstimatesTheGradient: "divergence",
+    AnswersForGradients: "asked within a step",
 }
 """Each mistake, and the rule that must name it."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from camshaft.algorithms import KL_PENALTIES, AdaptiveKL, FixedKL, full_kl, kl_penalty
+from camshaft.algorithms import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 
 LOG_2 = math.log(2)
 
@@ -76,30 +76,6 @@ def test_unbiased_estimates_average_to_the_exact_kl(kind):
     exact = (log_p.exp() * (log_p - log_q)).sum()
     # the expectation over tokens drawn from p, taken exactly
     torch.testing.assert_close((log_p.exp() * kl_penalty(log_p, log_q, kind)).sum(), exact)
-
-
-def test_full_kl_by_hand():
-    # p = (1/4, 3/4), q = (1/2, 1/2): KL = 1/4 log(1/2) + 3/4 log(3/2)
-    exact = full_kl(torch.tensor([[0.25, 0.75]]).log(), torch.tensor([[0.5, 0.5]]).log())
-    torch.testing.assert_close(exact, torch.tensor([0.25 * math.log(0.5) + 0.75 * math.log(1.5)]))
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 7, 100])
-def test_full_kl_is_that_of_torch_for_every_chunk(chunk):
-    generator = torch.Generator().manual_seed(1)
-    p, q = (torch.randn(7, 11, generator=generator).log_softmax(-1) for _ in range(2))
-    expected = torch.distributions.kl_divergence(
-        torch.distributions.Categorical(logits=p.double()), torch.distributions.Categorical(logits=q.double())
-    )
-    torch.testing.assert_close(full_kl(p, q, chunk=chunk), expected.float(), rtol=1e-5, atol=1e-6)
-
-
-def test_full_kl_has_no_gradient():
-    assert not full_kl(torch.zeros(4, 8, requires_grad=True), torch.zeros(4, 8)).requires_grad
-
-
-def test_full_kl_of_no_tokens_is_empty():
-    assert full_kl(torch.zeros(0, 3), torch.zeros(0, 3)).shape == (0,)
 
 
 def test_fixed_controller_never_moves_and_has_no_state():

@@ -211,7 +211,7 @@ def test_everything_wrong_is_told_at_once(words):
             "trainer.total_epochs=none",  # wrong type
             "data.max_prompt_length=${nope}",  # leads nowhere
             "data.prompt_key=???",  # no value
-            "actor_rollout_ref.actor.kl_loss_type=full",  # not there yet
+            "actor_rollout_ref.hybrid_engine=false",  # not there yet
             "data.train_batch_size=300",  # 300 = 256 + 44
             "custom_reward_function.path=/nowhere/reward.py",  # no such file
         ]
@@ -222,7 +222,7 @@ def test_everything_wrong_is_told_at_once(words):
         "total_epochs",
         "max_prompt_length",
         "prompt_key",
-        "actor_rollout_ref.actor.kl_loss_type",
+        "actor_rollout_ref.hybrid_engine",
     ):
         assert key in text
     assert "300 = 1 x 256 + 44" in text

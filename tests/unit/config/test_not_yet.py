@@ -16,7 +16,6 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{ACTOR}.strategy=torchtitan", "strategy=fsdp"),
         (f"{ACTOR}.strategy=megatron", "strategy=reference"),
         ("critic.strategy=torchtitan", "critic.strategy=fsdp"),
-        (f"{ACTOR}.kl_loss_type=full", "low_var_kl"),
         ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
         ("trainer.default_local_dir=s3://bucket/run", "local path"),
         ("custom_reward_function.path=s3://bucket/reward.py", "local path"),

@@ -361,17 +361,23 @@ def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
     assert "the reference is the actor's engine without its adapter" in text
 
 
-def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words):
-    exact = (
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.kl_penalty=full",
-        f"{ACTOR}.ulysses_sequence_parallel_size=2",
-    )
-    assert load_ppo(_on(words, 4, *exact)).needs_full_kl()
-    text = _error(_on(words, 4, *exact, f"{REF}.ulysses_sequence_parallel_size=1"))
+@pytest.mark.parametrize(
+    ("switch", "key"),
+    [
+        ("algorithm.use_kl_in_reward=true", "algorithm.kl_penalty"),
+        (f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_type"),
+    ],
+)
+@pytest.mark.parametrize("size", ["ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"])
+def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, switch, key, size):
+    cut, other = f"{ACTOR}.{size}=2", f"{REF}.{size}=1"
+    load_ppo(_on(words, 4, switch, f"{key}=full", cut, f"{REF}.{size}=2"))
+    text = _error(_on(words, 4, switch, f"{key}=full", cut, other))
     assert "One thing is wrong" in text
-    assert "algorithm.kl_penalty=full compares the two on the same ranks" in text
-    load_ppo(_on(words, 4, *exact[1:], f"{ACTOR}.use_kl_loss=true", f"{REF}.ulysses_sequence_parallel_size=1"))
+    assert f"{key}=full compares the two on the same ranks" in text
+    assert f"Leave the key out, or type {ACTOR}.{size}=1." in text
+    load_ppo(_on(words, 4, switch, f"{key}=abs", cut, other))  # asked by itself, it may be laid out in another way
+    load_ppo(_on(words, 4, f"{key}=full", cut, other))  # nobody compares
 
 
 @pytest.mark.parametrize(

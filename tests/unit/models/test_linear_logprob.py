@@ -1,5 +1,6 @@
 """The fused output head against the plain formula on whole logits in float64."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.errors import EngineError
-from camshaft.models.linear_logprob import VocabularyPart, linear_logprob
+from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 
 M, H, V = 37, 8, 29
 
@@ -162,6 +163,82 @@ def test_second_derivatives_are_refused_and_not_silently_wrong():
         gradient.sum().backward()
 
 
+# -- the divergence over the whole vocabulary ------------------------------------------------------
+
+
+def naive_kl(hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor, temperature: float) -> Tensor:
+    logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    log_p = torch.log_softmax(logits / temperature, dim=-1)
+    return torch.nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(dim=-1)
+
+
+def others(rows: int = M) -> tuple[Tensor, Tensor]:
+    """Distributions of more tokens than are asked for, and where those of the `rows` tokens stand among them."""
+    generator = torch.Generator().manual_seed(2)
+    log_q = (3 * torch.randn(rows + 9, V, generator=generator, dtype=torch.float64)).log_softmax(dim=-1)
+    return log_q, torch.randperm(rows + 9, generator=generator)[:rows]
+
+
+def test_divergence_of_one_token_by_hand():
+    # p = 1/8, 2/8, 5/8 against q = 1/4, 1/4, 1/2: the divergence is 1/8 ln(1/2) + 5/8 ln(5/4), and its slope along
+    # a logit p (ln(p / q) - divergence). The hidden state is 1, so that the weights are the logits.
+    weight = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log().requires_grad_()
+    log_q = torch.tensor([[9.0, 9.0, 9.0], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
+    found = linear_full_kl(torch.ones(1, 1, dtype=torch.float64), weight, log_q, torch.tensor([1]))
+    by_hand = math.log(1 / 2) / 8 + math.log(5 / 4) * 5 / 8
+    assert found.tolist() == pytest.approx([by_hand], abs=1e-14)
+    found.backward()
+    slopes = [(math.log(1 / 2) - by_hand) / 8, (0 - by_hand) / 4, (math.log(5 / 4) - by_hand) * 5 / 8]
+    assert weight.grad[:, 0].tolist() == pytest.approx(slopes, abs=1e-14)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_divergence_and_gradients_are_those_of_the_plain_formula(temperature: float, with_bias: bool, chunk: int):
+    hidden, weight, bias, _ = inputs()
+    log_q, rows = others()
+    used = bias if with_bias else None
+    found = linear_full_kl(hidden, weight, log_q, rows, used, temperature, chunk=chunk)
+    plain = naive_kl(hidden, weight, used, log_q[rows], temperature)
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [hidden, weight, *([bias] if with_bias else [])]
+    got = torch.autograd.grad((found * mixture).sum(), leaves)
+    torch.testing.assert_close(got, torch.autograd.grad((plain * mixture).sum(), leaves), rtol=1e-11, atol=1e-11)
+
+
+def test_divergence_from_itself_is_zero_and_so_is_its_gradient():
+    hidden, weight, bias, _ = inputs()
+    log_q = log_distribution(hidden, weight, bias, 0.7)
+    found = linear_full_kl(hidden, weight, log_q, torch.arange(M), bias, 0.7)
+    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-14)
+    for gradient in torch.autograd.grad(found.sum(), [hidden, weight, bias]):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
+
+
+def test_divergence_of_half_precision_inputs_is_summed_in_float32():
+    hidden, weight, _, _ = inputs(torch.bfloat16, rows=2000)
+    log_q, rows = others(2000)
+    found = linear_full_kl(hidden, weight, log_q.float(), rows, chunk=16)
+    exact = naive_kl(hidden.double(), weight.double(), None, log_q[rows], 1.0)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.1)  # logits up to 10, bf16 has 3 digits
+    gradient = torch.autograd.grad(found.sum(), weight)[0]
+    expected = torch.autograd.grad(exact.sum(), weight)[0]
+    assert gradient.dtype == torch.bfloat16
+    assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
+
+
+def test_divergence_makes_no_tensor_larger_than_a_chunk_of_logits():
+    rows, wide, vocabulary, chunk = 96, 4, 500, 16
+    hidden, weight = torch.randn(rows, wide, requires_grad=True), torch.randn(vocabulary, wide, requires_grad=True)
+    log_q = torch.randn(rows, vocabulary).log_softmax(dim=-1)
+    with Largest() as largest:
+        linear_full_kl(hidden, weight, log_q, torch.arange(rows), None, 0.9, chunk).sum().backward()
+    assert largest.entries == chunk * vocabulary
+
+
 # -- rows of the vocabulary on several ranks -------------------------------------------------------
 
 
@@ -197,7 +274,39 @@ def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], 
             torch.testing.assert_close(got, whole[here], rtol=1e-9, atol=1e-9)
 
 
+def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Tensor, list[Tensor]]:
+    """The divergence, and its gradients as `by_parts` has them."""
+    hidden, weight, bias, _ = inputs(rows=rows)
+    log_q, picked = others(rows)
+    rank = dist.get_rank()
+    here = slice(starts[rank], starts[rank + 1])
+    own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
+    part = VocabularyPart(dist.group.WORLD, here.start)
+    found = linear_full_kl(hidden, own[0], log_q, picked, own[1], 0.7, chunk=5, part=part)
+    mixture = torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return found.detach(), list(torch.autograd.grad((found * mixture).sum(), [hidden, *own]))
+
+
+@pytest.mark.parametrize(("starts", "factor"), [([0, 15, V], 1.0), ([0, 10, 28, V], 1.0), ([0, 15, V], 200.0)])
+def test_divergences_over_parts_of_the_vocabulary_add_up(starts: list[int], factor: float):
+    hidden, weight, bias, _ = inputs()
+    log_q, picked = others()
+    large = (weight * factor).detach().requires_grad_()
+    plain = naive_kl(hidden, large, bias, log_q[picked], 0.7)
+    mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = torch.autograd.grad((plain * mixture).sum(), [hidden, large, bias])
+    for rank, (found, gradients) in enumerate(run_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)):
+        torch.testing.assert_close(found, plain.detach(), rtol=1e-11, atol=1e-11)
+        here = slice(starts[rank], starts[rank + 1])
+        torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
+        for got, whole in zip(gradients[1:], expected[1:], strict=True):
+            torch.testing.assert_close(got, whole[here], rtol=1e-9, atol=1e-9)
+
+
 def test_no_tokens_on_several_ranks():
     for found, gradients in run_ranks(by_parts, 2, [0, 15, V], True, 0, 1.0):
         assert all(tensor.shape == (0,) for tensor in found)
+        assert all(not gradient.any() for gradient in gradients)
+    for divergence, gradients in run_ranks(divergence_by_parts, 2, [0, 15, V], 0, 1.0):
+        assert divergence.shape == (0,)
         assert all(not gradient.any() for gradient in gradients)

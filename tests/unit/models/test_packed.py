@@ -86,6 +86,23 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
         )
 
 
+@pytest.mark.parametrize("family", ["qwen2", "granite", "cohere", "phi"])
+def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
+    model = packed(family)
+    plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="float64", attn_implementation="eager")
+    tokens, lengths, at = inputs()
+    random = torch.Generator().manual_seed(0)
+    log_q = torch.randn(len(tokens), plain.config.vocab_size, dtype=torch.float64, generator=random).log_softmax(dim=-1)
+    found = model(tokens, lengths, at, ("full_kl",), 0.7, log_q)["full_kl"]
+    log_p = torch.cat([(plain(row[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1) for row in tiny_rows(LENGTHS)])
+    expected = (log_p.exp() * (log_p - log_q[at])).sum(dim=-1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    mine, theirs = gradients(model.hf, found.sum()), gradients(plain, expected.sum())
+    assert mine.keys() == theirs.keys()
+    for name, gradient in mine.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-5)
+
+
 def test_float32_agrees_to_a_millionth():
     folder = tiny_folder(hidden=32)
     model = load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
@@ -235,6 +252,9 @@ def test_misshapen_inputs_are_an_error():
         packed()(tokens, lengths, torch.ones(23, dtype=torch.bool), ("log_probs",))
     with pytest.raises(EngineError, match="at least one token"):
         packed()(tokens, [*lengths, 0], at, ("log_probs",))
+    for log_q, told in ((None, "none"), (torch.zeros(23, 5), r"one of shape \(23, 5\)")):
+        with pytest.raises(EngineError, match=rf"`log_q` of shape \(23, 112\), tokens by vocabulary; got {told}"):
+            packed()(tokens, lengths, at, ("full_kl",), log_q=log_q)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import torch
 from support.ranks import run_ranks
 from torch.distributed.utils import _to_kwargs
 
-from camshaft.engine import engine_class
+from camshaft.engine import StepContext, engine_class
 from camshaft.engine.lab import Lab
 from camshaft.errors import EngineError
-from camshaft.models.packed import OnHost
+from camshaft.models.packed import Untouched
 
 
 def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
@@ -80,9 +80,18 @@ def test_a_layer_class_that_the_model_does_not_have_is_named(tmp_path: Path) -> 
         run_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
 
 
+def test_a_divergence_in_bfloat16_is_from_what_the_other_model_said(tmp_path: Path) -> None:
+    """The model computes in bfloat16; the distributions that come into it from outside are not rounded to that."""
+    lab = Lab(engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}})
+    found: Any = lab.infer(lab.build(), StepContext(outputs=("distribution", "full_kl")))
+    log_p, log_q = found["distribution"].values, lab.batch["log_q"].values
+    wanted = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+    torch.testing.assert_close(found["full_kl"].values, wanted * lab.batch["loss_mask"].values, rtol=1e-5, atol=1e-5)
+
+
 def test_what_a_model_needs_on_the_host_is_not_sent_to_the_device() -> None:
     """By the function with which FSDP moves the arguments of a model."""
-    moved, _ = _to_kwargs((torch.ones(2), OnHost(torch.ones(2))), {}, torch.device("meta"), False)
+    moved, _ = _to_kwargs((torch.ones(2), Untouched(torch.ones(2))), {}, torch.device("meta"), False)
     seen, kept = moved[0]
     assert seen.device.type == "meta"
     assert kept.tensor.device.type == "cpu"
