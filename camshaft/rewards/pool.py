@@ -8,8 +8,8 @@
 
 One thread, no locks: it sends each worker a few calls at a time and waits on all their pipes at once, and on one that
 tells of more samples. A worker answers call by call, so the time limit is that of one call and it is known which call
-hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is
-tried again in halves, down to the sample that is to blame. Used by `manager.py` only.
+hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is tried again
+in halves, down to the sample that is to blame. Used by `manager.py` only.
 """
 
 import contextlib
@@ -114,6 +114,7 @@ class WorkerPool:
         for source in wait([job.bell, *watched], timeout=min(limits, default=None)):
             if source is job.bell:
                 job.take_in(self.batched)
+                self._stop([one for one in self._workers if one.is_dead and one.ready and not one.calls])
                 continue
             worker = watched.pop(source)  # pyright: ignore[reportArgumentType]
             if not worker.receive(job):

@@ -91,6 +91,18 @@ def test_a_part_does_not_wait_for_the_slow_calls_of_another(manager, tmp_path):
     assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
 
 
+def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
+    rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
+    begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
+    until = time.monotonic() + 20
+    while begun._job.outcomes[0] is None and time.monotonic() < until:
+        time.sleep(0.01)
+    for pid in alive():
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its end is known, and still to be collected
+    assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
+
+
 def test_raise_names_the_first_failing_row_whatever_came_first(manager):
     rewards = manager("return 1 / (solution_str not in 'bd')", on_error="raise")
     batch = batch_of(list("abcd"))
