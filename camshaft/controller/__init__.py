@@ -8,7 +8,7 @@
 
     scaler = spawn(Scaler, world_size=2)      # for a type checker this is a Scaler
     out = scaler.scale(batch)                 # split by seat, run on both ranks, merged in order
-    later = submit(scaler.scale, batch)       # the same, without waiting: later.result()
+    later = submit(scaler.scale, batch)       # the same, without waiting: later.result(), or later.parts()
     shutdown(scaler)
 
 `dispatch.py` splits and merges (pure functions of the ranks' seats), `worker.py` is the base class of roles, `group.py`

@@ -87,13 +87,13 @@ def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs
     return [calls[seat.dp_rank] for seat in seats]
 
 
-def keeps(mode: Dispatch, seats: Sequence[Seat]) -> list[bool]:
-    """Whose results `gather` reads; the other ranks need not send theirs."""
+def place(mode: Dispatch, seat: Seat) -> int | None:
+    """Which part of the call's result this rank gives; None for a rank that `gather` does not read."""
     if mode is Dispatch.ALL_TO_ALL:
-        return [True] * len(seats)
+        return seat.rank
     if mode is Dispatch.DP_COMPUTE_PROTO:
-        return [seat.collects for seat in seats]
-    return [rank == 0 for rank in range(len(seats))]
+        return seat.dp_rank if seat.collects else None
+    return 0 if seat.rank == 0 else None
 
 
 def gather(mode: Dispatch, seats: Sequence[Seat], results: Sequence[Any]) -> Any:

@@ -8,6 +8,7 @@
 
     values = submit(critic.compute_values, batch)      # does not wait: Pending[DataProto]
     scores = reward_model.compute_rm_score(batch)      # meanwhile, in another pool
+    for dp_rank, part in values.parts(): ...           # as the ranks answer, if that is of use
     batch = batch.union(values.result())
 
 A role lives in a pool (`pool.py`), in one of its own unless it is given one. The proxy does what is the same for all
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
-from camshaft.controller.dispatch import Dispatch, gather, keeps, registered, scatter
+from camshaft.controller.dispatch import Dispatch, place, registered, scatter
 from camshaft.controller.pool import Launch, Options, Pending, Pool, start_pools
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Worker
@@ -54,8 +55,8 @@ class Method:
             self._proxy._seats.clear()
             seats = [Seat(rank=rank, world=pool.world_size) for rank in range(pool.world_size)]
         calls = scatter(mode, seats, args, kwargs)
-        fetch = pool.submit(key, self._name, calls, keeps(mode, seats))
-        return Pending(lambda: gather(mode, seats, fetch()))
+        keep = [place(mode, seat) is not None for seat in seats]
+        return Pending(mode, seats, pool.submit(key, self._name, calls, keep))
 
 
 class Proxy:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
-from camshaft.controller.dispatch import Call
+from camshaft.controller.dispatch import Call, Dispatch, gather, place
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Place, Worker, build_worker
 from camshaft.errors import ConfigError, WorkerError
@@ -59,17 +59,35 @@ class Launch:
     """Seconds that building the role, or one call, may take."""
 
 
+Answers = Callable[[], Iterator[tuple[int, Any]]]
+"""Gives (rank, what it answered) in the order in which the ranks answer, from the first on each time it is called."""
+
+
 class Pending(Generic[T]):
     """The result of a call that may still be running."""
 
-    def __init__(self, fetch: Callable[[], T]):
-        self._fetch: Callable[[], T] | None = fetch
+    def __init__(self, mode: Dispatch, seats: Sequence[Seat], answers: Answers):
+        self._mode, self._seats = mode, seats
+        self._answers: Answers | None = answers
         self._value: T
+
+    def parts(self) -> Iterator[tuple[int, T]]:
+        """Each part of the result when its rank has answered, with its place: in a data-parallel call, its dp_rank.
+
+        Raises what the call raised. `result` gives the same parts as one, and has let go of them then.
+        """
+        assert self._answers is not None, "the parts come before the result"
+        for rank, answer in self._answers():
+            number = place(self._mode, self._seats[rank])
+            if number is not None:
+                yield number, answer
 
     def result(self) -> T:
         """Wait for it; raises what the call raised."""
-        if self._fetch is not None:
-            self._value, self._fetch = self._fetch(), None
+        if self._answers is not None:
+            found = dict(self._answers())
+            self._value = gather(self._mode, self._seats, [found.get(rank) for rank in range(len(self._seats))])
+            self._answers = None
         return self._value
 
 
@@ -92,12 +110,10 @@ class Pool(ABC):
         """The seat of each rank for a call of `method`, now."""
 
     @abstractmethod
-    def submit(
-        self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]
-    ) -> Callable[[], list[Any]]:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
         """Run `method` on every rank that has a call, after what the rank was asked before.
 
-        Returns what waits for the results: one for each rank, None for one that is not kept.
+        Returns what waits for the answers; a rank that is not kept answers None.
         """
 
     @abstractmethod
@@ -125,14 +141,12 @@ class InProcess(Pool):
     def seats(self, key: int, method: str) -> list[Seat]:
         return [self._running(key).seat_for(method)]
 
-    def submit(
-        self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]
-    ) -> Callable[[], list[Any]]:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
         (call,) = calls
         assert call is not None
         args, kwargs = call
         result = methodcaller(method, *args, **kwargs)(self._running(key))
-        return lambda: [result]
+        return lambda: iter([(0, result)])
 
     def drop(self, key: int) -> None:
         self._roles[key] = self._roles[key][0], None

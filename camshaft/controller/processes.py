@@ -22,12 +22,12 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from camshaft.controller.dispatch import Call
 from camshaft.controller.host import Failure
-from camshaft.controller.pool import Launch, Options, Pool
+from camshaft.controller.pool import Answers, Launch, Options, Pool
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.wire import Frames, pack, unpack
 from camshaft.controller.worker import Worker
@@ -86,10 +86,11 @@ class Link(ABC):
 class Sent:
     """A request to some ranks, and their answers so far."""
 
-    def __init__(self, name: str, method: str, timeout: float, ranks: set[int], world: int):
+    def __init__(self, name: str, method: str, timeout: float, ranks: set[int]):
         self.name, self.method, self.timeout = name, method, timeout
-        self.waiting = ranks
-        self.answers: list[Any] = [None] * world
+        self.num_asked, self.waiting = len(ranks), ranks
+        self.answers: dict[int, Any] = {}
+        """By rank, in the order in which they came."""
         self.notice = NOTICE_SECONDS
         """The age at which the log says next that it is awaited."""
 
@@ -173,9 +174,7 @@ class Processes(Pool):
         request = ("seat_for", key, method)
         return self._wait(self._send(launch.name, f"seat_for({method})", launch.timeout, [request] * self.world_size))
 
-    def submit(
-        self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]
-    ) -> Callable[[], list[Any]]:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
         launch = self._role(key, method)
         # Ranks that share a call share its message too, so that it is pickled once.
         made: dict[tuple[int, bool], tuple[Any, ...]] = {}
@@ -185,7 +184,7 @@ class Processes(Pool):
                 made.setdefault((id(call), kept), ("call", key, method, *call, kept))
             messages.append(None if call is None else made[id(call), kept])
         sent = self._send(launch.name, method, launch.timeout, messages)
-        return lambda: self._wait(sent)
+        return lambda: self._arriving(sent)
 
     def drop(self, key: int) -> None:
         launch = self._roles.pop(key, None)
@@ -221,7 +220,7 @@ class Processes(Pool):
             self._check_running(f"{name}.{method}")
             parcels = self._parcels(f"{name}.{method}", messages)
             ranks = {rank for rank, message in enumerate(messages) if message is not None}
-            sent = Sent(name, method, timeout, ranks, self.world_size)
+            sent = Sent(name, method, timeout, ranks)
             for link, message in zip(self.links, messages, strict=True):
                 if message is not None:
                     if not self._asked[link.rank]:
@@ -245,14 +244,22 @@ class Processes(Pool):
         return parcels
 
     def _wait(self, sent: Sent) -> list[Any]:
-        """The answers of the ranks that were asked, None for the others; if that fails, the pool ends."""
-        while True:
+        """The answers of the ranks that were asked, None for the others."""
+        found = dict(self._arriving(sent))
+        return [found.get(rank) for rank in range(self.world_size)]
+
+    def _arriving(self, sent: Sent) -> Iterator[tuple[int, Any]]:
+        """(rank, answer) of the ranks that were asked, as they answer; if the wait fails, the pool ends."""
+        num_told = 0
+        while num_told < sent.num_asked:
             with self._lock:
-                if not sent.waiting:
-                    return sent.answers
-                self._check_running(sent.what)
-                with self._ending(sent):
-                    self._look(POLL_SECONDS)
+                if len(sent.answers) == num_told:
+                    self._check_running(sent.what)
+                    with self._ending(sent):
+                        self._look(POLL_SECONDS)
+                arrived = list(sent.answers.items())[num_told:]
+            num_told += len(arrived)
+            yield from arrived
             for other in list(_LIVE):
                 if other is not self:
                     other._glance()

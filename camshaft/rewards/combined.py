@@ -17,7 +17,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
-from camshaft.rewards.manager import COUNTS, Decode, RewardManager, RewardResult
+from camshaft.rewards.manager import COUNTS, Begun, Decode, RewardManager, RewardResult
 
 FUNCTION, MODEL = "function", "model"
 
@@ -28,7 +28,11 @@ class CombinedRewards:
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
         self.function, self.weight = function, weight
 
-    def score(self, batch: DataProto, decode: Decode) -> RewardResult:
+    def begin(self, rows: DataProto) -> Begun | None:
+        """`RewardManager.begin`: the function does not wait for the model."""
+        return None if self.function is None else self.function.begin(rows)
+
+    def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
         """`RewardManager.score`, with `rm_scores` of the batch, weighted, in its scores."""
         found = batch.ragged("rm_scores").map(Tensor.float)
         scores = _finite(found)
@@ -40,7 +44,7 @@ class CombinedRewards:
             none = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
             return RewardResult(self.weight * scores, none | metrics, (), parts, (None,) * len(batch), weighted)
-        given = self.function.score(batch, decode)
+        given = self.function.score(batch, decode, begun)
         metrics[f"reward/{FUNCTION}/mean"] = float(given.scores.mean())
         return replace(
             given,

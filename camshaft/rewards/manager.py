@@ -5,6 +5,10 @@
         batch = batch.with_columns(token_level_scores=result.token_level_scores)
         metrics |= result.metrics
 
+        begun = rewards.begin(rows)                         # responses come one part after the other
+        begun.add(0, texts)                                 # calls are made from now on
+        result = rewards.score(batch, decode, begun)        # the same result, sooner
+
 A function that raises, hangs, dies or returns something that is not a finite number costs one sample: it is counted,
 shown in the log, and scored 0 (`on_error="zero"`), left out of the update (`on_error="drop"`: the result names the row,
 the trainer empties its mask) or made an error (`on_error="raise"`). The scores do not depend on `num_workers`.
@@ -15,7 +19,9 @@ from __future__ import annotations
 import logging
 import math
 import sys
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeGuard
 
@@ -25,7 +31,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.rewards.last_token import on_last_token
-from camshaft.rewards.pool import Outcome, WorkerPool
+from camshaft.rewards.pool import Job, Outcome, WorkerPool
 from camshaft.rewards.wire import Sample, Spec
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -92,6 +98,48 @@ class RewardResult(Scores):
     """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
 
 
+class Begun:
+    """Calls for responses that are still coming, made by a thread of their own.
+
+    `RewardManager.score` takes it up and `RewardManager.close` gives it up: one of the two has to come.
+    """
+
+    def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
+        self._rows, self._num_missing = rows, len(rows)
+        self._job = Job(len(rows), stop_at_failure)
+        self._done: Future[None] = Future()
+        threading.Thread(target=self._run, args=(pool,), name="rewards", daemon=True).start()
+
+    def add(self, first: int, texts: Sequence[str]) -> None:
+        """The responses to the rows from `first` on; each row is added once, in any order."""
+        self._num_missing -= len(texts)
+        self._job.put(first, _samples(self._rows.reorder(slice(first, first + len(texts))), texts))
+
+    def finished(self) -> Job:
+        """The job, done."""
+        if self._num_missing:
+            raise RewardError(f"{self._num_missing} of {len(self._rows)} responses are missing")
+        try:
+            self._done.result()
+        except BaseException:  # the user's Ctrl-C, if not the thread's own
+            self.give_up()
+            raise
+        return self._job
+
+    def give_up(self) -> None:
+        """End what is not done; what is done stays done."""
+        self._job.give_up()
+        self._done.exception()
+
+    def _run(self, pool: WorkerPool) -> None:
+        try:
+            pool.run(self._job)
+        except BaseException as error:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+
+
 class RewardManager:
     """A reward function and the processes that it runs in. Close it, or use it as a context manager."""
 
@@ -120,28 +168,48 @@ class RewardManager:
         spec = Spec(path, chosen, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
+        self._begun: Begun | None = None
 
-    def score(self, batch: DataProto, decode: Decode) -> RewardResult:
+    def begin(self, rows: DataProto) -> Begun | None:
+        """Take responses to `rows` (data_source, ground_truth, extra_info) as they come, for a `score` that follows.
+
+        None for a function of batches, which is called when all are there. What was begun before is given up.
+        """
+        rows.require("data_source", "ground_truth")
+        self._give_up()
+        if not self._pool.batched:
+            self._begun = Begun(self._pool, rows, self.on_error == "raise")
+        return self._begun
+
+    def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
         """Call the function for each row of `batch` (responses, data_source, ground_truth, extra_info).
 
-        `decode` gets the token ids of all responses and gives their texts.
+        `decode` gets the token ids of all responses and gives their texts. Where calls have `begun` for the responses
+        of these rows, they are waited for instead.
         """
         batch.require("data_source", "ground_truth")
         responses = batch.ragged("responses")
         everywhere = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
         chosen = batch.ragged("response_mask") if "response_mask" in batch else everywhere
-        texts = decode([row.tolist() for row in responses.rows()])
-        if len(texts) != len(responses):
-            raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
-        found = self.score_texts(batch, texts)
+        if begun is not None:
+            found, self._begun = self._settled(begun.finished()), None
+        else:
+            texts = decode([row.tolist() for row in responses.rows()])
+            if len(texts) != len(responses):
+                raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
+            found = self.score_texts(batch, texts)
         return RewardResult(**vars(found), token_level_scores=on_last_token(found.scores, chosen))
 
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
         """The same of texts, one for each row of `batch` (data_source, ground_truth, extra_info)."""
-        extras = batch["extra_info"] if "extra_info" in batch else [{}] * len(batch)
-        columns = zip(batch["data_source"], texts, batch["ground_truth"], extras, strict=True)
-        samples = [Sample(*row) for row in columns]
-        outcomes = self._pool.run(samples, stop_at_failure=self.on_error == "raise")
+        self._give_up()
+        job = Job(len(batch), stop_at_failure=self.on_error == "raise")
+        job.put(0, _samples(batch, texts))
+        self._pool.run(job)
+        return self._settled(job)
+
+    def _settled(self, job: Job) -> Scores:
+        samples, outcomes = job.samples, job.outcomes
         failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed at {failures[0]}")
@@ -162,13 +230,25 @@ class RewardManager:
 
     def close(self) -> None:
         """End the worker processes."""
+        self._give_up()
         self._pool.close()
+
+    def _give_up(self) -> None:
+        """No worker may hold a call that nobody waits for."""
+        if self._begun is not None:
+            self._begun.give_up()
+            self._begun = None
 
     def __enter__(self) -> RewardManager:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _samples(rows: DataProto, texts: Sequence[str]) -> list[Sample]:
+    extras = rows["extra_info"] if "extra_info" in rows else [{}] * len(rows)
+    return [Sample(*row) for row in zip(rows["data_source"], texts, rows["ground_truth"], extras, strict=True)]
 
 
 def _failed(outcome: Outcome | None) -> TypeGuard[Outcome]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.last_token import on_last_token
-from camshaft.rewards.manager import Decode, RewardManager, RewardResult
+from camshaft.rewards.manager import Begun, Decode, RewardManager, RewardResult
 
 
 def penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
@@ -33,9 +33,13 @@ class OverlongPenalty:
     ):
         self.rewards, self.limit, self.buffer, self.factor, self.log = rewards, limit, buffer, factor, log
 
-    def score(self, batch: DataProto, decode: Decode) -> RewardResult:
+    def begin(self, rows: DataProto) -> Begun | None:
+        """`RewardManager.begin`."""
+        return self.rewards.begin(rows)
+
+    def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
         """`RewardManager.score`; with `log`, the mean penalty and the share of responses that have one."""
-        given = self.rewards.score(batch, decode)
+        given = self.rewards.score(batch, decode, begun)
         responses = batch.ragged("responses")
         taken = penalty(responses.lengths, self.limit, self.buffer, self.factor)
         shaped = given.token_level_scores.values + on_last_token(taken, batch.ragged("response_mask")).values

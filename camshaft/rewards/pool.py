@@ -1,19 +1,22 @@
 """The processes that reward functions run in: started when needed, killed when late, replaced when dead.
 
     pool = WorkerPool(spec, num_workers=8)
-    outcomes = pool.run(samples)         # one per sample, in order, whatever happened
+    job = Job(len(samples))
+    job.put(0, samples)                  # or part by part, by another thread while it runs
+    pool.run(job)                        # job.outcomes: one per sample, in order, whatever happened
     pool.close()
 
-One thread, no locks: the driver sends each worker a few calls at a time and waits on all their pipes
-at once. A worker answers call by call, so the time limit is that of one call and it is known which
-call hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is tried
-again in halves, down to the sample that is to blame. Used by `manager.py` only.
+One thread, no locks: it sends each worker a few calls at a time and waits on all their pipes at once, and on one that
+tells of more samples. A worker answers call by call, so the time limit is that of one call and it is known which call
+hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is tried again
+in halves, down to the sample that is to blame. Used by `manager.py` only.
 """
 
 import contextlib
 import logging
 import math
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -22,7 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from multiprocessing.connection import Pipe, wait
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,25 +79,24 @@ class WorkerPool:
             worker = _Worker(self.spec)
             self._workers.append(worker)
             while not worker.ready:
-                self._wait(_Job([]))
+                self._wait(Job(0))
             self.batched = worker.batched
 
-    def run(self, samples: Sequence[Sample], stop_at_failure: bool = False) -> list[Outcome | None]:
-        """The outcome of each sample; with `stop_at_failure` those after the first failed one may be None."""
+    def run(self, job: "Job") -> None:
+        """Find the outcomes of all samples of the job, waiting for those that are still to be put."""
         if not self.close.alive:
             raise RewardError("the reward workers have been closed")
         self._stop([worker for worker in self._workers if worker.is_dead])
-        job = _Job(samples, stop_at_failure, self.batched)
         with self._all_stopped_on_error():
             while not job.done:
-                for _ in range(min(job.num_queued, self.num_workers) - len(self._workers)):
+                num_idle = sum(not worker.calls for worker in self._workers)
+                for _ in range(min(job.num_queued - num_idle, self.num_workers - len(self._workers))):
                     self._workers.append(_Worker(self.spec))
                 for worker in self._workers:
                     if worker.ready and not worker.calls and job.num_queued:
                         worker.assign(job, job.take(self.num_workers))
                 self._wait(job)
         self._stop([worker for worker in self._workers if worker.calls])
-        return job.outcomes
 
     @contextlib.contextmanager
     def _all_stopped_on_error(self) -> Iterator[None]:
@@ -105,20 +107,23 @@ class WorkerPool:
             self._stop(list(self._workers))
             raise
 
-    def _wait(self, job: "_Job") -> None:
+    def _wait(self, job: "Job") -> None:
         """Until something arrives or a limit passes; then act on it."""
         watched = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
-        until = min(worker.deadline for worker in watched.values())
-        arrived = wait(list(watched), timeout=max(0.0, until - time.monotonic()))
-        for fd in arrived:
-            worker = watched.pop(fd)  # pyright: ignore[reportArgumentType]
+        limits = [max(0.0, worker.deadline - time.monotonic()) for worker in watched.values()]
+        for source in wait([job.bell, *watched], timeout=min(limits, default=None)):
+            if source is job.bell:
+                job.take_in(self.batched)
+                self._stop([one for one in self._workers if one.is_dead and one.ready and not one.calls])
+                continue
+            worker = watched.pop(source)  # pyright: ignore[reportArgumentType]
             if not worker.receive(job):
                 self._lost(worker, job, "crash")
         for worker in watched.values():
             if time.monotonic() >= worker.deadline:
                 self._lost(worker, job, "timeout")
 
-    def _lost(self, worker: "_Worker", job: "_Job", kind: Literal["crash", "timeout"]) -> None:
+    def _lost(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
         """A worker is gone: its current call is to blame, the others go back to the queue."""
         self._stop([worker])
         if not worker.ready:
@@ -136,19 +141,47 @@ class WorkerPool:
             self._workers.remove(worker)
 
 
-class _Job:
-    """The samples of one `run`, which calls wait, and what became of the others."""
+class Job:
+    """The samples of one `run`, which calls wait, and what became of the others.
 
-    def __init__(self, samples: Sequence[Sample], stop_at_failure: bool = False, batched: bool = False):
-        self.samples = samples
-        self.outcomes: list[Outcome | None] = [None] * len(samples)
-        every = tuple(range(len(samples)))
-        self._queue: deque[Rows] = deque(([every] if every else []) if batched else [(row,) for row in every])
+    Any thread may `put` samples and `give_up`; the rest is for the one that runs it.
+    """
+
+    def __init__(self, num_rows: int, stop_at_failure: bool = False):
+        """With `stop_at_failure` the outcomes after that of the first failed sample may be None."""
+        self.samples: dict[int, Sample] = {}
+        self.outcomes: list[Outcome | None] = [None] * num_rows
+        self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
+        self.bell, self._button = Pipe(duplex=False)
+        """Can be read from when something was put."""
+        self._queue: deque[Rows] = deque()
         self._stop_at_failure = stop_at_failure
-        self._end = len(samples)
+        self._end = num_rows
         """Rows from here on do not matter any more."""
-        self._num_open = len(samples)
+        self._num_open = num_rows
         """Rows before `_end` that have no outcome."""
+
+    def put(self, first: int, samples: Sequence[Sample]) -> None:
+        """The samples of the rows from `first` on; where the function takes batches, of all rows."""
+        self._tell((first, samples))
+
+    def give_up(self) -> None:
+        """Nobody waits for the outcomes any more."""
+        self._tell(None)
+
+    def _tell(self, news: tuple[int, Sequence[Sample]] | None) -> None:
+        self._put.put(news)
+        self._button.send_bytes(b"1")
+
+    def take_in(self, batched: bool) -> None:
+        """What was put, once for each time that the bell rings."""
+        self.bell.recv_bytes()
+        news = self._put.get()
+        if news is None:
+            raise RewardError("the scores were given up")
+        rows = tuple(range(news[0], news[0] + len(news[1])))
+        self.samples.update(zip(rows, news[1], strict=True))
+        self._queue.extend(self._wanted([rows] if batched else [(row,) for row in rows]))
 
     @property
     def done(self) -> bool:
@@ -228,19 +261,19 @@ class _Worker:
         self.outbox = self._stdout.fileno()
         self._send(spec)
 
-    def assign(self, job: _Job, calls: list[Rows]) -> None:
+    def assign(self, job: Job, calls: list[Rows]) -> None:
         self._send([[job.samples[row].packed() for row in rows] for rows in calls])
         self.calls.extend(calls)
         self._next_call()
 
-    def receive(self, job: _Job) -> bool:
+    def receive(self, job: Job) -> bool:
         """Take in what has arrived; False if the process has closed its end."""
         data = os.read(self.outbox, 1 << 20)
         for message in self._frames.feed(data):
             self._take(message, job)
         return bool(data)
 
-    def _take(self, message: Loaded | Answer, job: _Job) -> None:
+    def _take(self, message: Loaded | Answer, job: Job) -> None:
         if isinstance(message, Loaded):
             if message.problem is not None:
                 raise RewardError(message.problem)

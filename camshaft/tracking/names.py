@@ -171,7 +171,8 @@ METRICS = (
     Metric(
         "timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor}",
         "seconds",
-        "that the step waited for this phase; roles on devices of their own work at the same time",
+        "that the step waited for this phase; roles on devices of their own, and reward functions from the first"
+        " rank's responses on, work at the same time",
         "trainer/ppo.py",
     ),
     Metric(

@@ -16,10 +16,10 @@ from camshaft.trainer.parts import PPOParts
 def with_baselines(prompts: DataProto, parts: PPOParts, metrics: StepMetrics) -> DataProto:
     """`prompts` with the score of the greedy response to each; what scoring counts is told as `baseline/...`."""
     with metrics.phase("gen_max"):
-        generated = parts.generate(prompts, greedy=True)
+        generated, begun = parts.generate(prompts, greedy=True)
     with metrics.phase("reward_max"):
         answered = parts.model_scored(prompts.union(DataProto(generated.columns)))
-        scored = parts.rewards.score(answered, parts.decode)
+        scored = parts.rewards.score(answered, parts.decode, begun)
     baselines = scored.token_level_scores.sum()
     told = {name.replace("reward/", "baseline/", 1): value for name, value in scored.metrics.items()}
     metrics.add(told | {"baseline/score/mean": float(baselines.mean())})

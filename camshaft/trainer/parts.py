@@ -18,11 +18,12 @@ from typing import Any
 
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
-from camshaft.controller import spawn
+from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.failed import FailedSamples
+from camshaft.rewards.manager import Begun
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.places import pool_specs, run_pools
@@ -84,12 +85,24 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """All that the run has."""
         return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
 
-    def generate(self, batch: DataProto, *, validate: bool = False, greedy: bool = False) -> DataProto:
-        """A response to each row; rows are added so that every rank gets as many, and taken away again."""
+    def generate(
+        self, batch: DataProto, *, validate: bool = False, greedy: bool = False
+    ) -> tuple[DataProto, Begun | None]:
+        """A response to each row, and what has begun to score them: a rank's responses as soon as it has answered.
+
+        Rows are added so that every rank gets as many, and taken away again.
+        """
         asked = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
         padded, added = asked.pad_to_divisor(self.actor_dp_size)
-        made = self.actor.generate_sequences(padded, validate=validate, recompute_log_prob=False, greedy=greedy)
-        return made.unpad(added)
+        generate = self.actor.generate_sequences
+        answering = submit(generate, padded, validate=validate, recompute_log_prob=False, greedy=greedy)
+        begun = self.rewards.begin(batch)
+        if begun is not None:
+            for dp_rank, part in answering.parts():
+                first = dp_rank * len(part)
+                own = part.ragged("responses").rows()[: max(0, len(batch) - first)]
+                begun.add(first, self.decode([row.tolist() for row in own]))
+        return answering.result().unpad(added), begun
 
     def model_scored(self, batch: DataProto) -> DataProto:
         """`batch` with the reward model's scores, if the run has one."""

@@ -19,7 +19,7 @@ from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
-from camshaft.rewards.manager import RewardResult
+from camshaft.rewards.manager import Begun, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
@@ -64,10 +64,10 @@ class PPOTrainer:
         if config.needs_greedy():
             prompts = with_baselines(prompts, self.parts, metrics)
         if config.algorithm.filter_groups.enable:
-            batch = informative(prompts, self._answered, self.parts.loader, config, metrics)
+            batch, begun = informative(prompts, self._answered, self.parts.loader, config, metrics), None
         else:
-            batch = self._generated(prompts, metrics)
-        batch = self._evaluated(batch, metrics)
+            batch, begun = self._generated(prompts, metrics)
+        batch = self._evaluated(batch, begun, metrics)
         with metrics.phase("adv"):
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
@@ -80,7 +80,7 @@ class PPOTrainer:
         metrics.add(batch_metrics(batch))
         return metrics.finished(batch)
 
-    def _evaluated(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+    def _evaluated(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> DataProto:
         """The batch with scores, old log-probs, and the reference's and the critic's opinion of it.
 
         Nobody here waits for another: roles on devices of their own work at the same time, and the scoring functions,
@@ -97,7 +97,7 @@ class PPOTrainer:
             with metrics.phase("values"):
                 pending["values"] = submit(self.critic.compute_values, sequences)
         if "token_level_scores" not in batch:
-            batch, _ = self._scored(batch, metrics)
+            batch, _ = self._scored(batch, begun, metrics)
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
@@ -120,26 +120,32 @@ class PPOTrainer:
             with metrics.phase("update_critic"):
                 metrics.add(critic.result().meta_info["metrics"])
 
-    def _generated(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> DataProto:
-        """Each prompt `rollout.n` times with a response; rows before `first_row` were drawn earlier in the step."""
+    def _generated(
+        self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0
+    ) -> tuple[DataProto, Begun | None]:
+        """Each prompt `rollout.n` times with a response, and the scoring that has begun meanwhile.
+
+        Rows before `first_row` were drawn earlier in the step.
+        """
         with metrics.phase("gen"):
             rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
             batch = rows.with_columns(sampling_seed=seeds)
-            return metrics.union(batch, self.parts.generate(batch))
+            generated, begun = self.parts.generate(batch)
+            return metrics.union(batch, generated), begun
 
-    def _scored(self, batch: DataProto, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
+    def _scored(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
         """The batch with what its responses are worth, and how that came to be."""
         with metrics.phase("reward"):
             batch = self.parts.model_scored(batch)
-            scored = self.rewards.score(batch, self.parts.decode)
+            scored = self.rewards.score(batch, self.parts.decode, begun)
             self.parts.failed.add(scored.failures, f"step {self.global_step}")
             metrics.add(scored.metrics)
         return with_scores(batch, scored), scored
 
     def _answered(self, prompts: DataProto, metrics: StepMetrics, first_row: int) -> tuple[DataProto, RewardResult]:
         """Generated and scored, for dynamic sampling, which must know the scores before it goes on."""
-        return self._scored(self._generated(prompts, metrics, first_row), metrics)
+        return self._scored(*self._generated(prompts, metrics, first_row), metrics)
 
     def _for_actor(self, batch: DataProto) -> DataProto:
         """The rows of the actor's mini-batches, dealt to its ranks."""

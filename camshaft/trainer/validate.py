@@ -67,9 +67,9 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     prompts = parts.val_prompts.repeat(config.actor_rollout_ref.rollout.val_kwargs.n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
-        batch = batch.union(DataProto(parts.generate(batch, validate=True).columns))
-        batch = parts.model_scored(batch)
-        result = parts.rewards.score(batch, parts.decode)
+        generated, begun = parts.generate(batch, validate=True)
+        batch = parts.model_scored(batch.union(DataProto(generated.columns)))
+        result = parts.rewards.score(batch, parts.decode, begun)
         parts.failed.add(result.failures, "validation")
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)

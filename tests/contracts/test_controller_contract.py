@@ -216,6 +216,69 @@ def test_what_workers_write_goes_to_a_file_of_each_rank(several: dict[str, Any],
         assert "of a child: here I am" in lines
 
 
+# -- the parts of a result -----------------------------------------------------------------------------
+
+
+def tell(folder: Path, rank: int, complaint: str = "") -> str:
+    """Let a rank answer that waits in `Toy.when_told`."""
+    (folder / "draft").write_text(complaint)
+    (folder / "draft").rename(folder / str(rank))
+    return str(folder)
+
+
+def uids(first: int, end: int) -> list[str]:
+    return [f"u{i}" for i in range(first, end)]
+
+
+def test_the_parts_are_those_that_the_result_is_made_of(toy: Toy, layout: Layout):
+    scaling = submit(toy.scale, eight_rows())
+    parts, size = dict(scaling.parts()), 8 // layout.world_size
+    assert sorted(parts) == list(range(layout.world_size))
+    for dp_rank, part in parts.items():
+        assert list(part["uid"]) == uids(dp_rank * size, (dp_rank + 1) * size)
+        assert part.meta_info["said_by"] == dp_rank
+    whole, joined = scaling.result(), DataProto.concat([parts[dp_rank] for dp_rank in sorted(parts)])
+    assert torch.equal(whole["scaled"].values, joined["scaled"].values)
+    assert list(whole["uid"]) == uids(0, 8)
+
+
+def test_a_part_is_there_while_another_rank_is_still_at_work(two_ranks: Pool, tmp_path: Path):
+    toy = spawn(Toy, pool=two_ranks)
+    working = submit(toy.when_told, eight_rows(), tell(tmp_path, 1))
+    seen: list[tuple[int, list[str]]] = []
+    for dp_rank, part in working.parts():
+        seen.append((dp_rank, list(part["uid"])))
+        tell(tmp_path, 0)  # which waits for it
+    assert seen == [(1, uids(4, 8)), (0, uids(0, 4))]
+    assert list(working.result()["uid"]) == uids(0, 8)
+
+
+def test_a_rank_that_fails_after_another_has_given_its_part_is_one_error(two_ranks: Pool, tmp_path: Path):
+    toy = spawn(Toy, pool=two_ranks)
+    working = submit(toy.when_told, eight_rows(), tell(tmp_path, 1))
+    parts = working.parts()
+    assert next(parts)[0] == 1
+    tell(tmp_path, 0, "weights of layer 3")
+    with pytest.raises(WorkerError, match=r"^Toy.when_told raised on rank 0 of 2: KeyError: 'weights of layer 3'"):
+        next(parts)
+    with pytest.raises(WorkerError, match=r"its workers have ended \(when_told failed"):
+        working.result()
+
+
+def test_parts_are_counted_by_seat_and_come_from_the_ranks_that_collect(several: dict[str, Any]):
+    with workers(PairedToy, **(several | {"world_size": 4})) as paired:
+        assert {place: list(part["uid"]) for place, part in submit(paired.same, eight_rows()).parts()} == {
+            0: uids(0, 4),
+            1: uids(4, 8),
+        }
+    with workers(LateToy, **several) as late:
+        late.init_model()  # from here on the last rank reads the first rows
+        assert {place: list(part["uid"]) for place, part in submit(late.same, eight_rows()).parts()} == {
+            0: uids(0, 4),
+            1: uids(4, 8),
+        }
+
+
 # -- mistakes on the driver leave the ranks as they were ---------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cluster import ray_here
+from support.late_rank import late_rank
 from support.ppo_runs import Step, run_ppo
 from support.reward_models import NEWLINE, make_tiny_reward_model
 from support.same_run import ACTOR, RANKS, SHUFFLED, compare
@@ -54,6 +55,16 @@ def test_two_ranks_on_ray_are_bit_for_bit_two_local_ranks(tmp_path: Path) -> Non
     local, there = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
     for ours, theirs in zip(there, local, strict=True):
         assert told(ours) == told(theirs)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
+    with late_rank(tmp_path, 0) as words:
+        words |= {**RANKS, "algorithm.adv_estimator": "reinforce_plus_plus", "actor_rollout_ref.rollout.n": 2}
+        (there,) = run_ppo(tmp_path, {**words, **RAY}, steps=1)
+        (local,) = run_ppo(tmp_path, words, steps=1)
+    assert told(there) == told(local)
+    assert there.metrics["reward/errors"] > 0, "the test needs a row that fails"
 
 
 @pytest.fixture(scope="module")

@@ -82,9 +82,9 @@ def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
     taken: list[int] = []
     real = RewardManager.score
 
-    def score(rewards: RewardManager, batch: Any, decode: Any) -> Any:
+    def score(rewards: RewardManager, batch: Any, *more: Any) -> Any:
         taken.append(len(batch))
-        return real(rewards, batch, decode)
+        return real(rewards, batch, *more)
 
     monkeypatch.setattr(RewardManager, "score", score)
     config: PPOConfig = ppo_config(tmp_path, {"data.val_batch_size": 6, "custom_reward_function.on_error": "zero"})

@@ -28,7 +28,7 @@ from camshaft.dataproto import DataProto
 from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import RewardManager, RewardResult
+from camshaft.rewards.manager import Begun, RewardManager, RewardResult
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
@@ -128,9 +128,11 @@ class _WatchedRewards:
         self.rewards = rewards
         self.batch = DataProto()
 
-    def score(self, batch: DataProto, decode: Callable[[list[list[int]]], list[str]]) -> RewardResult:
+    def score(
+        self, batch: DataProto, decode: Callable[[list[list[int]]], list[str]], begun: Begun | None = None
+    ) -> RewardResult:
         self.batch = batch
-        return self.rewards.score(batch, decode)
+        return self.rewards.score(batch, decode, begun)
 
 
 class _Recorder:

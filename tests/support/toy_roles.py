@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,16 @@ class Toy(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def mean(self, batch: DataProto) -> DataProto:
         return float(batch["x"].mean())  # pyright: ignore[reportReturnType]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def when_told(self, batch: DataProto, folder: str) -> DataProto:
+        """Answers when the folder has a file of this rank's number, or fails with what that says."""
+        file = Path(folder) / str(self.rank)
+        while not file.exists():
+            time.sleep(0.01)
+        if complaint := file.read_text():
+            raise KeyError(complaint)
+        return batch
 
     # -- ONE_TO_ALL
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.controller.dispatch import Dispatch, gather, keeps, register, registered, scatter
+from camshaft.controller.dispatch import Dispatch, gather, place, register, registered, scatter
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 from camshaft.seat import Seat
@@ -86,7 +86,7 @@ def test_one_to_all_gives_all_ranks_the_same_and_returns_what_rank_zero_did():
     calls = scatter(Dispatch.ONE_TO_ALL, CROSSED, ("x",), {"k": 1})
     assert calls == [(("x",), {"k": 1})] * 4
     assert gather(Dispatch.ONE_TO_ALL, CROSSED, ["a", "b", "c", "d"]) == "a"
-    assert keeps(Dispatch.ONE_TO_ALL, CROSSED) == [True, False, False, False]
+    assert [place(Dispatch.ONE_TO_ALL, seat) for seat in CROSSED] == [0, None, None, None]
 
 
 def test_one_to_all_does_not_split_a_batch_or_a_list_of_as_many_entries_as_ranks():
@@ -104,7 +104,7 @@ def test_all_to_all_takes_and_returns_one_entry_per_rank():
     calls = scatter(Dispatch.ALL_TO_ALL, FLAT, (["a", "b"],), {"k": [1, 2]})
     assert calls == [(("a",), {"k": 1}), (("b",), {"k": 2})]
     assert gather(Dispatch.ALL_TO_ALL, FLAT, [3, None]) == [3, None]
-    assert keeps(Dispatch.ALL_TO_ALL, CROSSED) == [True] * 4
+    assert [place(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
 
 
 def test_all_to_all_refuses_what_is_not_a_list_with_an_entry_per_rank():
@@ -171,7 +171,7 @@ def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_ran
     assert merged["tokens"].lengths.tolist() == [1, 2, 3, 4]
     assert list(merged["uid"]) == ["u0", "u1", "u2", "u3"]
     assert merged.meta_info == {"of": "low", "ranks": [{"of": "low"}, {"of": "high"}]}
-    assert keeps(DP, CROSSED) == [False, True, False, True]
+    assert [place(DP, seat) for seat in CROSSED] == [None, 1, None, 0]
 
 
 def test_none_on_all_ranks_stays_none():

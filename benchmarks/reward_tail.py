@@ -1,0 +1,154 @@
+"""What it is worth that scoring begins while the slower ranks still generate.
+
+    python benchmarks/reward_tail.py --out benchmarks/results/reward_tail.md
+
+Steps of the real trainer on two process ranks, with a tiny policy. A rank sleeps when it has generated, as a device is
+busy whose responses are longer, and a call of the reward function sleeps as one does that waits for a judge or a
+sandbox: what is measured is what waits for what, not how fast this machine is. Every second step scores when all ranks
+have ended, as it has to for a function of batches; a step without and the one with it make a pair. Seconds are those of
+the whole step; of them and of the ratio of a pair, the table has the medians over the pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from camshaft.config import PPOConfig, load_ppo
+from camshaft.data import write_arithmetic
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.models.tiny import make_tiny_model
+from camshaft.rewards.manager import Begun
+from camshaft.rollout import Generation, SamplingParams
+from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
+
+ROWS, WORKERS = 32, 4
+CASES = [
+    ((1.0, 3.0), 0.0),
+    ((1.0, 3.0), 0.1),
+    ((1.0, 3.0), 0.4),
+    ((2.0, 2.0), 0.1),
+    ((2.0, 2.0), 0.4),
+]
+"""Seconds of each rank, seconds of a call."""
+SLEEPS = "CAMSHAFT_BENCHMARK_SLEEPS"
+"""Names the file with the seconds of the first rank, of the second, and of a call."""
+
+REWARD = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(float(open({sleeps!r}).read().split()[2]))
+    return len(solution_str) / 8
+"""
+
+
+class UnevenRollout(TorchRollout):
+    """The built-in generator on devices of which one is slower."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        generated = super().generate_sequences(prompts, sampling, seeds)
+        time.sleep(float(Path(os.environ[SLEEPS]).read_text().split()[dist.get_rank()]))
+        return generated
+
+
+def config_in(folder: Path) -> PPOConfig:
+    make_tiny_model(folder / "model", hidden=32)
+    write_arithmetic(folder / "data", left=(0, 20), right=(0, 20), num_train=256, num_heldout=16)
+    (folder / "reward.py").write_text(REWARD.format(sleeps=os.environ[SLEEPS]))
+    return load_ppo(
+        [
+            f"data.train_files={folder}/data/train.parquet",
+            f"data.val_files={folder}/data/heldout.parquet",
+            "data.max_prompt_length=16",
+            "data.max_response_length=8",
+            f"data.train_batch_size={ROWS}",
+            "algorithm.adv_estimator=reinforce_plus_plus",
+            f"actor_rollout_ref.model.path={folder}/model",
+            "actor_rollout_ref.actor.strategy=fsdp",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={ROWS}",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={ROWS // 2}",
+            "actor_rollout_ref.rollout.name=reward_tail:UnevenRollout",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+            f"custom_reward_function.path={folder}/reward.py",
+            f"custom_reward_function.num_workers={WORKERS}",
+            "trainer.device=cpu",
+            "trainer.n_gpus_per_node=2",
+            "trainer.total_epochs=1000",
+            f"trainer.default_local_dir={folder}/run",
+        ]
+    )
+
+
+def seconds_of(trainer: PPOTrainer, prompts: DataProto) -> float:
+    trainer.global_step += 1
+    return trainer.step(prompts)["timing_s/step"]
+
+
+def nothing_begins(rows: DataProto) -> Begun | None:
+    """In the place of `begin`: `score` then makes all calls, as it does for a function of batches."""
+    return None
+
+
+def measured(trainer: PPOTrainer, pairs: int) -> list[list[str]]:
+    rewards, prompts = trainer.parts.rewards, iter(trainer.parts.loader)
+    begins = rewards.begin
+    rows = []
+    for ranks, call in CASES:
+        Path(os.environ[SLEEPS]).write_text(f"{ranks[0]} {ranks[1]} {call}")
+        found: list[tuple[float, float]] = []
+        for _ in range(pairs + 1):
+            pair = []
+            for begin in (nothing_begins, begins):
+                rewards.begin = begin  # pyright: ignore[reportAttributeAccessIssue]
+                pair.append(seconds_of(trainer, next(prompts)))
+            found.append((pair[0], pair[1]))
+        after, tail = (statistics.median(times) for times in zip(*found[1:], strict=True))  # the first one warms up
+        ratio = statistics.median(with_it / without for without, with_it in found[1:])
+        rows.append([f"{ranks[0]:g}, {ranks[1]:g}", f"{call:g}", f"{after:.2f}", f"{tail:.2f}", f"{ratio:.2f}"])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="write the table there, too")
+    parser.add_argument("--pairs", type=int, default=5)
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[SLEEPS] = f"{folder}/sleeps"
+        Path(os.environ[SLEEPS]).write_text("0 0 0")
+        config = config_in(Path(folder))
+        with PPOParts(config) as parts:
+            trainer = PPOTrainer(config, parts)
+            trainer.prepare()
+            rows = measured(trainer, asked.pairs)
+    head = ["seconds of the ranks", "seconds of a call", "scored when all have ended", "in the tail", "ratio"]
+    lines = [head, ["---"] * len(head), *rows]
+    said = [
+        "# Scoring in generation's tail",
+        "",
+        "`python benchmarks/reward_tail.py`; its docstring says what is measured.",
+        "",
+        f"{ROWS} responses, {WORKERS} reward processes, {asked.pairs} pairs of steps each; torch {torch.__version__}.",
+        "",
+        *(f"| {' | '.join(line)} |" for line in lines),
+    ]
+    text = "\n".join(said) + "\n"
+    sys.stdout.write(text)
+    if asked.out:
+        asked.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Scores of a rank's responses are computed while other ranks still generate, and are what they are without that."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.late_rank import late_rank
+from support.ppo_runs import Step, run_ppo
+from support.processes import start_fork_server
+from support.same_run import RANKS
+
+from camshaft.controller.local import PRELOAD
+
+pytestmark = pytest.mark.timeout(200)
+
+GRPO: dict[str, Any] = {
+    # A validation of five rows, so that the second rank has one that is thrown away.
+    "trainer.val_before_train": True,
+    "data.val_max_samples": 5,
+    "algorithm.adv_estimator": "grpo",
+    "actor_rollout_ref.rollout.n": 2,
+}
+REMAX: dict[str, Any] = {"algorithm.adv_estimator": "remax"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server() -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
+
+
+def told(step: Step) -> dict[str, float]:
+    return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
+
+
+def failed(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "rewards" / "failed.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("seconds", "time")} for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("late", "changes"), [(1, GRPO), (0, REMAX)], ids=["the second rank is late", "the first rank is late"]
+)
+def test_scoring_begins_while_another_rank_generates(late: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    with late_rank(tmp_path, late) as words:
+        words |= {**RANKS, **changes}
+        found = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "late"}, steps=1)
+        words["actor_rollout_ref.rollout.name"] = "torch"
+        wanted = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "plain"}, steps=1)
+    assert [told(step) for step in found] == [told(step) for step in wanted]
+    assert failed(tmp_path / "late") == failed(tmp_path / "plain")
+    assert found[-1].metrics["reward/errors"] > 0, "the test needs a row that fails"

@@ -1,0 +1,216 @@
+"""Scores of responses that come one part after the other: those of a batch that was there at once, but sooner."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from camshaft.errors import BatchError, RewardError
+from camshaft.rewards.combined import CombinedRewards
+from camshaft.rewards.manager import Begun, RewardManager, RewardResult
+from camshaft.rewards.overlong import OverlongPenalty
+
+from .conftest import batch_of, decode
+
+TEXTS = ["0", "1", "bad", "3", "dies", "5", "none", "7", "hangs", "9"]
+ALL_KINDS = """
+import os, time
+if solution_str == 'bad': raise ValueError('bad')
+if solution_str == 'dies': os._exit(7)
+if solution_str == 'none': return None
+if solution_str == 'hangs': time.sleep(60)
+return {'score': int(solution_str), 'odd': int(solution_str) % 2, 'pred': solution_str}
+"""
+
+
+def added(begun: Begun | None, texts: Sequence[str], parts: Sequence[tuple[int, int]]) -> Begun:
+    """`begun` with the rows from the first of each pair up to the second."""
+    assert begun is not None
+    for first, end in parts:
+        begun.add(first, texts[first:end])
+    return begun
+
+
+def untimed(result: RewardResult) -> tuple[object, ...]:
+    """All that a result says, but for seconds."""
+    metrics = {name: value for name, value in result.metrics.items() if not name.startswith("timing_s/")}
+    failures = [replace(failure, seconds=0.0) for failure in result.failures]
+    rows = result.token_level_scores
+    return (
+        *(result.scores.tolist(), rows.values.tolist(), rows.lengths.tolist()),
+        *(metrics, failures, result.parts, result.answers, result.dropped),
+    )
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize("parts", [[(0, 5), (5, 10)], [(5, 10), (0, 5)], [(8, 10), (0, 3), (3, 3), (3, 8)]])
+def test_the_result_is_that_of_the_whole_batch_whatever_came_first(manager, num_workers, parts):
+    rewards = manager(ALL_KINDS, timeout=0.5, num_workers=num_workers, on_error="drop")
+    batch = batch_of(TEXTS)
+    wanted = rewards.score(batch, decode)
+    assert (wanted.dropped, wanted.num_failed) == ((2, 4, 6, 8), 4)
+    begun = added(rewards.begin(batch.drop("responses")), TEXTS, parts)
+    assert untimed(rewards.score(batch, decode, begun)) == untimed(wanted)
+
+
+def exists(file: Path) -> bool:
+    until = time.monotonic() + 20
+    while not file.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return file.exists()
+
+
+def test_calls_are_made_before_the_last_response_is_there(manager, tmp_path):
+    rewards = manager(f"open({str(tmp_path)!r} + '/' + solution_str, 'w')\nreturn 1.0")
+    batch = batch_of(["a", "b", "c", "d"])
+    begun = added(rewards.begin(batch), "abcd", [(2, 4)])
+    assert exists(tmp_path / "c")
+    assert exists(tmp_path / "d")
+    assert not (tmp_path / "a").exists()
+    assert rewards.score(batch, decode, added(begun, "abcd", [(0, 2)])).scores.tolist() == [1.0] * 4
+
+
+def test_a_part_does_not_wait_for_the_slow_calls_of_another(manager, tmp_path):
+    body = f"""
+    import pathlib, time
+    file = pathlib.Path({str(tmp_path / "quick")!r})
+    if solution_str == 'quick': file.touch()
+    while not file.exists(): time.sleep(0.01)
+    return 1.0
+    """
+    rewards, texts = manager(body, timeout=10.0), ["slow", "quick"]
+    begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
+    time.sleep(0.2)
+    assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
+
+
+def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
+    rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
+    begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
+    until = time.monotonic() + 20
+    while begun._job.outcomes[0] is None and time.monotonic() < until:
+        time.sleep(0.01)
+    for pid in alive():
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its end is known, and still to be collected
+    assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
+
+
+def test_raise_names_the_first_failing_row_whatever_came_first(manager):
+    rewards = manager("return 1 / (solution_str not in 'bd')", on_error="raise")
+    batch = batch_of(list("abcd"))
+    with pytest.raises(RewardError, match=r"row 1 \(data_source 'test'\): error: ZeroDivisionError"):
+        rewards.score(batch, decode, added(rewards.begin(batch), "abcd", [(2, 4), (0, 2)]))
+    assert rewards.score(batch_of(["a"]), decode).scores.tolist() == [1.0]
+
+
+def test_a_function_of_batches_waits_for_all_of_them(file):
+    with RewardManager(file("def compute_score(solution_strs, **more): return [len(solution_strs)] * 3")) as rewards:
+        assert rewards.begin(batch_of(list("abc"))) is None
+        assert rewards.score(batch_of(list("abc")), decode, None).scores.tolist() == [3.0] * 3
+
+
+def test_what_can_never_be_scored_is_said_at_once(manager):
+    rewards = manager("return 1.0")
+    with pytest.raises(BatchError, match="ground_truth"):
+        rewards.begin(batch_of(["a"]).drop("ground_truth"))
+    batch = batch_of(list("abc"))
+    with pytest.raises(RewardError, match="2 of 3 responses are missing"):
+        rewards.score(batch, decode, added(rewards.begin(batch), "abc", [(1, 2)]))
+
+
+# -- what is not asked for any more ---------------------------------------------------------------
+
+
+def test_closing_ends_calls_that_nobody_waits_for(manager, alive):
+    rewards = manager("import time; time.sleep(60)", timeout=100.0)
+    added(rewards.begin(batch_of(list("abcd"))), "abcd", [(0, 2)])
+    began = time.monotonic()
+    rewards.close()
+    assert time.monotonic() - began < 5
+    assert alive() == []
+
+
+def test_the_next_batch_takes_no_answer_of_one_that_was_left(manager):
+    rewards = manager("import time; time.sleep(60 * (solution_str == 'slow'))\nreturn len(solution_str)", timeout=100.0)
+    for start in (rewards.begin, lambda batch: rewards.score(batch, decode)):
+        texts = ["slow", "slow"]
+        added(rewards.begin(batch_of(texts)), texts, [(0, 2)])
+        start(batch_of(["a"]))
+    batch = batch_of(["a", "bc"])
+    assert rewards.score(batch, decode, added(rewards.begin(batch), ["a", "bc"], [(0, 2)])).scores.tolist() == [1, 2]
+
+
+def test_a_driver_that_ends_with_an_error_meanwhile_leaves_nothing(file, alive):
+    path = file("import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info): time.sleep(60)")
+    driver = f"""
+from camshaft.dataproto import DataProto
+from camshaft.rewards.manager import RewardManager
+rewards = RewardManager({path!r}, num_workers=2)
+begun = rewards.begin(DataProto.from_dict({{"data_source": ["x"] * 4, "ground_truth": ["x"] * 4}}))
+begun.add(0, ["a", "b"])
+1 / 0
+"""
+    ended = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=30, check=False)
+    assert ended.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    until = time.monotonic() + 4  # a worker that is just starting finds nobody there
+    while alive() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert alive() == []
+
+
+class _Interrupt(Exception):
+    pass
+
+
+@contextmanager
+def interrupted_after(seconds: float) -> Iterator[None]:
+    """Something is raised in the main thread, as by Ctrl-C."""
+
+    def interrupt(*_: object) -> None:
+        raise _Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_while_scores_are_awaited_ends_the_calls(manager, tmp_path):
+    body = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
+    rewards, batch = manager(body, timeout=100.0), batch_of(["a"])
+    begun = added(rewards.begin(batch), "a", [(0, 1)])
+    assert exists(tmp_path / "pid")
+    with pytest.raises(_Interrupt), interrupted_after(0.2):
+        rewards.score(batch, decode, begun)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# -- what a manager is part of ----------------------------------------------------------------------
+
+
+def test_a_function_beside_a_model_and_under_a_penalty_begins_too(manager):
+    texts = ["a", "bcd"]
+    batch = batch_of(texts)
+    responses = batch.ragged("responses")
+    batch = batch.with_columns(
+        rm_scores=responses.map(lambda ids: ids.float()),
+        response_mask=responses.map(lambda ids: ids > 0),
+    )
+    both = CombinedRewards(manager("return len(solution_str)"), weight=0.5)
+    rewards = OverlongPenalty(both, limit=4, buffer=2, factor=1.0, log=True)
+    wanted = rewards.score(batch, decode)
+    begun = added(rewards.begin(batch.drop("responses", "rm_scores")), texts, [(1, 2), (0, 1)])
+    assert untimed(rewards.score(batch, decode, begun)) == untimed(wanted)
+    assert CombinedRewards(None).begin(batch) is None
