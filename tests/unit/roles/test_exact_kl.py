@@ -69,10 +69,20 @@ def test_ranks_find_the_same(more: dict[str, Any], home: Path, alone: list[Step]
 
 def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> None:
     model = "actor_rollout_ref.model"
-    adapter = {f"{model}.lora_rank": 4, f"{model}.target_modules": "all-linear", f"{ACTOR}.strategy": "reference"}
-    steps = run_ppo(tmp_path, {**FULL, **adapter}, steps=2)
-    sampled = run_ppo(tmp_path, {**FULL, **adapter, "algorithm.kl_penalty": "kl"}, steps=2)
-    found, about = (s[1].metrics["actor/reward_kl_penalty"] for s in (steps, sampled))
-    assert steps[0].metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
-    assert found > 1e-4
-    assert found == pytest.approx(about, rel=1)  # the same policy, from the tokens drawn alone
+    adapter = {f"{model}.lora_rank": 4, f"{model}.lora_alpha": 6, f"{model}.target_modules": "all-linear"}
+    first, second = run_ppo(tmp_path, {**FULL, **adapter, f"{ACTOR}.strategy": "reference"}, steps=2)
+    assert first.metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
+    wanted = plain_kl(tmp_path, merged(tmp_path, first.actor, scale=6 / 4), second)
+    assert wanted > 0.01
+    assert second.metrics["actor/reward_kl_penalty"] == pytest.approx(wanted, rel=1e-4)
+
+
+def merged(home: Path, adapter: dict[str, torch.Tensor], scale: float) -> dict[str, torch.Tensor]:
+    """W + scale * B A, in float64, for each layer that has an adapter."""
+    weights: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64).state_dict()
+    pairs = {name.removesuffix(".lora_A.default.weight") for name in adapter if ".lora_A." in name}
+    assert len(pairs) == 2 * 7  # all linear layers of two blocks
+    for name in pairs:
+        a, b = (adapter[f"{name}.lora_{letter}.default.weight"].double() for letter in "AB")
+        weights[f"{name}.weight"] = weights[f"{name}.weight"] + scale * b @ a
+    return weights
