@@ -18,6 +18,7 @@
     topology.py    ranks; derive.py the config of each engine; table.py the batch sizes of a run
     pages.py       the config as text: explain, show, reference_page
     tree.py problems.py    dotted keys; what is wrong, in words
+    secrets.py     the config as others may see it
     engine.py rollout.py   what one engine or one generator is told, free of roles
 
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
@@ -52,6 +53,7 @@ from camshaft.config.rm import RMConfig, RMDataConfig
 from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.root import PPOConfig
+from camshaft.config.secrets import without_secrets
 from camshaft.config.sft import SFTConfig, SFTDataConfig
 from camshaft.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
 from camshaft.config.table import BatchRow, batch_table, render_batch_table
@@ -116,4 +118,5 @@ __all__ = [
     "sft_engine",
     "show",
     "unread_by",
+    "without_secrets",
 ]

@@ -89,8 +89,8 @@ def _generator(section: str, rollout: GeneratorConfig, world: int) -> Iterator[P
         sentence = f"{section}.name={rollout.name} runs on one device. Type {key}=1, or {section}.name=vllm."
         yield Problem(key, parallel, sentence, (f"{section}.name",))
     if rollout.name == "vllm" and world % parallel:
-        fitting = max(size for size in range(1, world + 1) if world % size == 0 and size <= parallel)
-        sentence = f"so many ranks are one generator, which does not divide the run's {world}. Type {key}={fitting}."
+        sentence = f"so many ranks are one generator, which does not divide the run's {world}. Type {key}="
+        sentence += f"{_divisor(world, parallel)}."
         yield Problem(key, parallel, sentence, WORLD)
     if rollout.name == "sglang" and parallel > 1 and world > 1:
         sentence = f"with sglang each of the run's {world} ranks has a generator of its own. Type {key}=1."
@@ -162,13 +162,12 @@ def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: i
         yield Problem(key, mini, sentence, rests_on)
     elif train % mini:
         whole, rest = divmod(train, mini)
-        divisor = max(size for size in range(1, mini + 1) if train % size == 0)
         sentence = (
             f"does not divide an iteration into whole mini-batches:\n"
             f"data.train_batch_size={train} prompts x rollout.n={n} = {train * n} sequences;"
             f" {mini} x {n} = {mini * n} per mini-batch;\n"
             f"{train * n} = {whole} x {mini * n} + {rest * n}.\n"
-            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={divisor}."
+            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={_divisor(train, mini)}."
         )
         yield Problem(key, mini, sentence, rests_on)
     if mini * n % dp_size:
@@ -177,6 +176,11 @@ def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: i
             f" = {_ranks(world, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
         )
         yield Problem(key, mini, sentence, (*WORLD, *rests_on))
+
+
+def _divisor(whole: int, most: int) -> int:
+    """The largest divisor of `whole` that is no more than `most`; of numbers that no run has, some divisor."""
+    return next(size for size in range(min(most, 100_000), 0, -1) if whole % size == 0)
 
 
 def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from camshaft.config.evaluation import EvalConfig
 from camshaft.config.generate import GenerateConfig
-from camshaft.config.loader import HOME, Config, forced, from_container, keys_of, plain, told
+from camshaft.config.loader import HOME, Config, as_config_errors, forced, from_container, keys_of, plain
 from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
 from camshaft.config.usage import USAGE
@@ -143,7 +142,6 @@ def _composed_by_main(argv: list[str], config_name: str) -> Composed:
     """What `hydra.main` composes, with the overrides of each; empty where it only printed something."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
-    from hydra.errors import HydraException
 
     found: Composed = []
     here = os.getpid()
@@ -154,11 +152,10 @@ def _composed_by_main(argv: list[str], config_name: str) -> Composed:
         found.append((plain(composed), list(HydraConfig.get().overrides.task)))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
-    with tempfile.TemporaryDirectory() as scratch, _as_process([sys.argv[0], *_words(argv, scratch)]):
-        try:
+    with tempfile.TemporaryDirectory() as scratch:
+        words = _words(argv, scratch)
+        with as_config_errors(filter(_OVERRIDE.match, words)), _as_process([sys.argv[0], *words]):
             main()
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError(told(error)) from error
     return found
 
 

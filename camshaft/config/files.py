@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os.path
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +58,7 @@ def generate_files(config: GenerateConfig) -> Iterator[Problem]:
     if config.data.tokenizer is not None:
         yield from folder("data.tokenizer", config.data.tokenizer)
     output = config.data.output_path
-    if Path(output).is_dir():
+    if os.path.isdir(output):
         yield Problem("data.output_path", output, f"is a folder. Name a file, for instance {output}/responses.parquet.")
     yield from _reward_file(config.custom_reward_function)
 
@@ -68,7 +69,7 @@ def eval_files(config: EvalConfig) -> Iterator[Problem]:
     yield from _reward_file(config.custom_reward_function)
     outputs = {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}
     for key, output in outputs.items():
-        if output is not None and Path(output).exists():
+        if output is not None and os.path.exists(output):
             yield Problem(key, output, "is there already. Name another file, or remove it.")
         elif output is not None and not Path(output).absolute().parent.is_dir():
             yield Problem(key, output, f"there is no folder {Path(output).absolute().parent} to write to.")
@@ -76,16 +77,16 @@ def eval_files(config: EvalConfig) -> Iterator[Problem]:
 
 def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
     path = custom.path
-    if path is not None and (path.endswith(".py") or "/" in path) and not Path(path).is_file():
+    if path is not None and (path.endswith(".py") or "/" in path) and not os.path.isfile(path):
         yield _missing("custom_reward_function.path", path, "file")
 
 
 def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
     """Files, folders and patterns of this machine; what a URL names is seen when it is fetched."""
     for path in paths:
-        if is_url(path) or Path(path).is_file():
+        if is_url(path) or os.path.isfile(path):
             continue
-        if Path(path).is_dir():
+        if os.path.isdir(path):
             if not any(Path(path).glob("*.parquet")):
                 yield Problem(key, path, "is a folder without parquet files. Name one that has some, or a file.")
         elif not glob.has_magic(path):
@@ -95,15 +96,15 @@ def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def folder(key: str, path: str) -> Iterator[Problem]:
-    if not is_url(path) and not Path(path).is_dir():
+    if not is_url(path) and not os.path.isdir(path):
         yield _missing(key, path, "folder")
 
 
 def model_folder(key: str, path: str) -> Iterator[Problem]:
     if is_url(path):
         return
-    if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
+    if os.path.isdir(path):
+        if not os.path.isfile(f"{path}/config.json"):
             yield Problem(key, path, "is a folder without config.json; it must be in the Hugging Face layout.")
         return
     hint = ""

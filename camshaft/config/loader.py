@@ -10,14 +10,15 @@ is wrong comes as one `ConfigError`. This is for programs; `command.py` does the
 import contextlib
 import copy
 import logging
+import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from camshaft.config.aliases import rename
@@ -32,8 +33,8 @@ from camshaft.config.rm import RMConfig
 from camshaft.config.root import PPOConfig
 from camshaft.config.sft import SFTConfig
 from camshaft.config.supervised import SupervisedConfig
-from camshaft.config.tree import flatten, get, has, leaf_fields, nested, put, remove, shown
-from camshaft.errors import ConfigError
+from camshaft.config.tree import abbreviated, flatten, get, has, leaf_fields, nested, put, remove, shown
+from camshaft.errors import CamshaftError, ConfigError
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 
@@ -126,21 +127,26 @@ def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
 
 
 def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
-    """`tree` over the defaults with `${...}` filled in; where that fails, the default and a problem."""
-    problems = [
-        Problem(key, value, "has no value yet. Set it.")
-        for key, value in flatten(tree, leaf_fields(schema)).items()
-        if value == "???"
-    ]
-    merged = OmegaConf.merge(_default_file(schema), OmegaConf.create(dict(tree)))  # leaves the default in their place
-    assert isinstance(merged, DictConfig)
+    """`tree` over the defaults with `${...}` filled in; where that fails, the default and a problem.
+
+    A default fails for want of what somebody wrote elsewhere, and that is told by itself.
+    """
+    leaves, defaults = leaf_fields(schema), raw_defaults(schema)
+    written, problems = copy.deepcopy(_laid_over(defaults, tree)), []
+    for key, value in flatten(tree, leaves).items():
+        if value == "???":
+            problems.append(Problem(key, value, "has no value yet. Set it."))
+            _reset(written, key, schema)
     while True:
         try:
-            return plain(merged, resolve=True), problems
-        except InterpolationResolutionError as error:
-            key = error.full_key or ""
-            problems.append(Problem(key, get(plain(merged), key), str(error).splitlines()[0]))
-            _reset(merged, key, schema)
+            return plain(OmegaConf.create(written), resolve=True), problems
+        except OmegaConfBaseException as error:
+            key = _holder(written, error.full_key or "", leaves)
+            if not key:
+                raise ConfigError(f"the config cannot be put together: {error}") from error
+            if not has(defaults, key) or get(written, key) != get(defaults, key):
+                problems.append(Problem(key, get(written, key), str(error).splitlines()[0]))
+            _reset(written, key, schema)
 
 
 def compose(
@@ -148,20 +154,20 @@ def compose(
 ) -> dict[str, Any]:
     """What Hydra makes of a file and overrides, `${...}` unresolved, nothing checked."""
     import hydra
-    from hydra.errors import HydraException
 
-    folder = HOME if config_dir is None else Path(config_dir).expanduser().absolute()
+    folder = HOME if config_dir is None else Path(os.path.expanduser(config_dir)).absolute()
     name = config_name or DEFAULTS[schema]
     words = forced(list(overrides), [str(folder)])
     if folder != HOME:
-        in_folder = (folder / name).with_suffix(".yaml").is_file()
+        in_folder = os.path.isfile(folder / f"{name.removesuffix('.yaml')}.yaml")
         words.append(f"hydra.searchpath=[file://{HOME if in_folder else folder}]")
         folder = folder if in_folder else HOME
-    try:
-        with _hydra_of_our_own(), hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"):
-            return plain(hydra.compose(name, words))
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(told(error)) from error
+    with (
+        as_config_errors(words),
+        _hydra_of_our_own(),
+        hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"),
+    ):
+        return plain(hydra.compose(name, words))
 
 
 def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
@@ -178,7 +184,7 @@ def forced(overrides: list[str], folders: list[str]) -> list[str]:
 
     def one(word: str) -> str:
         key, _, value = word.partition("=")
-        group = any((Path(folder).expanduser() / key).is_dir() for folder in folders)
+        group = any(os.path.isdir(os.path.join(os.path.expanduser(folder), key)) for folder in folders)
         if _PATH.fullmatch(value) and not group:
             word = f"{key}='{value}'"
         ours = _PLAIN.match(word) is not None and key.partition(".")[0] != "hydra" and not group
@@ -216,12 +222,10 @@ def _validated(tree: dict[str, Any], schema: type[Config], known_wrong: set[str]
         problems = from_validation(error, tree, schema)
     leaves = leaf_fields(schema)
     for problem in problems:
-        if has(tree, problem.key):
-            known = any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves)
-            if known:
-                put(tree, problem.key, copy.deepcopy(get(resolved_defaults(schema), problem.key)))
-            else:
-                remove(tree, problem.key)
+        if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):
+            put(tree, problem.key, copy.deepcopy(get(resolved_defaults(schema), problem.key)))
+        elif has(tree, problem.key):
+            remove(tree, problem.key)
     return schema.model_validate(tree), [problem for problem in problems if problem.key not in known_wrong]
 
 
@@ -238,29 +242,73 @@ def _correction_is_off(config: Config, schema: type[Config]) -> Iterator[Problem
             yield Problem(key, value, sentence, rests_on)
 
 
-def _reset(tree: DictConfig, key: str, schema: type[Section]) -> None:
+def _holder(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> str:
+    """The key whose value has the node that OmegaConf calls `path`: `a.b` of `a.b[0].c`."""
+    key, node = "", tree
+    while isinstance(node, Mapping) and key not in leaves:
+        name = max((name for name in node if f"{path}.".startswith((f"{name}.", f"{name}["))), key=len, default=None)
+        if name is None:
+            break
+        key, path, node = f"{key}.{name}" if key else name, path[len(name) + 1 :], node[name]
+    return key
+
+
+def _laid_over(defaults: Any, tree: Any) -> Any:
+    """`tree`, and what it lacks from `defaults`, in every section."""
+    if not isinstance(defaults, Mapping) or not isinstance(tree, Mapping):
+        return tree
+    return {**defaults, **{name: _laid_over(defaults.get(name), value) for name, value in tree.items()}}
+
+
+def _reset(tree: dict[str, Any], key: str, schema: type[Section]) -> None:
     """Put the default in the place of a value that cannot be had."""
-    if has(resolved_defaults(schema), key):
-        OmegaConf.update(tree, key, get(resolved_defaults(schema), key), merge=False)
-    else:
-        OmegaConf.update(tree, key, None, merge=False)
+    defaults = resolved_defaults(schema)
+    put(tree, key, copy.deepcopy(get(defaults, key)) if has(defaults, key) else None)
 
 
-def plain(tree: DictConfig, resolve: bool = False) -> dict[str, Any]:
+def plain(tree: DictConfig | ListConfig, resolve: bool = False) -> dict[str, Any]:
     """A composed config as a dict."""
     found = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(found, dict)
     return {str(key): value for key, value in found.items()}
 
 
-def told(error: Exception) -> str:
+@contextlib.contextmanager
+def as_config_errors(words: Iterable[str]) -> Iterator[None]:
+    """Hydra reads nothing but `words` and the files they name, so whatever it fails with is wrong in these."""
+    try:
+        yield
+    except CamshaftError:
+        raise
+    except Exception as error:
+        raise ConfigError(_told(error, words)) from error
+
+
+def _told(error: Exception, words: Iterable[str]) -> str:
     """What Hydra found wrong, with its reason."""
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     reason = f"\n  {error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    if isinstance(error, OverrideParseException):
+    words = list(words)
+    unreadable = next((word for word in words if not _readable(word)), None)
+    if unreadable is not None:
+        reason += f"\nin {abbreviated(unreadable)}"
         reason += "\nA value with special characters stands in quotes of its own: \"key='value'\""
-    return f"the config cannot be put together: {error}{reason}"
+    elif not isinstance(error, HydraException | OmegaConfBaseException):
+        reason += f"\n({type(error).__name__} in Hydra, of the file or one of: {abbreviated(' '.join(words))})"
+    return f"the config cannot be put together: {abbreviated(str(error))}{reason}"
+
+
+def _readable(word: str) -> bool:
+    """Whether Hydra's grammar has a place for this override."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        OverridesParser.create().parse_override(word)
+    except (HydraException, ValueError, RecursionError):
+        return False
+    return True
 
 
 def _tell(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, by_hand: Collection[str]) -> None:

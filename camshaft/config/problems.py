@@ -10,7 +10,18 @@ from typing import Any
 from pydantic import ValidationError
 
 from camshaft.config.fields import Section, describe
-from camshaft.config.tree import as_section, fields, flatten, get, has, leaf_fields, nearest, overlap, shown
+from camshaft.config.tree import (
+    abbreviated,
+    as_section,
+    fields,
+    flatten,
+    get,
+    has,
+    leaf_fields,
+    nearest,
+    overlap,
+    shown,
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ def report(problems: Iterable[Problem]) -> str:
     """The text of the error: every problem with its key and value."""
     blocks = []
     for problem in problems:
-        value = "" if problem.value is ABSENT else f" = {shown(problem.value)}"
+        value = "" if problem.value is ABSENT else f" = {abbreviated(shown(problem.value))}"
         sentence = problem.sentence.replace("\n", "\n      ")
         blocks.append(f"  {problem.key}{value}\n      {sentence}")
     count = "One thing is" if len(blocks) == 1 else f"{len(blocks)} things are"

@@ -131,3 +131,8 @@ def shown(value: Any) -> str:
     if isinstance(value, str):
         return value if value and value == value.strip() else json.dumps(value)
     return json.dumps(value, default=str)
+
+
+def abbreviated(text: str, longest: int = 500) -> str:
+    """The text, or its beginning and its length where it fills a screen."""
+    return text if len(text) <= longest else f"{text[: longest - 100]} ... ({len(text)} characters)"

@@ -123,7 +123,7 @@ def _open(file: Path) -> parquet.ParquetFile:
         raise BatchError(f"{file} is a folder; name the parquet files themselves (there: {names})")
     try:
         source = parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise BatchError(
             f"{file} is not a parquet file ({error}). JSON lines become one with "
             f"pyarrow.parquet.write_table(pyarrow.json.read_json('{file.name}'), '{file.stem}.parquet')"

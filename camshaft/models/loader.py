@@ -110,8 +110,8 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder; without a pad token it pads with its end-of-sequence token."""
-    folder = model_folder(path)
+    """The tokenizer of a folder, of a model or its own; without a pad token it pads with its end-of-sequence token."""
+    folder = local_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -155,11 +155,15 @@ def import_external(modules: str | None) -> None:
             ) from error
 
 
-def model_folder(path: str) -> Path:
+def local_folder(path: str) -> Path:
     """The local folder behind `path`: a folder, the copy of what a URL names, or a hub name that is cached here."""
     folder = fetch(path)
-    if not folder.is_dir():
-        folder = _cached(path)
+    return folder if folder.is_dir() else _cached(path)
+
+
+def model_folder(path: str) -> Path:
+    """The same of a model, which has a config.json."""
+    folder = local_folder(path)
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise EngineError(f"{folder} has no config.json (it holds {inside}); give a folder that save_pretrained wrote")

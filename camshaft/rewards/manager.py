@@ -86,6 +86,13 @@ class Scores:
     """Rows that failed and are not to be learned from."""
 
     @property
+    def kept(self) -> Tensor:
+        """(B,) the rows that are not dropped."""
+        kept = torch.ones(len(self.scores), dtype=torch.bool)
+        kept[list(self.dropped)] = False
+        return kept
+
+    @property
     def num_failed(self) -> int:
         return int(sum(self.metrics[f"reward/{name}"] for name in COUNTS.values()))
 

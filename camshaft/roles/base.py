@@ -128,10 +128,11 @@ class TrainedRole(EngineRole):
         return metrics | {"lr": rate, "skipped_steps": float(skipped)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, local_path: str, hdfs_path: str | None = None) -> None:
+    def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:
         """Write the model to the folder `local_path` in the Hugging Face layout, and copy it to `hdfs_path`.
 
-        An adapter is merged into it, and by itself in the folder `lora_adapter` inside.
+        `tokenizer` is the folder of the one that goes with it; None: the model's. An adapter is merged into the model,
+        and by itself in the folder `lora_adapter` inside.
         """
         engine, writes = self.engine, self.seat.rank == 0
         model = engine.config.model
@@ -143,6 +144,7 @@ class TrainedRole(EngineRole):
                 check=Probe(engine.infer_batch, self.computes_in),
                 write=writes,
                 adapter=() if model.lora is None else engine.named_weights(adapter_only=True),
+                tokenizer=tokenizer,
             )
         if writes and hdfs_path is not None:
             storage.copy_folder(local_path, hdfs_path)

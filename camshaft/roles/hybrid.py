@@ -103,5 +103,5 @@ class ActorRolloutRefWorker(Worker):
         self.actor.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, local_path: str, hdfs_path: str | None = None) -> None:
-        self.actor.export(local_path, hdfs_path)
+    def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:
+        self.actor.export(local_path, hdfs_path, tokenizer)

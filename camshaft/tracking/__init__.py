@@ -15,10 +15,10 @@ from typing import Any
 
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.plugins import load
-from camshaft.tracking.base import RunInfo, Tracker, deterministic
+from camshaft.tracking.base import Ending, RunInfo, Tracker, deterministic
 from camshaft.tracking.bounded import InTurn, OwnThread
 
-__all__ = ["TRACKERS", "RunInfo", "Tracker", "Tracking", "check_trackers", "deterministic"]
+__all__ = ["TRACKERS", "Ending", "RunInfo", "Tracker", "Tracking", "check_trackers", "deterministic"]
 
 TRACKERS = {
     "console": "camshaft.tracking.console:ConsoleTracker",
@@ -36,12 +36,15 @@ class Tracking:
     def __init__(self, names: Sequence[str], run: RunInfo):
         self._trackers: list[InTurn | OwnThread] = []
         self._last_step: int | None = None
+        self.ending: Ending = "failed"
+        """What the trackers are told at the end; the error that ends a `with` block is noticed by itself."""
         with ExitStack() as opened:  # if one fails, those before it are finished
             for name in dict.fromkeys(names):
                 tracker = _start(name, run)
                 self._trackers.append(tracker)
-                opened.callback(tracker.finish)
+                opened.callback(self._close, tracker)
             self._finish = opened.pop_all()
+        self.ending = "finished"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """All metrics of one step, to every tracker. Steps grow."""
@@ -61,10 +64,15 @@ class Tracking:
         """Close all trackers."""
         self._finish.close()
 
+    def _close(self, tracker: InTurn | OwnThread) -> None:
+        tracker.finish(self.ending)
+
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.ending = "stopped" if kind is KeyboardInterrupt else "failed"
         self.finish()
 
 

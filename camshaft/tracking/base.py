@@ -5,6 +5,8 @@
         def log(self, metrics, step): ...
         def finish(self): ...
 
+Those that show how a run ended have `ended(self, ending)` too.
+
 Chosen with `my_package.my_module:MyTracker`, or by a name in the entry points of `camshaft.trackers`.
 """
 
@@ -12,10 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 WALL_CLOCK = ("timing_s/", "timing/", "perf/")
 """Metrics with these beginnings differ from run to run."""
+
+Ending = Literal["finished", "failed", "stopped"]
+"""How a run ended: with its last step, with an error, or before its last step because it was asked to."""
 
 Row = Mapping[str, str | float]
 """One validation response: prompt, response, ground truth, score."""
@@ -33,7 +38,7 @@ class RunInfo:
     resumed_step: int | None = None
     """The last step of the checkpoint that the run continues from; None for a run from the start."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    """The whole config as plain values."""
+    """The whole config as plain values, without secrets."""
 
     def place(self, name: str) -> Path:
         """`name` in the run's folder, which is there now."""
@@ -75,6 +80,10 @@ class Tracker(ABC):
 
     def log_generations(self, rows: Sequence[Row], step: int) -> None:
         """Responses of the validation after `step`, for trackers that show texts; called before `log` of the step."""
+        return
+
+    def ended(self, ending: Ending) -> None:
+        """How the run ended, for trackers that show it; called right before `finish`."""
         return
 
     @abstractmethod

@@ -2,7 +2,7 @@
 
     tracker = OwnThread("wandb", lambda: WandbTracker(run))    # raises what the constructor raises
     tracker.put(lambda it: it.log(metrics, step), step)        # returns at once
-    tracker.finish()                                           # returns within FINISH_SECONDS
+    tracker.finish("finished")                                 # returns within FINISH_SECONDS
 
 A call that fails is told once and not repeated; the next step is tried again. A tracker that does not answer is told
 once as well; what it has not taken waits in a queue, and what does not fit there any more is lost to it.
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from camshaft.tracking.base import Tracker
+from camshaft.tracking.base import Ending, Tracker
 
 Call = Callable[[Tracker], None]
 
@@ -50,9 +50,10 @@ class InTurn:
                 said = "the tracker '%s' failed at step %d: %s: %s. The run goes on; the next step is tried again"
                 logger.warning(said, self.name, step, type(error).__name__, error)
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending) -> None:
         """Close the tracker."""
         try:
+            self._tracker.ended(ending)
             self._tracker.finish()
         except Exception as error:
             logger.warning("the tracker '%s' did not close: %s: %s", self.name, type(error).__name__, error)
@@ -65,7 +66,7 @@ class OwnThread:
 
     def __init__(self, name: str, start: Callable[[], Tracker]):
         self.name = name
-        self._waiting: queue.Queue[tuple[Call, int] | None] = queue.Queue(WAITING)
+        self._waiting: queue.Queue[tuple[Call, int] | Ending] = queue.Queue(WAITING)
         self._busy_since: float | None = None
         self._slow = self._full = False
         started: Future[None] = Future()
@@ -92,11 +93,11 @@ class OwnThread:
                 self._full = True
                 logger.warning("the tracker '%s' is too far behind: from step %d on it loses metrics", self.name, step)
 
-    def finish(self) -> None:
+    def finish(self, ending: Ending) -> None:
         """Close the tracker, or leave it behind."""
         until = time.monotonic() + FINISH_SECONDS
         try:
-            self._waiting.put(None, timeout=FINISH_SECONDS)
+            self._waiting.put(ending, timeout=FINISH_SECONDS)
         except queue.Full:
             pass  # it is told below
         else:
@@ -115,8 +116,8 @@ class OwnThread:
         while True:
             item = self._waiting.get()
             self._busy_since = time.monotonic()
-            if item is None:
-                tracker.finish()
+            if isinstance(item, str):
+                tracker.finish(item)
                 return
             tracker.put(*item)
             self._busy_since = None

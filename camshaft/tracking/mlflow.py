@@ -19,11 +19,12 @@ from typing import Any
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from camshaft.tracking.base import Row, RunInfo, Tracker
+from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 
 LAST_STEP = "camshaft.last_step"
 """The tag that says up to which step a run has metrics."""
 
+_STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _AT_ONCE = 100
 """Params that MLflow takes in one request."""
 
@@ -40,6 +41,7 @@ class MLflowTracker(Tracker):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it has all that is needed here
             where = run.place("mlruns").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=where)
+        self._status = _STATUS["finished"]
         kept = run.kept_id("mlflow")
         self._id = self._begin(run) if kept is None else kept
         self._last = int(self._client.get_run(self._id).data.tags.get(LAST_STEP, -1))
@@ -58,8 +60,11 @@ class MLflowTracker(Tracker):
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
         self._client.log_dict(self._id, table, f"validation/step_{step}.json")
 
+    def ended(self, ending: Ending) -> None:
+        self._status = _STATUS[ending]
+
     def finish(self) -> None:
-        self._client.set_terminated(self._id)
+        self._client.set_terminated(self._id, self._status)
 
     def _begin(self, run: RunInfo) -> str:
         known = self._client.get_experiment_by_name(run.project)

@@ -14,8 +14,11 @@ import wandb
 import wandb.sdk  # not there in a folder of that name, which runs leave behind and which Python takes for a package
 
 from camshaft.errors import ConfigError
-from camshaft.tracking.base import Row, RunInfo, Tracker
+from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 from camshaft.tracking.bounded import FINISH_SECONDS
+
+_EXIT_CODE: dict[Ending, int] = {"finished": 0, "failed": 1, "stopped": 255}
+"""wandb shows 255, with which it ends at Ctrl-C, as killed."""
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +38,7 @@ class WandbTracker(Tracker):
 
     def __init__(self, run: RunInfo):
         self.check()
+        self._exit_code = _EXIT_CODE["finished"]
         kept = run.kept_id("wandb")
         self._run = wandb.init(
             project=run.project,
@@ -55,8 +59,11 @@ class WandbTracker(Tracker):
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"val/generations": table}, step=step)
 
+    def ended(self, ending: Ending) -> None:
+        self._exit_code = _EXIT_CODE[ending]
+
     def finish(self) -> None:
-        self._run.finish()
+        self._run.finish(exit_code=self._exit_code)
 
 
 def _settings() -> wandb.Settings:

@@ -12,7 +12,7 @@ that a checkpoint has to hold. A prompt that was dropped comes again in the next
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,13 +35,14 @@ def informative(
     wanted, n, metric = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, _metric(config)
     kept: list[DataProto] = []
     told: list[dict[str, float]] = []
-    worths: list[Tensor] = []
+    counted: list[Tensor] = []
     missing, drawn, same, unused = wanted, 0, 0, 0
     while True:
         call = StepMetrics()
         batch, scored = answered(prompts, call, drawn * n)
-        worths.append(worth(scored, metric))
-        differs = _differs(worths[-1], scored.dropped, n)
+        worths = worth(scored, metric)
+        counted.append(worths[scored.kept])
+        differs = _differs(worths, scored.kept, n)
         chosen = differs.nonzero().flatten()[:missing]
         told.append(call.values)
         kept.append(batch.reorder((chosen[:, None] * n + torch.arange(n)).flatten()))
@@ -58,17 +59,15 @@ def informative(
             "train/num_gen_batches": float(len(told)),
             "filter_groups/same_share": same / drawn,
             "filter_groups/given_back": float(unused),
-            f"filter_groups/{metric}/mean": float(torch.cat(worths).mean()),
+            f"filter_groups/{metric}/mean": float(torch.cat(counted).mean()),
         }
     )
     return DataProto.concat(kept)
 
 
-def _differs(worths: Tensor, dropped: Sequence[int], n: int) -> Tensor:
+def _differs(worths: Tensor, kept: Tensor, n: int) -> Tensor:
     """(B / n,) whether the responses to a prompt are worth different things; those that were dropped say nothing."""
-    counts = torch.ones(len(worths), dtype=torch.bool)
-    counts[list(dropped)] = False
-    most, least = (torch.where(counts, worths, end).view(-1, n) for end in (-torch.inf, torch.inf))
+    most, least = (torch.where(kept, worths, end).view(-1, n) for end in (-torch.inf, torch.inf))
     return most.amax(1) > least.amin(1)
 
 

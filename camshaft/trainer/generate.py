@@ -19,11 +19,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by
+from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by, without_secrets
 from camshaft.controller import spawn
 from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
-from camshaft.models.loader import load_tokenizer, model_folder
+from camshaft.models.loader import load_tokenizer, local_folder, model_folder
 from camshaft.roles import GenerateWorker
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
@@ -161,7 +161,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
 def settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
     """What the responses depend on: the config, and what is found in the places that it names."""
-    custom, sections = config.custom_reward_function, config.model_dump()
+    custom, sections = config.custom_reward_function, without_secrets(config)
     free = {*PLACES, *PACE, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
     found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     found = {key: value for key, value in found.items() if key not in free}
@@ -169,7 +169,7 @@ def settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
     found["the prompts"] = _checksum(ids.values.numpy().tobytes() + ids.lengths.numpy().tobytes())
     found["the model"] = _files(model_folder(config.model.path))
     if config.data.tokenizer is not None:
-        found["the tokenizer"] = _files(model_folder(config.data.tokenizer))
+        found["the tokenizer"] = _files(local_folder(config.data.tokenizer))
     if custom.is_named():
         columns = [list(prompts[name]) for name in ("data_source", "ground_truth", "extra_info")]
         found["what the scores depend on"] = _checksum(repr(columns).encode())

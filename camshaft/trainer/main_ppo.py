@@ -39,6 +39,8 @@ def run_ppo(config: PPOConfig) -> int:
         with run.tracking(config, parts.total_steps, resumed, bar) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
+            if stop.status:
+                tracking.ending = "stopped"
     return stop.status
 
 

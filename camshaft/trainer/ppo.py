@@ -246,9 +246,12 @@ class PPOTrainer:
             "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-        exports = {"actor": self.actor.export} if self.config.actor_rollout_ref.actor.checkpoint.with_hf_model() else {}
-        if self.critic is not None and self.config.critic.checkpoint.with_hf_model():
-            exports["critic"] = self.critic.export
+        wanted = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
+        exports = {
+            name: partial(role.export, tokenizer=self.config.tokenizer_path())
+            for name, role in (("actor", self.actor), ("critic", self.critic))
+            if role is not None and wanted[name].with_hf_model()
+        }
         self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 
     def _saved(self) -> Saved | None:

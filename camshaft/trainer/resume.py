@@ -16,20 +16,20 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SupervisedConfig
+from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, leaf_fields, shown
 from camshaft.errors import CheckpointError
 
-OF_ONE_START = ("trainer.resume_mode", "trainer.resume_from_path", "ray_kwargs")
-"""Keys that speak of one start of a run, not of the run; what `ray_kwargs` holds may be secret besides."""
+OF_ONE_START = ("trainer.resume_mode", "trainer.resume_from_path")
+"""Keys that speak of one start of a run, not of the run; `ray_kwargs` does too, and is not told for its secrets."""
 
 logger = logging.getLogger(__name__)
 
 
 def remembered(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
-    """The config by dotted keys, as JSON."""
-    values = flatten(config.model_dump(mode="json"), leaf_fields(type(config)))
-    return {key: value for key, value in values.items() if not key.startswith(OF_ONE_START)}
+    """The config by dotted keys, as JSON, without secrets."""
+    values = flatten(without_secrets(config), leaf_fields(type(config)))
+    return {key: value for key, value in values.items() if key not in OF_ONE_START}
 
 
 def changes(before: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:

@@ -10,7 +10,7 @@ Used by training, validation and `camshaft generate`.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
@@ -72,19 +72,29 @@ def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) 
 
 
 def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """`batch` with its scores. A row that is dropped stays, and none of its tokens counts any more."""
-    batch = batch.with_columns(token_level_scores=result.token_level_scores)
-    if not result.dropped:
+    """`batch` with its scores. A row that is dropped stays, and none of its tokens counts any more.
+
+    So does a row that has nothing to be compared with, because the scoring of its baseline failed.
+    """
+    batch, kept = batch.with_columns(token_level_scores=result.token_level_scores), result.kept
+    if "reward_baselines" in batch:
+        baselines = batch["reward_baselines"]
+        kept = kept & ~baselines.isnan()
+        batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
+    if kept.all():
         return batch
-    if len(result.dropped) == len(batch):
-        raise RewardError(
-            f"the reward function failed on all {len(batch)} responses of a step, and custom_reward_function.on_error="
-            f"drop leaves nothing to learn from. The first failure is at {result.failures[0]}"
-        )
+    check_left(kept, result, "responses")
     mask = batch.ragged("response_mask")
-    kept = torch.ones(len(batch), dtype=torch.bool)
-    kept[list(result.dropped)] = False
     return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
+
+
+def check_left(kept: Tensor, result: RewardResult, what: str) -> None:
+    """An error if no row is left, all for want of a score."""
+    if len(kept) and not kept.any():
+        raise RewardError(
+            f"the reward function failed on all {len(kept)} {what} of a step, and custom_reward_function.on_error=drop "
+            f"leaves nothing to learn from. The first failure is at {result.failures[0]}"
+        )
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:

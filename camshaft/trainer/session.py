@@ -21,7 +21,7 @@ from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig
+from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig, without_secrets
 from camshaft.config.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
@@ -54,7 +54,7 @@ class Session:
             folder=Path(trainer.default_local_dir) / inside,
             total_steps=total_steps,
             resumed_step=None if saved is None else saved.step,
-            config=config.model_dump(),
+            config=without_secrets(config),
         )
         return Tracking(trainer.logger, info)
 

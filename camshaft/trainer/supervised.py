@@ -177,6 +177,8 @@ def run(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
         with around.tracking(config, trainer.total_steps, saved) as tracking:
             stop = around.listen()
             trainer.fit(tracking, stop)
+            if stop.status:
+                tracking.ending = "stopped"
         if not stop.status:
             around.say(f"wrote {config.export_path()}")
     return stop.status

@@ -157,11 +157,14 @@ def test_grpo_with_a_kl_loss_agrees_with_the_plain_run(tmp_path: Path) -> None:
         kl_loss=True,
         kl_loss_coef=0.1,
         aggregation="seq-mean-token-mean",
+        response_length=24,
         top_k=40,
         top_p=0.9,
     )
     steps = compare(tmp_path, grpo, UNEVEN)
     assert steps[-1].metrics["actor/kl_loss"] > 0
+    # Of responses of one length a mean over tokens is the mean over responses of theirs.
+    assert len({len(row) for row in ids(steps[0], "responses")}) > 2
     assert "timing_s/ref" in steps[-1].metrics
 
 

@@ -1,16 +1,18 @@
 """Whole runs with the trackers of the ecosystem, and with trackers that fail."""
 
 import json
+import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import wandb
 from mlflow.tracking import MlflowClient
 from support.command_line import camshaft, sft_words
+from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_words
-from support.wandb_file import history
+from support.wandb_file import exit_codes, history
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from camshaft.tracking import RunInfo, Tracker
@@ -74,6 +76,42 @@ def test_all_trackers_have_what_the_file_has_and_the_screen_has_a_line_each(
     assert found.data.params["actor_rollout_ref.rollout.name"] == "torch"
     (table,) = run.glob("mlruns/*/*/artifacts/validation/step_2.json")
     assert len(json.loads(table.read_text())["data"]) == 3
+
+
+def runs_of(folder: Path) -> list[str]:
+    """How MLflow says that each run ended."""
+    client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
+    experiment = client.get_experiment_by_name("camshaft_examples")
+    return [run.info.status for run in client.search_runs([experiment.experiment_id])]
+
+
+def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, **_): raise ValueError"
+    )
+    words = {
+        "trainer.logger": "[wandb,mlflow]",
+        "custom_reward_function.path": tmp_path / "raises.py",
+        "custom_reward_function.on_error": "raise",
+    }
+    ended = camshaft("ppo", *ppo_words(tmp_path, words))
+    assert ended.status == 1
+    assert "RewardError" in ended.err
+    assert runs_of(tmp_path / "run") == ["FAILED"]
+    assert exit_codes(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize(("trainer", "words_of"), [("ppo", ppo_words), ("sft", sft_words)])
+def test_a_run_that_was_asked_to_stop_was_killed_and_the_one_that_goes_on_from_it_finishes(
+    trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto", "trainer.default_local_dir": run}
+    words = [trainer, *words_of(tmp_path, {**more, "trainer.logger": f"[jsonl,mlflow,{NAME}]"})]
+    assert run_until(1, run, words, monkeypatch, signal.SIGTERM).status == 143
+    assert runs_of(run) == ["KILLED"]
+    assert camshaft(*words).status == 0
+    assert runs_of(run) == ["FINISHED"]
 
 
 def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> None:

@@ -199,6 +199,10 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/unit/models/test_activations.py"
             "::test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice",
         ),
+        "model.use_prefix_grouper": (
+            "tests/unit/engine/test_families.py"
+            "::test_the_model_is_given_the_prompt_once_unless_that_is_turned_off",
+        ),
         "model.random_init": (f"{_LOADER}::test_random_init_depends_on_the_seed_alone",),
         "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
         "model.lora.alpha": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),

@@ -57,6 +57,11 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return found
 
 
+def exit_codes(folder: Path) -> list[int]:
+    """What each file says of how its run ended."""
+    return [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
+
+
 def run_record(folder: Path) -> Any:
     """The run as it was begun last."""
     return [record.run for record in records(folder) if record.WhichOneof("record_type") == "run"][-1]

@@ -43,6 +43,18 @@ def test_a_mini_batch_larger_than_the_batch_is_told_with_what_to_type(words):
     assert f"Type {ACTOR}.ppo_mini_batch_size=32" in text
 
 
+@pytest.mark.timeout(20)
+def test_numbers_that_no_run_has_are_told_at_once(words):
+    huge = [
+        "data.train_batch_size=1000000000000000003",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=99999999999999999",
+    ]
+    assert "does not divide an iteration into whole mini-batches" in _error([*words, *huge])
+    huge = ["trainer.n_gpus_per_node=1000000000000000003", "actor_rollout_ref.rollout.tensor_model_parallel_size=64"]
+    text = _error([*words, *huge, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.strategy=fsdp"])
+    assert "Type actor_rollout_ref.rollout.tensor_model_parallel_size=1." in text
+
+
 def test_a_micro_batch_larger_than_the_mini_batch_is_fine(words):
     load_ppo([*words, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2"])
 

@@ -83,3 +83,10 @@ def test_no_paths_at_all_is_an_error():
 def test_max_samples_zero_is_an_error(files):
     with pytest.raises(BatchError, match="max_samples=0"):
         read_parquet(files, ["n"], max_samples=0)
+
+
+def test_a_column_whose_name_is_no_text_is_an_error_of_the_file(tmp_path):
+    path = write_parquet(tmp_path / "damaged.parquet", [{"prompt": "1+1="}])
+    path.write_bytes(path.read_bytes().replace(b"prompt", b"\x80rompt"))
+    with pytest.raises(BatchError, match=r"damaged\.parquet is not a parquet file"):
+        read_parquet(path, ["prompt"])

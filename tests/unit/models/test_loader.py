@@ -235,6 +235,18 @@ def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path: Path):
         load_tokenizer(str(folder))
 
 
+def test_a_tokenizer_needs_no_model_beside_it(tmp_path: Path):
+    of_model = load_tokenizer(str(tiny_folder("llama")))
+    of_model.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    alone = load_tokenizer(str(tmp_path))
+    assert alone.get_vocab() == of_model.get_vocab()
+    assert alone.encode("12+3=15") == of_model.encode("12+3=15")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EngineError, match="empty has no tokenizer"):
+        load_tokenizer(str(tmp_path / "empty"))
+
+
 def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
     shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
     with pytest.raises(EngineError, match="has no tokenizer that can be read"):

@@ -54,6 +54,22 @@ def test_a_run_has_its_names_config_and_metrics(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError, "FAILED"), (SystemExit, "FAILED"), (KeyboardInterrupt, "KILLED")]
+)
+def test_a_run_shows_how_it_ended_until_it_goes_on(error, status, tmp_path):
+    with pytest.raises(error), Tracking(["mlflow"], info(tmp_path)):
+        raise error
+    _, (run,) = runs(tmp_path / "mlruns")
+    assert run.info.status == status
+    with Tracking(["mlflow"], info(tmp_path, resumed_step=0)) as tracking:
+        _, (run,) = runs(tmp_path / "mlruns")
+        assert run.info.status == "RUNNING"
+        tracking.ending = "stopped"
+    _, (run,) = runs(tmp_path / "mlruns")
+    assert run.info.status == "KILLED"
+
+
 def test_values_that_are_not_finite_are_kept(tmp_path):
     log(tmp_path, [1, 2], value=lambda step: math.nan if step == 1 else math.inf)
     (_, first), (_, second) = history(tmp_path / "mlruns")

@@ -1,3 +1,4 @@
+import contextlib
 import subprocess
 import sys
 
@@ -43,6 +44,19 @@ class Absent(Recorder):
         raise OSError("no login")
 
 
+class Told(Recorder):
+    """Wants to know how the run ended."""
+
+    def ended(self, ending):
+        EVENTS.append(("ended", ending))
+
+
+class ToldInItsThread(Told):
+    """Nobody waits for this one."""
+
+    at_once = False
+
+
 @pytest.fixture(autouse=True)
 def events(monkeypatch):
     monkeypatch.setitem(sys.modules, "recorders", sys.modules[__name__])
@@ -86,6 +100,29 @@ def test_a_tracker_that_does_not_start_is_named_and_the_others_are_finished(run,
     with pytest.raises(ConfigError, match=r"'recorders:Absent' did not start: OSError: no login. .*trainer\.logger"):
         Tracking(["recorders:Recorder", "recorders:Absent"], run)
     assert events == [("start", "e"), ("finish",)]
+
+
+@pytest.mark.parametrize("name", ["Told", "ToldInItsThread"])
+def test_a_tracker_is_told_how_the_run_ended(name, run, events):
+    def ending(error: BaseException | None = None, stopped: bool = False) -> str:
+        events.clear()
+        with contextlib.suppress(BaseException), Tracking([f"recorders:{name}"], run) as tracking:
+            if error is not None:
+                raise error
+            tracking.ending = "stopped" if stopped else tracking.ending
+        assert events[-1] == ("finish",)
+        return dict(events[:-1])["ended"]
+
+    assert ending() == "finished"
+    assert ending(stopped=True) == "stopped"
+    assert ending(ConfigError("x")) == ending(SystemExit(1)) == "failed"
+    assert ending(KeyboardInterrupt()) == "stopped"
+
+
+def test_a_tracker_beside_one_that_does_not_start_has_failed(run, events):
+    with pytest.raises(ConfigError):
+        Tracking(["recorders:Told", "recorders:Absent"], run)
+    assert events == [("start", "e"), ("ended", "failed"), ("finish",)]
 
 
 def test_an_unknown_tracker_is_named_with_the_nearest(run):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import wandb
-from support.wandb_file import history, records, run_record
+from support.wandb_file import exit_codes, history, records, run_record
 
 from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracking, check_trackers
@@ -46,6 +46,18 @@ def test_a_run_has_its_names_config_and_metrics(tmp_path):
         {"step": 0, "critic/score/mean": 1 / 3, "val-core/x/reward/mean@4": 2.0},
         {"step": 7, "critic/score/mean": -0.5},
     ]
+
+
+@pytest.mark.parametrize(("error", "code"), [(ValueError, 1), (KeyboardInterrupt, 255)])
+def test_a_run_that_did_not_finish_is_marked(error, code, tmp_path):
+    with pytest.raises(error), Tracking(["wandb"], info(tmp_path)):
+        raise error
+    assert exit_codes(tmp_path) == [code]
+    with Tracking(["wandb"], info(tmp_path, resumed_step=0)) as tracking:
+        tracking.ending = "stopped"
+    with Tracking(["wandb"], info(tmp_path, resumed_step=0)):
+        pass
+    assert sorted(exit_codes(tmp_path)) == sorted([code, 255, 0])
 
 
 def test_values_that_are_not_finite_are_kept(tmp_path):

@@ -8,6 +8,7 @@ from support.ppo_runs import run_ppo
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from camshaft.dataproto import DataProto
+from camshaft.errors import RewardError
 from camshaft.trainer import ppo
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
@@ -29,14 +30,22 @@ def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:
     return scores
 
 
-def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[DataProto] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[DataProto]:
+    """The batches of the steps, as they were learnt from."""
+    found: list[DataProto] = []
     plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (found.append(batch), plain(batch))[1])
+    return found
+
+
+REMAX = {"algorithm.adv_estimator": "remax", "actor_rollout_ref.rollout.n": 2}
+
+
+def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, seen: list[DataProto]) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.format(OF_TEXT))
-    remax = {"algorithm.adv_estimator": "remax", "actor_rollout_ref.rollout.n": 2}
-    (step,) = run_ppo(tmp_path, {**remax, "custom_reward_function.path": reward}, steps=1)
+    (step,) = run_ppo(tmp_path, {**REMAX, "custom_reward_function.path": reward}, steps=1)
     (batch,) = seen
     assert len(batch) == 8 * 2
     wanted = greedy_scores(tmp_path / "actor", [row.tolist() for row in batch["prompts"].rows()])
@@ -50,3 +59,45 @@ def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, monkey
     assert step.metrics["baseline/errors"] == 0
     assert step.metrics["timing_s/gen_max"] > 0
     assert not step.critic
+
+
+FAILING = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    score = {}
+    if score == {}:
+        raise ValueError("this one is not scored")
+    return score
+"""
+
+
+def test_a_prompt_whose_greedy_response_fails_is_left_out_where_failures_are_dropped(
+    tmp_path: Path, seen: list[DataProto]
+) -> None:
+    reward = tmp_path / "reward.py"
+    words = {**REMAX, "custom_reward_function.path": reward, "custom_reward_function.on_error": "drop"}
+    reward.write_text(REWARD.format(OF_TEXT))
+    (whole,) = run_ppo(tmp_path, words, steps=1)
+    baselines = seen[0]["reward_baselines"]
+    unlucky = baselines[0]
+    assert (baselines != unlucky).any(), "the case says nothing: all greedy responses are worth the same"
+
+    reward.write_text(FAILING.format(OF_TEXT, float(unlucky)))
+    (step,) = run_ppo(tmp_path, words, steps=1)
+    first, second = seen
+    assert second["prompts"].values.equal(first["prompts"].values)
+    samples = first["token_level_scores"].sum()
+    counts = (baselines != unlucky) & (samples != unlucky)
+    assert (second.ragged("response_mask").sum() > 0).tolist() == counts.tolist()
+    kept = baselines[::2][baselines[::2] != unlucky]
+    assert step.metrics["baseline/errors"] == 8 - len(kept)
+    assert step.metrics["baseline/score/mean"] == pytest.approx(float(kept.mean()))
+    rows = counts.nonzero().flatten()
+    theirs, ours = (batch.ragged("advantages").select(rows).values for batch in seen)
+    assert ours.equal(theirs)
+    assert all(weight.isfinite().all() for weight in step.actor.values())
+    name = "model.norm.weight"
+    assert not step.actor[name].equal(whole.actor[name])
+
+    reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
+    with pytest.raises(RewardError, match=r"on all 8 greedy responses of a step.*ValueError: never"):
+        run_ppo(tmp_path, words, steps=1)

@@ -83,6 +83,26 @@ def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) 
         assert not gone.any()
 
 
+def test_a_prompt_without_a_baseline_is_left_out_with_all_its_responses(home: Path) -> None:
+    plain = batch_of(torch.Generator().manual_seed(0))
+    baselines = torch.tensor([torch.nan] * 4 + [2.5] * 4)
+    batch = with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (5,)))
+    assert [bool(mask.any()) for mask in batch.ragged("response_mask").rows()] == [False] * 4 + [
+        True,
+        False,
+        True,
+        True,
+    ]
+    found = estimate(
+        batch.rename({"token_level_scores": "token_level_rewards"}), algorithm(home, adv_estimator="remax")
+    )
+    # Scores 5, 7 and 8, each on its row's last token, are what is still to come everywhere.
+    rows = [row.tolist() for row in found.ragged("advantages").rows()]
+    assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
+    with pytest.raises(RewardError, match="on all 8 responses"):
+        with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (4, 5, 6, 7)))
+
+
 def test_the_weight_of_the_kl_penalty_moves_as_without_the_row(home: Path) -> None:
     chosen = algorithm(home, use_kl_in_reward=True)
     controllers = [AdaptiveKL(0.5, target=0.1, horizon=100) for _ in range(2)]

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
-from camshaft.trainer.dynamic import informative, worth
+from camshaft.trainer.dynamic import _differs, informative, worth
 from camshaft.trainer.metrics import StepMetrics
 
 DAPO: dict[str, Any] = {
@@ -124,6 +124,36 @@ def test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_resul
     assert worth(shaped, "acc").tolist() == [1.0, 0.0]
     with pytest.raises(RewardError, match=r"metric=f1: .* no number 'f1' \(they have: acc\)"):
         worth(shaped, "f1")
+
+
+def test_responses_that_were_dropped_make_no_difference() -> None:
+    def differs(scores: list[float], dropped: tuple[int, ...], n: int) -> list[bool]:
+        return _differs(torch.tensor(scores), replace(result(scores), dropped=dropped).kept, n).tolist()
+
+    scores = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 3.0, 4.0, 0.0]  # three responses to each of three prompts
+    assert differs(scores, (), 3) == [True, True, True]
+    # 1, -, 1 are the same; 1, 1, - are; 3, 4, - are not.
+    assert differs(scores, (1, 5, 8), 3) == [False, False, True]
+    # One response that is left differs from none, and of the last prompt none is.
+    assert differs(scores, (0, 2, 4, 5, 6, 7, 8), 3) == [False, False, False]
+    # Less than 0, which is what a failure scores.
+    assert differs([-1.0, 0.0, -1.0, -2.0, 0.0, -2.0], (1, 4), 2) == [False, True, False]
+
+
+def test_a_prompt_that_differs_by_a_response_that_was_dropped_is_not_kept(config_with) -> None:
+    class Failing(Policy):
+        """Of prompt 1, which would differ, the second response has no score."""
+
+        def __call__(self, prompts: DataProto, metrics: StepMetrics, first: int) -> tuple[DataProto, RewardResult]:
+            batch, scored = super().__call__(prompts, metrics, first)
+            numbers = [int(row[0]) for row in batch["prompts"].rows()]
+            return batch, replace(scored, dropped=(2 * numbers.index(1) // 2 + 1,) if 1 in numbers else ())
+
+    kept, metrics = draw(loader_of(20), Failing({1, 2, 5, 6}), config_with())
+    assert kept[::2] == [2, 5, 6]
+    assert metrics["filter_groups/same_share"] == 5 / 8
+    # 15 responses have a score: of the prompts 2, 5 and 6 one is worth nothing.
+    assert metrics["filter_groups/seq_reward/mean"] == pytest.approx(12 / 15)
 
 
 # -- whole runs -------------------------------------------------------------------------------------

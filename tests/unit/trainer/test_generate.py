@@ -10,6 +10,7 @@ from support.ppo_runs import ppo_words
 
 from camshaft.config import load_generate
 from camshaft.data.parquet import write_parquet
+from camshaft.models.loader import load_tokenizer
 from camshaft.trainer.generate import GenerateRun, settings
 
 ROW = {"prompt": "1+1=", "data_source": "arithmetic", "ground_truth": "2", "extra_info": {"index": 1}}
@@ -82,11 +83,28 @@ def test_what_scores_depend_on_counts_where_there_are_scores(home: Path, tmp_pat
         {"rollout.enforce_eager": False},
         {"rollout.load_format": "auto"},
         {"trainer.n_gpus_per_node": 2},
+        {"+ray_kwargs.ray_init.address": "auto"},
     ],
     ids=lambda word: next(iter(word)),
 )
 def test_keys_that_change_no_response_may_change(word: dict[str, Any], home: Path) -> None:
     assert found(home, SCORED) == found(home, SCORED | word)
+
+
+def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
+    secret = {
+        "+ray_kwargs.ray_init._redis_password": "hunter2",
+        "+custom_reward_function.reward_kwargs.api_key": "hunter2",
+    }
+    facts = found(home, SCORED | secret)
+    assert facts["custom_reward_function.reward_kwargs"] == {"api_key": "***"}
+    assert "hunter2" not in str(facts)
+
+
+def test_a_tokenizer_of_its_own_needs_no_model_beside_it(home: Path, tmp_path: Path) -> None:
+    load_tokenizer(str(home / "actor")).save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert "the tokenizer" in found(home, {"data.tokenizer": tmp_path})
 
 
 def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:

@@ -9,8 +9,10 @@ import torch
 from support import even_digits
 from support.command_line import camshaft
 from support.ppo_runs import ppo_words, run_ppo
+from transformers import AutoTokenizer
 
 from camshaft import storage
+from camshaft.models.loader import load_tokenizer
 from camshaft.tracking.jsonl import read_metrics
 
 
@@ -81,6 +83,25 @@ def test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_fo
     assert not (tmp_path / "run" / "validation").exists()
     run_ppo(tmp_path, none | {"trainer.log_val_generations": 3}, steps=1)
     assert len(lines(tmp_path / "run" / "validation" / "step_0.jsonl")) == 3
+
+
+def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
+    ppo_words(tmp_path)  # makes the model
+    tokenizer = load_tokenizer(str(tmp_path / "actor"))
+    tokenizer.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "own")
+    words = {
+        "data.tokenizer": tmp_path / "own",
+        "trainer.save_freq": 1,
+        "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+        "critic.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+    }
+    (step,) = run_ppo(tmp_path, words, steps=1)
+    (prompt, *_), said = step.batch["prompts"].rows(), [{"role": "user", "content": "1"}]
+    assert tokenizer.decode(prompt).startswith("<")  # it was used, too
+    for role in ("actor", "critic"):
+        exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "global_step_1" / f"{role}_huggingface")
+        assert exported.apply_chat_template(said, tokenize=False) == "<1>"
 
 
 def test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads(tmp_path: Path) -> None:

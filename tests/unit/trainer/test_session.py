@@ -1,5 +1,8 @@
 import logging
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from camshaft.config import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
+from camshaft.tracking import RunInfo, Tracker
 from camshaft.trainer.session import run_length, session
 
 
@@ -48,6 +52,38 @@ def test_a_session_seeds_what_libraries_draw_and_takes_its_handler_away(trainer:
     with pytest.raises(RuntimeError, match="negative"):
         draw(-1)
     assert root.handlers == before
+
+
+class Keeper(Tracker):
+    """Keeps what it is told of the run."""
+
+    told: ClassVar[list[RunInfo]] = []
+
+    def __init__(self, run: RunInfo):
+        self.told.append(run)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+def test_trackers_are_told_the_config_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "keeper", sys.modules[__name__])
+    words = {
+        "trainer.logger": "[keeper:Keeper]",
+        "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY": "hunter2",
+        "+custom_reward_function.reward_kwargs.api_key": "hunter2",
+        "trainer.default_hdfs_dir": "hdfs://me:hunter2@host/runs",
+    }
+    config = ppo_config(tmp_path, words)
+    with session(config.trainer) as run, run.tracking(config, 3, None):
+        pass
+    (info,) = Keeper.told
+    assert info.config["trainer"]["seed"] == config.trainer.seed
+    assert info.config["trainer"]["default_hdfs_dir"] == "hdfs://me:***@host/runs"
+    assert "hunter2" not in str(info)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
