@@ -6,9 +6,9 @@ With r = 1 / sqrt(mean(x^2) + eps) of each token, and t = x dy:
 
     y = x r w        dx = r w dy - x r^3 (t w) / width        dw = sum over tokens of r t
 
-`transformers` writes this as eight operations and autograd as some twelve more, each of which reads and writes all
-activations; here it is three and six. A class is trusted by what it computes, not by its name: a probe compares the
-two. Other devices, formats, layouts and compiled layers run the module's own code.
+The output has the bits of `transformers`, which writes this as eight operations and autograd as some twelve more,
+each of which reads and writes all activations; here it is four and six. A class is trusted by what it computes, not
+by its name: a probe compares the two. Other devices, formats, layouts and compiled layers run the module's own code.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROBE = 16
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (x * scale).mul_(weight)
 

@@ -64,7 +64,7 @@ def test_models_give_what_they_gave(family: str, extra: dict[str, int], tmp_path
     assert count == {"qwen3": 9, "gemma3_text": 0}.get(family, 5)
     ids = torch.arange(5, 15)[None]
     losses = [model(input_ids=ids, labels=ids).loss for model in (plain, fused)]
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-6, atol=1e-6)
+    assert torch.equal(*losses), "the output has the same bits, and only gradients are rounded in another order"
     for loss in losses:
         loss.backward()
     for (name, theirs), ours in zip(plain.named_parameters(), fused.parameters(), strict=True):
