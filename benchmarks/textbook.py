@@ -92,7 +92,8 @@ class TrainerLoop:
             args=transformers.TrainingArguments(
                 output_dir=str(self.folder / "trainer"), per_device_train_batch_size=MICRO_BATCH, use_cpu=True,
                 gradient_accumulation_steps=MINI_BATCH // MICRO_BATCH, num_train_epochs=1, max_grad_norm=GRAD_CLIP,
-                learning_rate=LEARNING_RATE, report_to=[], save_strategy="no", disable_tqdm=True, logging_strategy="no",
+                learning_rate=LEARNING_RATE, report_to=[], save_strategy="no", disable_tqdm=True,
+                log_level="error", logging_strategy="no",
                 remove_unused_columns=False,
             ),
             train_dataset=[{"prompt": p, "response": r} for p, r in zip(rows.prompts, rows.responses, strict=True)],  # pyright: ignore
