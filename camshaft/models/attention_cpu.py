@@ -78,37 +78,43 @@ class _Documents(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: list[Call], across: list[Call], scale: float | None
     ) -> Tensor:
-        heads, tokens, width = query.shape
-        out = query.new_empty(tokens, heads, width)
-        norm = query.new_empty(tokens, heads, dtype=torch.promote_types(query.dtype, torch.float32))
+        out = _by_token(query)
+        norm = out.new_empty(out.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))[..., None]
         for call in own:
             found, norms = _kernel(query, key, value, call, scale)
-            _rows(out, call.queries, call.rows).copy_(found.transpose(1, 2))
-            _rows(norm, call.queries, call.rows).copy_(norms.transpose(1, 2))
+            _rows(out, call.queries, call.rows).copy_(found)
+            _rows(norm, call.queries, call.rows).copy_(norms[..., None])
         for call in across:
             found, norms = _kernel(query, key, value, call, scale)
-            _merge(out[call.queries], norm[call.queries], found[0].transpose(0, 1), norms[0].t())
+            there = _rows(out, call.queries, call.rows), _rows(norm, call.queries, call.rows)
+            _merge(*there, found, norms[..., None])
         ctx.save_for_backward(query, key, value, out, norm)
         ctx.calls, ctx.scale = (own, across), scale
-        return out
+        return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, norm = ctx.saved_tensors
         own, across = ctx.calls
-        # Token by token, as projections write and read them.
-        found = [tensor.new_empty(tensor.shape[1], tensor.shape[0], tensor.shape[2]) for tensor in (query, key, value)]
+        grad = grad.transpose(0, 1)
+        total = [_by_token(tensor) for tensor in (query, key, value)]
         for calls, write in ((own, Tensor.copy_), (across, Tensor.add_)):
             for call in calls:
-                q, k, v = _inputs(query, key, value, call)
-                rows = [_rows(tensor, call.queries, call.rows).transpose(1, 2) for tensor in (grad, out, norm)]
+                back, made, norms = (_rows(tensor, call.queries, call.rows) for tensor in (grad, out, norm))
                 shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    rows[0], q, k, v, rows[1], rows[2].contiguous(), 0.0, call.causal, scale=ctx.scale
-                )
-                for total, share, span in zip(found, shares, (call.queries, call.keys, call.keys), strict=True):
-                    write(_rows(total, span, call.rows), share.transpose(1, 2))
-        return (*(tensor.transpose(0, 1) for tensor in found), None, None, None)
+                    back, *_inputs(query, key, value, call), made, norms[..., 0].contiguous(), 0.0, call.causal,
+                    scale=ctx.scale,
+                )  # fmt: skip
+                for whole, share, span in zip(total, shares, (call.queries, call.keys, call.keys), strict=True):
+                    write(_rows(whole, span, call.rows), share)
+        return (*total, None, None, None)
+
+
+def _by_token(like: Tensor) -> Tensor:
+    """An empty (H, N, D), laid out token by token as projections write and read it."""
+    heads, tokens, width = like.shape
+    return like.new_empty(tokens, heads, width).transpose(0, 1)
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -118,24 +124,26 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float 
 
 
 def _inputs(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(rows, H, L, D) of each, without a copy."""
-    spans = (call.queries, call.keys, call.keys)
-    q, k, v = (
-        tensor[:, span].unflatten(1, (call.rows, -1)).transpose(0, 1)
-        for tensor, span in zip((query, key, value), spans, strict=True)
-    )
-    return q, k, v
+    keys, rows = call.keys, call.rows
+    return _rows(query, call.queries, rows), _rows(key, keys, rows), _rows(value, keys, rows)
 
 
 def _rows(tensor: Tensor, span: slice, count: int) -> Tensor:
-    """(N, ...) -> (count, L, ...): neighbours of one length, without a copy."""
-    return tensor[span].unflatten(0, (count, -1))
+    """(H, N, D) -> (count, H, L, D): neighbours of one length, without a copy, and in one operation, for there are
+    many of these."""
+    heads, _, width = tensor.shape
+    of_head, of_token, of_number = tensor.stride()
+    length = (span.stop - span.start) // count
+    return tensor.as_strided(
+        (count, heads, length, width),
+        (length * of_token, of_head, of_token, of_number),
+        tensor.storage_offset() + span.start * of_token,
+    )
 
 
 def _merge(out: Tensor, norm: Tensor, more: Tensor, more_norm: Tensor) -> None:
     """Attention over some keys, `out` with its logsumexp `norm`, becomes that over these and more keys, in place."""
     total = torch.logaddexp(norm, more_norm)
-    out.mul_((norm - total).exp_()[..., None].to(out.dtype)).add_(
-        more * (more_norm - total).exp_()[..., None].to(out.dtype)
-    )
+    share = (more_norm - total).exp_().to(out.dtype)
+    out.mul_((norm - total).exp_().to(out.dtype)).addcmul_(more, share)
     norm.copy_(total)
