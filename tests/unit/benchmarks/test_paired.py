@@ -1,0 +1,72 @@
+"""The sums of the paired benchmarks, and that a side which computes something else is found out."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+import paired
+import roofline
+import workload
+
+
+def spent(cpu: float, **told: float) -> dict[str, Any]:
+    return {"wall": cpu, "cpu": cpu, "memory": 10.0, "told": told}
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    rounds = [{"a": spent(1.0), "b": spent(2.0)}, {"a": spent(10.0), "b": spent(30.0)}, {"a": spent(1), "b": spent(9)}]
+    assert paired.ratio(rounds, "b", "a", "cpu") == 3.0
+    assert paired.middle(rounds, "a", "cpu") == 1.0
+
+
+def test_sides_that_tell_different_losses_are_found_out() -> None:
+    paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.5001), "silent": spent(1)})
+    with pytest.raises(SystemExit, match="computed different things: loss"):
+        paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)})
+
+
+def test_operations_are_counted_by_hand() -> None:
+    shape = workload.Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocab_size=10)
+    # Of each layer: q and o 4 x 4, k and v 4 x 2, gate, up and down 4 x 8.
+    assert shape.weights_of_layers() == 2 * (32 + 16 + 96)
+    # Two rows of 3 and 1 tokens: 4 tokens through all weights; 6 + 1 pairs, scores and sums, 4 wide; 2 projected.
+    assert roofline.forward_operations(shape, [3, 1], predicted=2) == 2 * 288 * 4 + 2 * 2 * 2 * 4 * 7 + 2 * 4 * 10 * 2
+
+
+def test_rows_are_the_seeds_and_half_as_long_as_the_longest_on_average() -> None:
+    rows, again = workload.training_rows(512, seed=3), workload.training_rows(512, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(rows.responses, again.responses, strict=True))
+    assert len(rows) == workload.PROMPTS * workload.SAMPLES
+    assert torch.equal(rows.prompts[0], rows.prompts[7])
+    lengths = [len(r) for seed in range(20) for r in workload.training_rows(512, seed).responses]
+    assert sum(lengths) / len(lengths) == pytest.approx(workload.LONGEST_RESPONSE / 2, rel=0.05)
+
+
+def test_the_peak_is_of_what_came_after_it_was_forgotten() -> None:
+    before = paired.forget_peak()
+    if not before:
+        pytest.skip("this system does not tell")
+    block = torch.ones(8 << 20)
+    assert paired.peak() - before > 30 << 20
+    del block
+
+
+def test_the_loops_compute_one_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from careful import CarefulLoop
+    from textbook import TextbookLoop
+    from train_step import build
+
+    from camshaft.models.tiny import make_tiny_model
+
+    make_tiny_model(tmp_path, hidden=32)
+    (tmp_path / "train.parquet").touch()
+    monkeypatch.setitem(workload.SHAPES, "tiny", workload.Shape(32, 2, 4, 2, 64, 112))
+    ours = build("camshaft", {"folder": str(tmp_path), "model": "tiny"})(5)
+    assert ours["grad_norm"] > 0.01
+    for loop in (CarefulLoop, TextbookLoop):
+        assert loop(tmp_path).update(workload.training_rows(112, 5)) == pytest.approx(ours, rel=1e-3)
