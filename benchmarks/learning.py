@@ -8,9 +8,9 @@ have the same mistake. From there `camshaft ppo` trains it with GAE and a critic
 seed. What counts is the share of held-out problems that the greedy response gets right, before the first step and after
 the last one. A run reaches its goal if it begins at `start` or below and ends at `goal` or above.
 
-All of these are ordinary commands: `run.json` in a run's folder has them as they can be typed. A run that is finished
-is kept, so the same command goes on after an interruption; what has other settings or problems now is run anew. Two
-runs at once (`--jobs`), each with one thread.
+All of these are ordinary commands, and the JSON has them as they can be typed. A run that is finished is kept in the
+folder `--work`, so the same command goes on after an interruption; what has other settings or problems by then is run
+anew. Two runs at once (`--jobs`), each with one thread.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -61,10 +62,11 @@ TASKS = {
         num_train=7000,
         settings={"left": (10, 99), "right": (10, 99), "careless": MISTAKEN},
         longest_prompt=16,
-        warm_up=600,
-        steps=60,
+        hidden=96,
+        warm_up=800,
+        steps=40,
         start=0.5,
-        goal=0.8,
+        goal=0.85,
     ),
     "spell_backward": Task(
         source="reasoning_gym/spell_backward",
@@ -73,10 +75,11 @@ TASKS = {
         num_train=3000,
         settings={"min_word_len": 3, "max_word_len": 4},
         longest_prompt=60,
-        warm_up=250,
-        steps=60,
-        start=0.5,
-        goal=0.8,
+        hidden=64,
+        warm_up=400,
+        steps=80,
+        start=0.4,
+        goal=0.6,
         mistake=ends_swapped,
     ),
     "gcd": Task(
@@ -85,15 +88,21 @@ TASKS = {
         num_train=2000,
         settings={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
         longest_prompt=112,
+        hidden=64,
         warm_up=250,
-        steps=60,
-        start=0.5,
-        goal=0.6,
+        steps=40,
+        start=0.4,
+        goal=0.5,
         mistake=lambda answer: "1",
     ),
 }
 
-MODEL = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 192, "initializer_range": 0.06}
+
+def model(name: str) -> dict[str, Any]:
+    """Sizes of the model of a task."""
+    hidden = TASKS[name].hidden
+    return {"hidden": hidden, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 3 * hidden}
+
 
 WARM_UP: dict[str, Any] = {
     "strategy": "reference",
@@ -195,9 +204,9 @@ def warm_up(name: str, work: Path) -> None:
     """The problems, a random model and the model that the runs of a task start from, unless they are there."""
     folder, words = work / name, warm_up_command(name, work)
     write_problems(name, folder / "data")
-    kept, asked = folder / "warm_up" / "run.json", asked_of(folder / "data", words)
+    kept, asked = folder / "warm_up" / "run.json", asked_of(name, work, words)
     if finished(kept, asked) is None:
-        make_tiny_model(folder / "model", **MODEL, seed=FIXED_SEED)
+        make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
         seconds, cpu_seconds = camshaft(words, folder / "warm_up.log")
         keep(kept, asked, {"seconds": seconds, "cpu_seconds": cpu_seconds})
         print(f"{name} is warmed up, {seconds:.0f} s", flush=True)
@@ -226,13 +235,13 @@ def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
     """One run, unless it is there."""
     words, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
     before = warm_up_command(name, work)
-    kept, asked = folder / "run.json", asked_of(work / name / "data", before, words)
+    kept, asked = folder / "run.json", asked_of(name, work, before, words)
     told = finished(kept, asked)
     if told is None:
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
         seconds, cpu_seconds = camshaft(words, folder.with_suffix(".log"))
         curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
-        typed = [shlex.join(["camshaft", *one]) for one in (before, words)]
-        run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds, typed)
+        run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
         told = keep(kept, asked, asdict(run))
         print(f"{name} {algorithm} {seed}: {run.correct[0]:.3f} to {run.correct[-1]:.3f}, {seconds:.0f} s", flush=True)
     return Run(**told)
@@ -247,7 +256,7 @@ def read_curves(path: Path, source: str) -> tuple[list[int], list[float], list[f
         [line["step"] for line in tried],
         [line[right] for line in tried],
         [line["val/reward/mean"] for line in tried],
-        [line["critic/score/mean"] for line in lines if "critic/score/mean" in line],
+        [round(line["critic/score/mean"], 4) for line in lines if "critic/score/mean" in line],
     )
 
 
@@ -268,10 +277,10 @@ def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
-def asked_of(data: Path, *commands: Sequence[str]) -> dict[str, Any]:
+def asked_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:
     """What the outcome follows from, but for the code."""
-    files = {name: hashlib.sha256((data / name).read_bytes()).hexdigest() for name in FILES}
-    return {"problems": files, "model": MODEL, "commands": commands}
+    problems = {file: hashlib.sha256((work / name / "data" / file).read_bytes()).hexdigest() for file in FILES}
+    return {"problems": problems, "model": model(name), "commands": commands}
 
 
 def finished(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -290,17 +299,20 @@ def keep(path: Path, asked: Mapping[str, Any], told: dict[str, Any]) -> dict[str
     return told
 
 
-def write(out: Path, runs: Sequence[Run]) -> None:
+def write(out: Path, runs: Sequence[Run], work: Path) -> None:
     """The page, and what it was made from."""
-    model = ", ".join(f"{key}={value}" for key, value in MODEL.items())
     own = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
     settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *own))
-    about = {"model": model, "mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
+    about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
     out.write_text(page(TASKS, runs, **about), encoding="utf-8")
+    ran = dict.fromkeys((run.task, run.algorithm) for run in runs)
+    first = [warm_up_command(name, work) for name in dict.fromkeys(name for name, _ in ran)]
+    first += [training_command(name, algorithm, 0, work) for name, algorithm in ran]
     told = {
         "machine": machine(),
-        "model": MODEL,
         "stated": {name: {"start": task.start, "goal": task.goal} for name, task in TASKS.items()},
+        "models": {name: model(name) for name in TASKS},
+        "commands": [shlex.join(["camshaft", *words]) for words in first],
         "runs": [asdict(run) | {"reached": reached(TASKS[run.task], run)} for run in runs],
     }
     RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
@@ -333,7 +345,7 @@ def main() -> None:
         runs = list(pool.map(lambda one: train(one[1], one[2], one[0], options.work), every))
     print("\n".join([verdict(TASKS, runs), "", result_table(TASKS, runs)]))
     if options.out:
-        write(options.out, runs)
+        write(options.out, runs, options.work)
 
 
 if __name__ == "__main__":

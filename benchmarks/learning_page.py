@@ -26,6 +26,8 @@ class Task:
     settings: dict[str, Any]
     """Of whoever makes the problems up."""
     longest_prompt: int
+    hidden: int
+    """Width of the model."""
     warm_up: int
     """Steps of 64 answers."""
     steps: int
@@ -54,7 +56,6 @@ class Run:
     """The mean score of the sampled responses of each step."""
     seconds: float
     cpu_seconds: float
-    commands: list[str]
 
 
 def reached(task: Task, run: Run) -> bool:
@@ -125,8 +126,8 @@ def curve_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
 
 PAGE = """# Do PPO and GRPO learn?
 
-Written by `python benchmarks/learning.py --out docs/results.md`. Every run, with its curves and its commands, is in
-`benchmarks/results/learning.json`.
+Written by `python benchmarks/learning.py --out docs/results.md`. The curves of every run, and the commands, are
+in `benchmarks/results/learning.json`.
 
 {verdict}
 
@@ -134,15 +135,15 @@ Written by `python benchmarks/learning.py --out docs/results.md`. Every run, wit
 
 Means over {seeds} seeds, with the least and the most where they differ. Right is the share of {heldout} held-out
 problems that the greedy response gets right. The score is what the reward function gives for the same responses; a
-wrong one may get more than 0. What is stated stood in the script before the runs. The seconds are the median of a whole
-run, with its start and its validations.
+wrong one may get more than 0. What is stated was written into the script before these runs, after a few short
+trials. The seconds are the median of a whole run, with its start and its validations.
 
 ## What was trained
 
 {tasks}
 
-A qwen2 model of random weights, float32, with a token for each character: {model}. The warm-up is `camshaft sft` on a
-text in which {mistaken:.0%} of the answers have the task's mistake, so the model knows both ways then, and greedy it
+A qwen2 model of random weights, two layers, float32, with a token for each character. The warm-up is `camshaft sft` on
+a text in which {mistaken:.0%} of the answers have the task's mistake, so the model knows both ways then, and greedy it
 mostly goes the wrong one. There is one warm-up for each task, and all its runs start there; the seed of a run is that
 of its samples, of the order of its problems and of the critic's head. Words, numbers and scores of the `reasoning_gym`
 tasks are that package's own. No held-out problem is trained on, in the warm-up or later, nor one that has the same
@@ -174,14 +175,17 @@ those of CPU, a run waited for other work on the machine.
 
 
 def page(tasks: Mapping[str, Task], runs: Sequence[Run], **about: Any) -> str:
-    """What is told. `about`: model, mistaken, heldout, settings, machine."""
+    """What is told. `about`: mistaken, heldout, settings, machine."""
     names = [name for name in tasks if any(run.task == name for run in runs)]
-    rows = [[f"`{name}`", tasks[name].about, str(tasks[name].warm_up), str(tasks[name].steps)] for name in names]
+    rows = []
+    for name in names:
+        task = tasks[name]
+        rows.append([f"`{name}`", task.about, str(task.hidden), str(task.warm_up), str(task.steps)])
     return PAGE.format(
         verdict=verdict(tasks, runs),
         results=result_table(tasks, runs),
         seeds=len({run.seed for run in runs}),
-        tasks=table(["task", "problems", "steps of the warm-up", "steps of each run"], rows),
+        tasks=table(["task", "problems", "width", "steps of the warm-up", "steps of each run"], rows),
         curves=curve_table(tasks, runs),
         minutes=sum(run.cpu_seconds for run in runs) / 60,
         **about,

@@ -38,9 +38,7 @@ def few(learning: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def told(learning: Any, seed: int, correct: list[float], algorithm: str = "grpo", task: str = "gcd") -> Any:
     steps = [20 * i for i in range(len(correct))]
-    return learning.Run(
-        task, algorithm, seed, steps, correct, correct, [0.5], 60.0 + seed, 30.0 + seed, ["camshaft ppo"]
-    )
+    return learning.Run(task, algorithm, seed, steps, correct, correct, [0.5], 60.0 + seed, 30.0 + seed)
 
 
 def test_a_goal_is_reached_from_the_stated_start_or_below_and_not_from_above(few: Any) -> None:
@@ -75,7 +73,7 @@ def test_the_page_names_every_run_that_missed_its_goal(few: Any) -> None:
 
 def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "RESULTS", tmp_path / "learning.json")
-    few.write(tmp_path / "page.md", [told(few, 0, [0.4, 0.55, 0.8]), told(few, 1, [0.4, 0.5, 0.6])])
+    few.write(tmp_path / "page.md", [told(few, 0, [0.4, 0.55, 0.8]), told(few, 1, [0.4, 0.5, 0.6])], tmp_path)
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "**1 of 2 runs reached their goal.**" in text
     assert "| `gcd` | GRPO | 0 | 0.40 0.55 0.80 |" in text
@@ -84,6 +82,7 @@ def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monke
     assert "spell_backward" not in text, "nor did this task"
     kept = json.loads((tmp_path / "learning.json").read_text(encoding="utf-8"))
     assert [(run["seed"], run["reached"]) for run in kept["runs"]] == [(0, True), (1, False)]
+    assert [command.split()[:2] for command in kept["commands"]] == [["camshaft", "sft"], ["camshaft", "ppo"]]
     assert kept["stated"]["gcd"] == {"start": 0.5, "goal": 0.75}
 
 
@@ -159,7 +158,6 @@ def test_what_is_finished_is_not_run_again_until_it_is_asked_for_otherwise(
     monkeypatch.setattr(few, "camshaft", camshaft)
     first = both()
     assert (first.steps, first.correct, first.score, first.sampled) == ([0, 2], [0.25, 0.75], [0.3, 0.8], [0.4, 0.5])
-    assert [command.split()[:2] for command in first.commands] == [["camshaft", "sft"], ["camshaft", "ppo"]]
     assert both() == first
     assert ran == ["sft", "ppo"]
     monkeypatch.setitem(few.TRAINING, "actor_rollout_ref.actor.optim.lr", 1e-5)
