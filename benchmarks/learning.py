@@ -201,9 +201,8 @@ def warm_up_command(name: str, work: Path) -> list[str]:
 
 
 def warm_up(name: str, work: Path) -> None:
-    """The problems, a random model and the model that the runs of a task start from, unless they are there."""
+    """The model that the runs of a task start from, unless it is there."""
     folder, words = work / name, warm_up_command(name, work)
-    write_problems(name, folder / "data")
     kept, asked = folder / "warm_up" / "run.json", asked_of(name, work, words)
     if finished(kept, asked) is None:
         make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
@@ -339,6 +338,8 @@ def main() -> None:
     options = parser.parse_args()
     if min(options.seeds, options.jobs) < 1:
         parser.error("--seeds and --jobs are at least 1")
+    for name in options.task:
+        write_problems(name, options.work / name / "data")
     with ThreadPoolExecutor(options.jobs) as pool:
         list(pool.map(partial(warm_up, work=options.work), options.task))
         every = product(range(options.seeds), options.task, options.algorithms)
