@@ -1,0 +1,354 @@
+"""Whether PPO and GRPO learn: three tasks, five seeds each, with goals that are stated below, before the runs.
+
+    python benchmarks/learning.py --out docs/results.md
+    python benchmarks/learning.py --task gcd --algorithms grpo --seeds 1
+
+For each task a tiny model with random weights is warmed up by `camshaft sft` on a text in which six answers out of ten
+have the same mistake. From there `camshaft ppo` trains it with GAE and a critic (PPO), and with GRPO, once for each
+seed. What counts is the share of held-out problems that the greedy response gets right, before the first step and after
+the last one. A run reaches its goal if it begins at `start` or below and ends at `goal` or above.
+
+All of these are ordinary commands, and the JSON has them as they can be typed. A run that is finished is kept in the
+folder `--work`, so the same command goes on after an interruption; what has other settings or problems by then is run
+anew. Two runs at once (`--jobs`), each with one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from generation import machine
+from learning_page import Run, Task, page, reached, result_table, verdict
+
+from camshaft.data import write_arithmetic
+from camshaft.data.parquet import read_parquet, write_parquet
+from camshaft.data.reasoning_gym import write_reasoning_gym
+from camshaft.models.tiny import make_tiny_model
+
+RESULTS = Path(__file__).parent / "results" / "learning.json"
+NUM_HELDOUT = 256
+MISTAKEN = 0.6
+"""Share of the answers in the warm-up that have the mistake."""
+FIXED_SEED = 1
+"""Of problems, initial weights and warm-up; the seeds are those of the runs that start there."""
+
+
+def ends_swapped(backward: str) -> str:
+    """`lnug` becomes `lung`: of `gunl` the ends change places, and nothing else does."""
+    return backward if len(backward) < 2 else backward[0] + backward[-2:0:-1] + backward[-1]
+
+
+TASKS = {
+    "arithmetic": Task(
+        source="camshaft/arithmetic",
+        about="Sums of two numbers of two digits. The mistake: nothing is carried (57+68=15).",
+        num_train=7000,
+        settings={"left": (10, 99), "right": (10, 99), "careless": MISTAKEN},
+        longest_prompt=16,
+        hidden=96,
+        warm_up=800,
+        steps=40,
+        start=0.5,
+        goal=0.85,
+    ),
+    "spell_backward": Task(
+        source="reasoning_gym/spell_backward",
+        about="Words of three or four letters, backwards; the score is the share of letters in their place, less for "
+        "what is too long. The mistake: only the first and the last letter change places.",
+        num_train=3000,
+        settings={"min_word_len": 3, "max_word_len": 4},
+        longest_prompt=60,
+        hidden=64,
+        warm_up=300,
+        steps=80,
+        start=0.4,
+        goal=0.6,
+        mistake=ends_swapped,
+    ),
+    "gcd": Task(
+        source="reasoning_gym/gcd",
+        about="The greatest common divisor of two numbers up to 60. The mistake: 1, whatever the numbers are.",
+        num_train=2000,
+        settings={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
+        longest_prompt=112,
+        hidden=64,
+        warm_up=250,
+        steps=40,
+        start=0.4,
+        goal=0.5,
+        mistake=lambda answer: "1",
+    ),
+}
+
+
+def model(name: str) -> dict[str, Any]:
+    """Sizes of the model of a task."""
+    hidden = TASKS[name].hidden
+    return {"hidden": hidden, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 3 * hidden}
+
+
+WARM_UP: dict[str, Any] = {
+    "strategy": "reference",
+    "data.val_files": "null",
+    "data.max_length": 128,
+    "data.train_batch_size": 64,
+    "data.micro_batch_size_per_gpu": 64,
+    "optim.lr": 3e-3,
+    "optim.lr_scheduler_type": "cosine",
+    "optim.min_lr_ratio": 0.1,
+    "trainer.device": "cpu",
+    "trainer.logger": "[jsonl]",
+    "trainer.resume_mode": "disable",
+    "trainer.total_epochs": 1000,
+    "trainer.seed": FIXED_SEED,
+}
+
+TRAINING: dict[str, Any] = {
+    "data.train_batch_size": 32,
+    "data.val_batch_size": NUM_HELDOUT,
+    "data.max_response_length": 6,
+    "actor_rollout_ref.actor.strategy": "reference",
+    "actor_rollout_ref.actor.optim.lr": 5e-4,
+    "actor_rollout_ref.actor.entropy_coeff": 0.0,
+    "actor_rollout_ref.actor.ppo_mini_batch_size": 16,
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 64,
+    "actor_rollout_ref.rollout.name": "torch",
+    "actor_rollout_ref.rollout.dtype": "float32",
+    "actor_rollout_ref.rollout.n": 4,
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 128,
+    "custom_reward_function.num_workers": 1,
+    "custom_reward_function.on_error": "raise",
+    "trainer.device": "cpu",
+    "trainer.n_gpus_per_node": 1,
+    "trainer.logger": "[jsonl]",
+    "trainer.test_freq": 20,
+    "trainer.resume_mode": "disable",
+    "trainer.total_epochs": 1000,
+}
+"""Of both algorithms. Nothing holds them to the model that they start from, neither in the reward nor in the loss."""
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gae": {
+        "algorithm.adv_estimator": "gae",
+        "critic.strategy": "reference",
+        "critic.optim.lr": 1e-3,
+        "critic.ppo_micro_batch_size_per_gpu": 64,
+    },
+    "grpo": {"algorithm.adv_estimator": "grpo"},
+}
+
+
+# -- problems and the model that knows a little ---------------------------------------------------
+
+
+FILES = ("train.parquet", "heldout.parquet", "warm_up.parquet")
+
+
+def write_problems(name: str, folder: Path) -> None:
+    """Those files; the last has the problems of the first with answers."""
+    task = TASKS[name]
+    sizes: dict[str, Any] = {"num_train": task.num_train, "num_heldout": NUM_HELDOUT, "seed": FIXED_SEED}
+    if task.mistake is None:
+        made = write_arithmetic(folder, **sizes, **task.settings)
+        made.sft_train.replace(folder / "warm_up.parquet")
+        return
+    paths = write_reasoning_gym(folder, name, **sizes, settings=task.settings)
+    columns = ["data_source", "prompt", "reward_model", "extra_info"]
+    train, heldout = (read_parquet(path, columns).rows for path in (paths.train, paths.test))
+    kept_out = {question(row) for row in heldout}
+    train = [row for row in train if question(row) not in kept_out]
+    write_parquet(folder / "train.parquet", train)
+    paths.test.replace(folder / "heldout.parquet")
+    chance = random.Random(FIXED_SEED)
+    answered = []
+    for row in train:
+        right = row["reward_model"]["ground_truth"]
+        said = task.mistake(right) if chance.random() < MISTAKEN else right
+        answered.append({"prompt": row["prompt"], "response": said})
+    write_parquet(folder / "warm_up.parquet", answered)
+
+
+def question(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Its words in no order: 12, 18 asks what 18, 12 asks, so if one is held out, the other is not trained."""
+    return tuple(sorted(re.findall(r"\w+", row["prompt"][-1]["content"])))
+
+
+def warm_up_command(name: str, work: Path) -> list[str]:
+    own = {
+        "model.path": work / name / "model",
+        "data.train_files": work / name / "data" / "warm_up.parquet",
+        "trainer.total_training_steps": TASKS[name].warm_up,
+        "trainer.default_local_dir": work / name / "warm_up",
+    }
+    return command("sft", WARM_UP | own)
+
+
+def warm_up(name: str, work: Path) -> None:
+    """The model that the runs of a task start from, unless it is there."""
+    folder, words = work / name, warm_up_command(name, work)
+    kept, asked = folder / "warm_up" / "run.json", asked_of(name, work, words)
+    if finished(kept, asked) is None:
+        make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
+        seconds, cpu_seconds = camshaft(words, folder / "warm_up.log")
+        keep(kept, asked, {"seconds": seconds, "cpu_seconds": cpu_seconds})
+        print(f"{name} is warmed up, {seconds:.0f} s", flush=True)
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[str]:
+    task, folder = TASKS[name], work / name
+    own = {
+        "data.train_files": folder / "data" / "train.parquet",
+        "data.val_files": folder / "data" / "heldout.parquet",
+        "data.max_prompt_length": task.longest_prompt,
+        "actor_rollout_ref.model.path": folder / "warm_up" / "huggingface",
+        "trainer.total_training_steps": task.steps,
+        "trainer.default_local_dir": folder / f"{algorithm}_{seed}",
+        "trainer.seed": seed,
+    }
+    if algorithm == "gae":
+        own["critic.model.path"] = own["actor_rollout_ref.model.path"]
+    return command("ppo", TRAINING | ALGORITHMS[algorithm] | own)
+
+
+def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
+    """One run, unless it is there."""
+    words, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
+    before = warm_up_command(name, work)
+    kept, asked = folder / "run.json", asked_of(name, work, before, words)
+    told = finished(kept, asked)
+    if told is None:
+        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+        seconds, cpu_seconds = camshaft(words, folder.with_suffix(".log"))
+        curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
+        run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
+        told = keep(kept, asked, asdict(run))
+        print(f"{name} {algorithm} {seed}: {run.correct[0]:.3f} to {run.correct[-1]:.3f}, {seconds:.0f} s", flush=True)
+    return Run(**told)
+
+
+def read_curves(path: Path, source: str) -> tuple[list[int], list[float], list[float], list[float]]:
+    """Of the validations the steps, the shares of right answers and the scores; and of each step the sampled score."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    right = f"val-aux/{source}/correct/mean@1"
+    tried = [line for line in lines if right in line]
+    return (
+        [line["step"] for line in tried],
+        [line[right] for line in tried],
+        [line["val/reward/mean"] for line in tried],
+        [round(line["critic/score/mean"], 4) for line in lines if "critic/score/mean" in line],
+    )
+
+
+def command(name: str, settings: Mapping[str, Any]) -> list[str]:
+    return [name, *(f"{key}={value}" for key, value in settings.items())]
+
+
+def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
+    """Run it; returns its seconds, and the CPU seconds of all its processes."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.perf_counter()
+    with open(log, "w", encoding="utf-8") as out:
+        process = subprocess.Popen([sys.executable, "-m", "camshaft", *words], stdout=out, stderr=out)
+        _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise RuntimeError(f"status {process.returncode}, {log}: {log.read_text(encoding='utf-8')[-2000:]}")
+    return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
+
+
+def asked_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:
+    """What the outcome follows from, but for the code."""
+    problems = {file: hashlib.sha256((work / name / "data" / file).read_bytes()).hexdigest() for file in FILES}
+    return {"problems": problems, "model": model(name), "commands": commands}
+
+
+def finished(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What a run told, if there was one that was asked for the same."""
+    if not path.exists():
+        return None
+    kept = json.loads(path.read_text(encoding="utf-8"))
+    return kept["told"] if kept["asked"] == json.loads(json.dumps(asked)) else None
+
+
+def keep(path: Path, asked: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Written whole or not at all."""
+    half = path.with_suffix(".part")
+    half.write_text(json.dumps({"asked": asked, "told": told}, indent=1) + "\n", encoding="utf-8")
+    half.replace(path)
+    return told
+
+
+def write(out: Path, runs: Sequence[Run], work: Path) -> None:
+    """The page, and what it was made from."""
+    own = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
+    settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *own))
+    about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
+    out.write_text(page(TASKS, runs, **about), encoding="utf-8")
+    ran = dict.fromkeys((run.task, run.algorithm) for run in runs)
+    first = [warm_up_command(name, work) for name in dict.fromkeys(name for name, _ in ran)]
+    first += [training_command(name, algorithm, 0, work) for name, algorithm in ran]
+    told = {
+        "machine": machine(),
+        "stated": {name: {"start": task.start, "goal": task.goal} for name, task in TASKS.items()},
+        "models": {name: model(name) for name in TASKS},
+        "commands": [shlex.join(["camshaft", *words]) for words in first],
+        "runs": [asdict(run) | {"reached": reached(TASKS[run.task], run)} for run in runs],
+    }
+    RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def some_of(known: Mapping[str, Any], text: str) -> list[str]:
+    """For argparse: names with commas between them."""
+    names = text.split(",")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"there is no '{unknown[0]}'; known: {', '.join(known)}")
+    return names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--task", type=partial(some_of, TASKS), default=list(TASKS), help=", ".join(TASKS))
+    parser.add_argument(
+        "--algorithms", type=partial(some_of, ALGORITHMS), default=list(ALGORITHMS), help=", ".join(ALGORITHMS)
+    )
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each task and algorithm (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("outputs/learning"), help="where runs are kept (%(default)s)")
+    parser.add_argument("--out", type=Path, help=f"write the page here, and {RESULTS.name} beside this script")
+    options = parser.parse_args()
+    if min(options.seeds, options.jobs) < 1:
+        parser.error("--seeds and --jobs are at least 1")
+    for name in options.task:
+        write_problems(name, options.work / name / "data")
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(partial(warm_up, work=options.work), options.task))
+        every = product(range(options.seeds), options.task, options.algorithms)
+        runs = list(pool.map(lambda one: train(one[1], one[2], one[0], options.work), every))
+    print("\n".join([verdict(TASKS, runs), "", result_table(TASKS, runs)]))
+    if options.out:
+        write(options.out, runs, options.work)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

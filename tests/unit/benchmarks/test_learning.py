@@ -1,0 +1,174 @@
+"""The sums and the page of `benchmarks/learning.py`, its problems, and that it goes on where it was interrupted."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from camshaft.config import load_ppo, load_sft
+from camshaft.data.parquet import read_parquet
+from camshaft.models.tiny import make_tiny_model
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def learning() -> Iterator[Any]:
+    """The script, as Python finds it when it is started."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("learning")
+        for name in ("learning", "learning_page", "generation"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def few(learning: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script with few problems."""
+    small = {name: replace(task, num_train=200, start=0.5, goal=0.75) for name, task in learning.TASKS.items()}
+    monkeypatch.setattr(learning, "TASKS", small)
+    monkeypatch.setattr(learning, "NUM_HELDOUT", 40)
+    return learning
+
+
+def told(learning: Any, seed: int, correct: list[float], algorithm: str = "grpo", task: str = "gcd") -> Any:
+    steps = [20 * i for i in range(len(correct))]
+    return learning.Run(task, algorithm, seed, steps, correct, correct, [0.5], 60.0 + seed, 30.0 + seed)
+
+
+def test_a_goal_is_reached_from_the_stated_start_or_below_and_not_from_above(few: Any) -> None:
+    def reached(*correct: float) -> bool:
+        return few.reached(few.TASKS["gcd"], told(few, 0, list(correct)))
+
+    assert reached(0.5, 0.2, 0.75)
+    assert not reached(0.5, 0.9, 0.74)
+    assert not reached(0.51, 0.9)
+
+
+def test_the_table_has_mean_least_most_and_how_many_reached_the_goal(few: Any) -> None:
+    runs = [told(few, 2, [0.4, 0.8]), told(few, 0, [0.4, 0.9]), told(few, 1, [0.4, 0.6])]
+    runs.append(told(few, 0, [0.25, 1.0], "gae"))
+    _, _, *rows = few.result_table(few.TASKS, runs).splitlines()
+    assert rows == [
+        "| `gcd` | PPO | 0.25 | at most 0.5 | **1.00** | at least 0.75 | 1 of 1 | 0.25 | 1.00 | 60 | 30 |",
+        "| `gcd` | GRPO | 0.40 | at most 0.5 | **0.77 (0.60-0.90)** | at least 0.75 | 2 of 3 "
+        "| 0.40 | 0.77 (0.60-0.90) | 61 | 31 |",
+    ]
+
+
+def test_the_page_names_every_run_that_missed_its_goal(few: Any) -> None:
+    good, bad = told(few, 0, [0.4, 0.8]), told(few, 3, [0.4, 0.61], "gae", "arithmetic")
+    assert few.verdict(few.TASKS, [good]) == "**All 1 runs reached their goal.**"
+    assert few.verdict(few.TASKS, [good, bad]).splitlines() == [
+        "**1 of 2 runs reached their goal.** These did not:",
+        "",
+        "- PPO on `arithmetic`, seed 3: from 0.400 to 0.610; stated were at most 0.5 and at least 0.75",
+    ]
+
+
+def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few, "RESULTS", tmp_path / "learning.json")
+    few.write(tmp_path / "page.md", [told(few, 0, [0.4, 0.55, 0.8]), told(few, 1, [0.4, 0.5, 0.6])], tmp_path)
+    text = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert "**1 of 2 runs reached their goal.**" in text
+    assert "| `gcd` | GRPO | 0 | 0.40 0.55 0.80 |" in text
+    assert "algorithm.adv_estimator=grpo" in text
+    assert "adv_estimator=gae" not in text, "PPO did not run"
+    assert "| `spell_backward`" not in text, "nor did this task"
+    kept = json.loads((tmp_path / "learning.json").read_text(encoding="utf-8"))
+    assert [(run["seed"], run["reached"]) for run in kept["runs"]] == [(0, True), (1, False)]
+    assert [command.split()[:2] for command in kept["commands"]] == [["camshaft", "sft"], ["camshaft", "ppo"]]
+    assert kept["stated"]["gcd"] == {"start": 0.5, "goal": 0.75}
+
+
+def test_the_mistake_in_spelling_changes_the_ends_alone(learning: Any) -> None:
+    assert [learning.ends_swapped(word[::-1]) for word in ("gunl", "sun", "at", "a")] == ["lung", "nus", "ta", "a"]
+
+
+@pytest.mark.parametrize("name", ["gcd", "spell_backward"])
+def test_what_is_held_out_is_not_trained_and_six_of_ten_answers_are_mistaken(
+    name: str, few: Any, tmp_path: Path
+) -> None:
+    few.write_problems(name, tmp_path)
+    columns = ["prompt", "reward_model"]
+    train, heldout = (read_parquet(tmp_path / f"{split}.parquet", columns).rows for split in ("train", "heldout"))
+    asked = {few.question(row) for row in heldout}
+    assert len(heldout) == 40
+    assert asked.isdisjoint(few.question(row) for row in train)
+    answers = [row["response"] for row in read_parquet(tmp_path / "warm_up.parquet", ["prompt", "response"]).rows]
+    right = [row["reward_model"]["ground_truth"] for row in train]
+    other = [few.TASKS[name].mistake(answer) for answer in right]
+    assert all(answer in pair for answer, *pair in zip(answers, right, other, strict=True))
+    distinct = [(answer, wrong) for answer, ok, wrong in zip(answers, right, other, strict=True) if ok != wrong]
+    assert 0.45 < sum(answer == wrong for answer, wrong in distinct) / len(distinct) < 0.75
+
+
+def test_two_numbers_in_another_order_are_the_same_question(learning: Any) -> None:
+    one, mirrored, other = (
+        {"prompt": [{"role": "user", "content": f"Find the GCD of {a}, {b}."}]}
+        for a, b in ((12, 18), (18, 12), (12, 8))
+    )
+    assert learning.question(one) == learning.question(mirrored) != learning.question(other)
+
+
+def test_every_command_has_a_config_that_passes_all_checks(learning: Any, tmp_path: Path) -> None:
+    for name, task in learning.TASKS.items():
+        for folder in ("model", "warm_up/huggingface"):
+            make_tiny_model(tmp_path / name / folder)
+        (tmp_path / name / "data").mkdir()
+        for file in learning.FILES:
+            (tmp_path / name / "data" / file).touch()
+        assert load_sft(learning.warm_up_command(name, tmp_path)[1:]).trainer.total_training_steps == task.warm_up
+        for algorithm in learning.ALGORITHMS:
+            config = load_ppo(learning.training_command(name, algorithm, 3, tmp_path)[1:])
+            assert (config.algorithm.adv_estimator, config.trainer.seed) == (algorithm, 3)
+
+
+def test_what_is_finished_is_not_run_again_until_it_is_asked_for_otherwise(
+    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = []
+
+    def camshaft(words: list[str], log: Path) -> tuple[float, float]:
+        ran.append(words[0])
+        log.with_suffix("").mkdir(exist_ok=True)
+        if words[0] == "ppo":
+            lines = [
+                {"step": 0, "val-aux/camshaft/arithmetic/correct/mean@1": 0.25, "val/reward/mean": 0.3},
+                {"step": 1, "critic/score/mean": 0.4},
+                {
+                    "step": 2,
+                    "critic/score/mean": 0.5,
+                    "val-aux/camshaft/arithmetic/correct/mean@1": 0.75,
+                    "val/reward/mean": 0.8,
+                },
+            ]
+            (log.with_suffix("") / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+        return 2.0, 1.0
+
+    def both() -> Any:
+        few.write_problems("arithmetic", tmp_path / "arithmetic" / "data")
+        few.warm_up("arithmetic", tmp_path)
+        return few.train("arithmetic", "grpo", 0, tmp_path)
+
+    monkeypatch.setattr(few, "camshaft", camshaft)
+    first = both()
+    assert (first.steps, first.correct, first.score, first.sampled) == ([0, 2], [0.25, 0.75], [0.3, 0.8], [0.4, 0.5])
+    assert both() == first
+    assert ran == ["sft", "ppo"]
+    monkeypatch.setitem(few.TRAINING, "actor_rollout_ref.actor.optim.lr", 1e-5)
+    both()
+    assert ran == ["sft", "ppo", "ppo"]
+    monkeypatch.setitem(few.TASKS, "arithmetic", replace(few.TASKS["arithmetic"], num_train=199))
+    both()
+    assert ran == ["sft", "ppo", "ppo", "sft", "ppo"]
+
+
+def test_a_run_that_fails_is_told_with_the_end_of_its_log(learning: Any, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"status 2, .*ppo\.log: (.|\n)*no_such_key"):
+        learning.camshaft(["ppo", "no_such_key=1"], tmp_path / "ppo.log")
