@@ -2,6 +2,7 @@
 
     loop = CarefulLoop(folder)
     loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
+    loop.step(prompts)          # GRPO: generate, score, log-probs, advantages, update
 
 Rows are sorted by length, so that a micro-batch is padded to the longest of rows that are nearly as long. Padding is
 on the right, where causal attention does not see it and needs no mask. Only what predicts a response token goes
@@ -18,16 +19,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from workload import CLIP, GRAD_CLIP, LEARNING_RATE, MICRO_BATCH, MINI_BATCH, Rows
+from workload import CLIP, GRAD_CLIP, LEARNING_RATE, LONGEST_ANSWER, MICRO_BATCH, MINI_BATCH, SAMPLES, Rows, even_share
 
 
 class CarefulLoop:
     """PPO's clipped loss, mean over the tokens of a mini-batch."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE):
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.model.config.use_cache = False
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
 
     def log_probs(self, rows: Rows) -> Tensor:
         """Of all response tokens, row after row."""
@@ -61,3 +61,35 @@ class CarefulLoop:
             losses.append(float(total))
             norms.append(float(norm))
         return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[Tensor]) -> list[Tensor]:
+        """`SAMPLES` responses to each prompt, with their end mark if they have one."""
+        width, end = max(map(len, prompts)), self.model.config.eos_token_id
+        ids = torch.stack([F.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
+        mask = torch.stack([F.pad(torch.ones_like(prompt), (width - len(prompt), 0)) for prompt in prompts])
+        config = transformers.GenerationConfig(
+            do_sample=True, top_k=0, max_new_tokens=LONGEST_ANSWER, num_return_sequences=SAMPLES, pad_token_id=0,
+            eos_token_id=end,
+        )  # fmt: skip
+        found = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
+        ends = (found == end).float()
+        lengths = torch.where(ends.any(dim=1), ends.argmax(dim=1) + 1, found.shape[1]).tolist()
+        return [row[:length].clone() for row, length in zip(found, lengths, strict=True)]
+
+    def step(self, prompts: list[Tensor]) -> dict[str, float]:
+        responses = self.generate(prompts)
+        repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
+        scores = torch.tensor([even_share(response.tolist()) for response in responses]).view(-1, SAMPLES)
+        advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).flatten()
+        rows = Rows(repeated, responses, [], [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
+        order = sorted(range(len(rows)), key=lambda row: len(repeated[row]) + len(responses[row]))
+        old: list[Tensor] = [torch.empty(0)] * len(rows)
+        with torch.no_grad():
+            for start in range(0, len(order), MICRO_BATCH):
+                numbers = order[start : start + MICRO_BATCH]
+                found = self.log_probs(rows.part(numbers))
+                for row, part in zip(numbers, found.split([len(responses[n]) for n in numbers]), strict=True):
+                    old[row] = part
+        self.update(Rows(repeated, responses, old, rows.advantages))
+        return {"tokens": float(sum(map(len, responses)))}

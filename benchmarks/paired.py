@@ -75,9 +75,9 @@ class Sides:
             process.kill()
             process.wait()
 
-    def rounds(self, count: int) -> list[Round]:
-        """After a first one that does not count, and in which all have to compute the same."""
-        agree(self._round(-1))
+    def rounds(self, count: int, alike: Sequence[str] = ()) -> list[Round]:
+        """After a first one that does not count, in which all have to tell the same of what `alike` names."""
+        agree(self._round(-1), alike)
         return [self._round(number) for number in range(count)]
 
     def _round(self, number: int) -> Round:
@@ -110,17 +110,15 @@ def middle(rounds: Sequence[Round], name: str, what: str) -> float:
     return statistics.median(each[name][what] for each in rounds)
 
 
-def agree(found: Round, within: float = 1e-3) -> None:
-    """All sides that tell what they computed tell the same: a faster way to compute something else is none.
+def agree(found: Round, alike: Sequence[str], within: float = 1e-3) -> None:
+    """All sides that tell these numbers tell the same: a faster way to compute something else is none.
 
     For sides that start alike: from step to step, what rounding did to the last one grows.
     """
-    told = {name: spent["told"] for name, spent in found.items() if spent["told"]}
-    for name, numbers in told.items():
-        for other, others in told.items():
-            for key in numbers.keys() & others.keys():
-                if not math.isclose(numbers[key], others[key], rel_tol=within, abs_tol=within):
-                    raise SystemExit(f"{name} and {other} computed different things: {key} {numbers} {others}")
+    for key in alike:
+        told = {name: spent["told"][key] for name, spent in found.items() if key in spent["told"]}
+        if not math.isclose(min(told.values()), max(told.values()), rel_tol=within, abs_tol=within):
+            raise SystemExit(f"these sides computed different things, {key}: {told}")
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:

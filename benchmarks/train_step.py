@@ -26,63 +26,13 @@ from paired import Case, Sides, middle, ratio, report, serve, table
 from roofline import matmul_rate, update_operations
 
 
-class Camshaft:
-    """The actor's role, alone."""
-
-    def __init__(self, folder: Path):
-        from camshaft.config import Topology, load_ppo
-        from camshaft.roles.actor import ActorWorker
-
-        settings = {
-            "actor_rollout_ref.model.path": folder,
-            "actor_rollout_ref.actor.strategy": "reference",
-            "actor_rollout_ref.actor.ppo_mini_batch_size": workload.MINI_BATCH // workload.SAMPLES,
-            "actor_rollout_ref.actor.use_dynamic_bsz": True,
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
-            "actor_rollout_ref.actor.clip_ratio": workload.CLIP,
-            "actor_rollout_ref.actor.entropy_coeff": 0,
-            "actor_rollout_ref.actor.grad_clip": workload.GRAD_CLIP,
-            "actor_rollout_ref.actor.optim.lr": workload.LEARNING_RATE,
-            "actor_rollout_ref.actor.optim.weight_decay": 0.01,
-            "actor_rollout_ref.rollout.n": workload.SAMPLES,
-            "data.train_batch_size": workload.PROMPTS,
-            "data.max_prompt_length": workload.LONGEST_PROMPT,
-            "data.max_response_length": workload.LONGEST_RESPONSE,
-            "data.train_files": folder / "train.parquet",  # nobody reads it, and a config wants one that is there
-            "data.val_files": "null",
-            "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
-            "trainer.val_before_train": False,
-            "trainer.test_freq": -1,
-            "algorithm.adv_estimator": "grpo",
-            "trainer.device": "cpu",
-            "trainer.nnodes": 1,
-            "trainer.n_gpus_per_node": 1,
-        }
-        self.actor = ActorWorker(load_ppo([f"{k}={v}" for k, v in settings.items()]), Topology(), total_steps=1000)
-        self.actor.init_model()
-
-    def update(self, rows: workload.Rows) -> dict[str, float]:
-        from camshaft.dataproto import DataProto, Ragged
-
-        responses = Ragged.from_rows(rows.responses)
-        data = DataProto.from_dict(
-            {
-                "prompts": Ragged.from_rows(rows.prompts),
-                "responses": responses,
-                "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
-                "old_log_probs": Ragged.from_rows(rows.old_log_probs),
-                "advantages": Ragged.from_rows([a.contiguous() for a in rows.advantages]),
-            }
-        )
-        metrics = self.actor.update_actor(data, dealt=True).meta_info["metrics"]
-        return {"loss": metrics["actor/pg_loss"], "grad_norm": metrics["actor/grad_norm"]}
-
-
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     """One side, ready for its rounds."""
     folder, vocabulary = Path(case["folder"]), workload.SHAPES[case["model"]].vocab_size
     if name == "camshaft":
-        loop: Any = Camshaft(folder)
+        from camshaft_side import ActorUpdate
+
+        loop: Any = ActorUpdate(folder)
     elif name == "careful":
         from careful import CarefulLoop
 
@@ -103,7 +53,7 @@ def compared(model: str, names: list[str], threads: int, rounds: int) -> list[di
         make_tiny_model(folder, **shape.options())
         (Path(folder) / "train.parquet").touch()
         with Sides(Path(__file__).name, names, {"folder": folder, "model": model}, threads) as sides:
-            found = sides.rounds(rounds)
+            found = sides.rounds(rounds, alike=("loss", "grad_norm"))
     torch.set_num_threads(threads)
     rows = [workload.training_rows(shape.vocab_size, number + 1) for number in range(rounds)]
     tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)

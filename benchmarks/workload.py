@@ -11,6 +11,8 @@ as another: the mean row is half as long as the longest that there can be, which
 
 from __future__ import annotations
 
+import string
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,8 +25,13 @@ MINI_BATCH = 64
 """Rows of one optimizer step: two steps a batch."""
 MICRO_BATCH = 16
 """Rows of one forward and backward pass, of those who count rows."""
+TOKEN_BUDGET = 2048
+"""Tokens of one pass, of those who count tokens."""
+LONGEST_ANSWER = 96
+"""Tokens of a response in a whole step."""
 FIRST_WORD = 3
 """Ids below it are the tokenizer's marks."""
+LETTERS = string.ascii_letters + string.digits
 CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
 
 
@@ -68,7 +75,8 @@ class Rows:
     advantages: list[Tensor]
 
     def part(self, numbers: list[int]) -> Rows:
-        return Rows(*([column[number] for number in numbers] for column in vars(self).values()))
+        """Some rows; a column that is not there yet stays empty."""
+        return Rows(*([column[number] for number in numbers] if column else [] for column in vars(self).values()))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -91,3 +99,15 @@ def training_rows(vocabulary: int, seed: int) -> Rows:
     old = [die + 0.1 * torch.randn(len(response), generator=random) for response in responses]
     advantages = torch.randn(len(responses), generator=random)
     return Rows(prompts, responses, old, [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
+
+
+def prompt_texts(seed: int) -> list[str]:
+    """`PROMPTS` texts of 1 to 64 letters, a token each."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, LONGEST_PROMPT + 1, (PROMPTS,), generator=random).tolist()
+    return ["".join(LETTERS[i] for i in torch.randint(0, len(LETTERS), (n,), generator=random)) for n in lengths]
+
+
+def even_share(response: Sequence[int]) -> float:
+    """A reward that costs nothing: the share of even token ids."""
+    return sum(token % 2 == 0 for token in response) / max(len(response), 1)

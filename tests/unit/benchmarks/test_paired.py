@@ -25,9 +25,9 @@ def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
 
 
 def test_sides_that_tell_different_losses_are_found_out() -> None:
-    paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.5001), "silent": spent(1)})
-    with pytest.raises(SystemExit, match="computed different things: loss"):
-        paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)})
+    paired.agree({"a": spent(1, loss=0.5, more=1), "b": spent(1, loss=0.5001, more=2), "silent": spent(1)}, ["loss"])
+    with pytest.raises(SystemExit, match=r"computed different things, loss: \{'a': 0.5, 'b': 0.51\}"):
+        paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)}, ["loss"])
 
 
 def test_operations_are_counted_by_hand() -> None:
