@@ -7,6 +7,8 @@
 # make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (hours)
 # make test-cluster  Ray at length: kill -9 of each kind of process, twenty times; two machines; the scripts (half an hour)
 # make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
+# make bench         updates and whole steps beside a careful loop by hand and the textbook loop (some five minutes)
+# make bench-check   fails where a ratio of these fell by more than a margin below the committed one
 # make check   format, lint, types
 # `.venv`, and `.venv-vllm` and `.venv-sglang` beside it, are made when they are missing or when the pinned versions change.
 
@@ -19,7 +21,7 @@ VLLM_INSTALLED := $(VLLM)/.installed
 SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 
-.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu check format docs clean install
+.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-check check format docs clean install
 
 install: $(INSTALLED)
 
@@ -76,6 +78,13 @@ test-cluster: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/train_step.py --models 1M,4M --against careful,transformers --rounds 3
+	$(BIN)/python benchmarks/ppo_step.py --models 1M --rounds 3
+
+bench-check: $(INSTALLED)
+	$(BIN)/python benchmarks/check.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

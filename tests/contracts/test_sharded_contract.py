@@ -28,6 +28,7 @@ NUMBERS_APART = NUMBERS | {
     "predictions",
     "norm is before clipping",
     "split invariance",
+    "rows that begin alike",
     "offload changes nothing",
     "seat and shards",
     "weights have hugging face names",

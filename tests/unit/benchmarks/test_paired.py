@@ -30,6 +30,17 @@ def test_sides_that_tell_different_losses_are_found_out() -> None:
         paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)}, ["loss"])
 
 
+def test_a_ratio_that_fell_further_than_the_margin_is_named() -> None:
+    from check import CASES, committed, slower
+
+    assert slower("steps", {"careful": 2.0}, {"careful": 1.75}) == []
+    assert slower("steps", {"careful": 2.0}, {"careful": 1.65}) == [
+        "steps: careful takes 1.65 times what camshaft takes, and took 2.00"
+    ]
+    for name, (_, sides) in CASES.items():
+        assert all(committed(name)[side] > 1 for side in sides)
+
+
 def test_operations_are_counted_by_hand() -> None:
     shape = workload.Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocab_size=10)
     # Of each layer: q and o 4 x 4, k and v 4 x 2, gate, up and down 4 x 8.
