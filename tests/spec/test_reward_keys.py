@@ -115,7 +115,7 @@ def test_the_key_changes_the_penalty_for_long_responses(
     """Each response is worth 1; at most 8 tokens, of which there are 4, 6 and 8."""
     batch, ones = batch_of([4, 6, 8]), torch.ones(3)
     given = RewardResult(ones, {}, (), (), (), on_last_token(ones, batch.ragged("response_mask")))
-    function = SimpleNamespace(score=lambda batch, decode: given)
+    function = SimpleNamespace(score=lambda batch, decode, begun=None: given)
     monkeypatch.setattr("camshaft.trainer.scoring.build_rewards", lambda custom: function)
     typed, beside, look, before, after = PENALTIES[key.rpartition(".")[2]]
     base = {"reward_model.enable": False, "data.max_response_length": 8, **beside}
