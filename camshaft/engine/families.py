@@ -1,7 +1,7 @@
 """Rows that begin alike: the prompt of many responses is packed, and computed, once.
 
     found = families(ids, mask)                 # [Family(rows=(0, 1, 5), shared=12), Family(rows=(2,), shared=0), ...]
-    packed = pack(ids, mask, found)             # tokens, lengths and parents for a `PackedModel`, and where to look
+    packed = pack(ids, at, found)               # tokens, lengths and parents for a `PackedModel`, and where to look
 
 What rows share is what stands before their first counted token, where that is the same in all of them: the prompt of
 a group of samples, or the first turns of a conversation. It is exact: a token does not see what comes after it, so
@@ -63,14 +63,11 @@ def families(ids: Ragged, mask: Ragged) -> list[Family]:
     return [Family(tuple(rows), before[key] if len(rows) > 1 else 0) for key, rows in members.items()]
 
 
-def alone(ids: Ragged) -> list[Family]:
-    """Every row for itself."""
-    return [Family((row,), 0) for row in range(len(ids))]
+def pack(ids: Ragged, at: Tensor, found: Sequence[Family] = ()) -> Packing:
+    """The families one after the other: what is shared, then the rest of each row; without any, the rows as they are.
 
-
-def pack(ids: Ragged, mask: Ragged, found: Sequence[Family]) -> Packing:
-    """The families one after the other: what is shared, then the rest of each row."""
-    at = mask.values.nonzero().squeeze(-1).cpu()
+    `at` says where the counted tokens are in the rows.
+    """
     if not any(family.shared for family in found):
         return Packing(ids.values, ids.lengths.tolist(), None, at)
     sizes = ids.lengths.tolist()

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-from camshaft.engine.families import alone, families, pack
+from camshaft.engine.families import families, pack
 from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
 from camshaft.errors import BatchError, EngineError
 from camshaft.models.packed import Untouched
@@ -88,13 +88,14 @@ def packed_forward(
 ) -> dict[str, Any]:
     """The model's outputs for one micro-batch, aligned with the rows of `inputs`; `share`: equal prompts once."""
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
-    packed = pack(ids, mask, families(ids, mask) if share else alone(ids))
+    at = mask.values.nonzero().squeeze(-1).cpu()
+    packed = pack(ids, at, families(ids, mask) if share else ())
     tokens, where = packed.tokens.to(device), Untouched(packed.at)  # the model looks at it without waiting for a device
     log_q = None
     if "full_kl" in ctx["outputs"]:
         log_q = Untouched(packed.of_tokens(inputs.ragged("log_q").values).to(device))
     flat = module(tokens, packed.lengths, where, ctx["outputs"], ctx["temperature"], log_q, packed.parents)
-    at = mask.values.nonzero().squeeze(-1).to(device, non_blocking=True)
+    at = at.to(device, non_blocking=True)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
@@ -136,7 +137,8 @@ class MicroBatchRun:
         whole = as_batch(batch)
         ctx = self._counted(whole, checked_context(ctx, self.head, self.device))
         lengths = whole.ragged("input_ids").lengths
-        found = families(whole.ragged("input_ids"), whole.ragged("loss_mask")) if self.share else None
+        apart = not self.share or self.max_tokens is None
+        found = None if apart else families(whole.ragged("input_ids"), whole.ragged("loss_mask"))
         plan = plan_micro_batches(lengths, self.size, self.max_tokens, self.most_over_ranks, self.pivot, found)
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}

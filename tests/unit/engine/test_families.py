@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.families import Family, alone, families, pack
+from camshaft.engine.families import Family, families, pack
 from camshaft.engine.microbatch import plan_micro_batches
 from camshaft.engine.reference import ReferenceEngine
 from camshaft.models.tiny import make_tiny_model
@@ -26,12 +26,12 @@ def test_rows_with_one_prompt_are_a_family_wherever_they_stand() -> None:
 def test_a_row_without_a_counted_token_or_without_a_prompt_is_alone() -> None:
     ids, mask = batch(("abc", "x"), ("abc", "y"), ("", "abc"), ("", "abc"))
     mask.values[mask.row_ids() == 1] = False
-    assert families(ids, mask) == alone(ids)
+    assert families(ids, mask) == [Family((row,), 0) for row in range(4)]
 
 
 def test_the_prompt_is_packed_once_and_every_counted_token_is_found_again() -> None:
     ids, mask = batch(("abc", "xy"), ("d", "zz"), ("abc", "w"))
-    packed = pack(ids, mask, families(ids, mask))
+    packed = pack(ids, mask.values.nonzero()[:, 0], families(ids, mask))
     letters = "".join(chr(int(token) + 90) for token in packed.tokens)
     assert letters == "abc" + "xy" + "w" + "dzz"
     assert (packed.lengths, packed.parents) == ([3, 2, 1, 3], [None, 0, 0, None])
@@ -40,7 +40,7 @@ def test_the_prompt_is_packed_once_and_every_counted_token_is_found_again() -> N
 
 def test_rows_that_share_nothing_are_packed_as_they_are() -> None:
     ids, mask = batch(("abc", "xy"), ("d", "zz"))
-    packed = pack(ids, mask, families(ids, mask))
+    packed = pack(ids, mask.values.nonzero()[:, 0], families(ids, mask))
     assert packed.tokens is ids.values
     assert (packed.lengths, packed.parents) == ([5, 3], None)
 
