@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 import torch
 import transformers
+from machine import machine
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.tiny import make_tiny_model
@@ -200,19 +200,6 @@ def lines_of(model: str, prompt_length: int, found: dict[str, list[Spent]], toke
             cells.append(f"**{by_wall:.2f}** / {by_cpu:.2f} / {best:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
-
-
-def machine() -> str:
-    """The processor, without a name of its own, and the versions."""
-    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    if importlib.util.find_spec("vllm"):
-        import vllm  # pyright: ignore[reportMissingImports]
-
-        versions += f", vllm {vllm.__version__}"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {capability}, {versions}"
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from generation import machine
 from learning_page import Run, Task, page, reached, result_table, verdict
+from machine import machine
 
 from camshaft.data import write_arithmetic
 from camshaft.data.parquet import read_parquet, write_parquet

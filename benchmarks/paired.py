@@ -11,10 +11,10 @@ all sides alike, and the ratio within a round the least; only ratios are compare
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from machine import machine
 
 Case = dict[str, Any]
 Round = dict[str, dict[str, Any]]
@@ -131,6 +131,29 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def main(
+    about: str,
+    compared: Callable[[str, list[str], int, int], list[dict[str, Any]]],
+    columns: dict[str, str],
+    models: str,
+    against: str,
+) -> None:
+    """The command line of a script: its comparison for each model and number of threads."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--against", default=against)
+    parser.add_argument("--models", default=models)
+    parser.add_argument("--threads", default="1")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
+    options = parser.parse_args()
+    found = []
+    for model in options.models.split(","):
+        for threads in options.threads.split(","):
+            found += compared(model, ["camshaft", *options.against.split(",")], int(threads), options.rounds)
+            print(table(found, columns), flush=True)
+    report(about, found, columns, options.out, f"{options.rounds} rounds")
+
+
 def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], out: str | None, how: str) -> None:
     """The result as a page and as JSON, with what it was measured on."""
     if out is None:
@@ -162,12 +185,3 @@ def _status(field: str) -> int:
         return 0
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
-
-
-def machine() -> str:
-    """The processor, without a name of its own, and the versions."""
-    about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
-    names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
-    kind = f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores"
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{kind}, {capability}, torch {torch.__version__}, transformers {transformers.__version__}"

@@ -13,7 +13,6 @@ one policy. Sides draw different tokens, so what counts is the time for each tok
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -23,12 +22,12 @@ from typing import Any
 
 import torch
 import workload
-from paired import Case, Sides, middle, ratio, report, serve, table
+from paired import Case, Sides, main, middle, ratio, serve
 
 LEARNING_RATE = 1e-7
 MEAN_ANSWER = 32
 PHASES = ("gen", "old_log_prob", "update_actor")
-"""Where camshaft runs a model."""
+"""Where camshaft runs a model; what is left of a step is outside of models."""
 
 
 def teach_lengths(folder: Path, vocabulary: int, steps: int = 60) -> None:
@@ -93,7 +92,7 @@ def compared(model: str, names: list[str], threads: int, rounds: int) -> list[di
             "tokens_per_cpu_second": 1 / middle(found, side, "cpu"),
             "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
             "wall_ratio": ratio(found, side, "camshaft", "wall"),
-            "outside": 1 - sum(inside) / sum(whole) if side == "camshaft" else None,
+            "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
         }
         for side in names
     ]
@@ -108,28 +107,12 @@ COLUMNS = {
     "tokens / CPU s": "{tokens_per_cpu_second:.0f}",
     "side / camshaft: CPU": "**{cpu_ratio:.2f}**",
     "wall": "{wall_ratio:.2f}",
+    "outside of models": "{outside}",
 }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--against", default="careful")
-    parser.add_argument("--models", default="1M,4M")
-    parser.add_argument("--threads", default="1")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
-    options = parser.parse_args()
-    found = []
-    for model in options.models.split(","):
-        for threads in options.threads.split(","):
-            found += compared(model, ["camshaft", *options.against.split(",")], int(threads), options.rounds)
-            print(table(found, COLUMNS), flush=True)
-            print(f"outside of generation, forward and backward: {found[-2]['outside']:.1%} of the step", flush=True)
-    report(__doc__ or "", found, COLUMNS, options.out, f"{options.rounds} rounds")
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        main()
+        main(__doc__ or "", compared, COLUMNS, models="1M,4M", against="careful")

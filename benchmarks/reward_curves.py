@@ -45,7 +45,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from generation import machine
+from machine import machine
 
 from camshaft.config import load_ppo
 from camshaft.data import write_arithmetic

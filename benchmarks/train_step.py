@@ -12,7 +12,6 @@ same loss have to tell the same losses and gradient norms.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import workload
-from paired import Case, Sides, middle, ratio, report, serve, table
+from paired import Case, Sides, main, middle, ratio, serve
 from roofline import matmul_rate, update_operations
 
 
@@ -92,24 +91,8 @@ COLUMNS = {
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--against", default="careful,transformers,trainer")
-    parser.add_argument("--models", default=",".join(workload.SHAPES))
-    parser.add_argument("--threads", default="1")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
-    options = parser.parse_args()
-    found = []
-    for model in options.models.split(","):
-        for threads in options.threads.split(","):
-            found += compared(model, ["camshaft", *options.against.split(",")], int(threads), options.rounds)
-            print(table(found, COLUMNS), flush=True)
-    report(__doc__ or "", found, COLUMNS, options.out, f"{options.rounds} rounds")
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        main()
+        main(__doc__ or "", compared, COLUMNS, models=",".join(workload.SHAPES), against="careful,transformers,trainer")

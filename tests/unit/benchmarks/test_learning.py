@@ -23,7 +23,7 @@ def learning() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("learning")
-        for name in ("learning", "learning_page", "generation"):
+        for name in ("learning", "learning_page", "machine"):
             del sys.modules[name]
 
 
