@@ -13,7 +13,7 @@ from typing import Any, Literal
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.fields import DType
 from camshaft.config.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
-from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection
+from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection, ResponsesModelConfig
 from camshaft.config.reward import RewardModelConfig
 from camshaft.config.rm import RMConfig
 from camshaft.config.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
@@ -106,7 +106,7 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
     options = training_options(actor.strategy, actor.fsdp_config, actor, model.enable_activation_offload)
     return _engine(
         config,
-        _model(model, model.random_init),
+        _responses_model(model, model.random_init),
         actor.fsdp_config.model_dtype,
         options,
         infer,
@@ -120,7 +120,7 @@ def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """The frozen policy: the actor's model, forward only."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
-    model = _model(section.model, section.model.random_init)
+    model = _responses_model(section.model, section.model.random_init)
     options = forward_options(section.actor.strategy, section.ref.fsdp_config, section.ref)
     return _engine(config, model, section.ref.fsdp_config.model_dtype, options, infer)
 
@@ -131,7 +131,7 @@ def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> En
     train, infer = critic_train(config, topology), critic_infer(config, topology)
     optim = _optim(critic.optim, total_steps)
     options = training_options(critic.strategy, fsdp, critic, critic.model.enable_activation_offload)
-    model = _model(critic.model, head="value")
+    model = _responses_model(critic.model, head="value")
     return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
 
 
@@ -316,6 +316,13 @@ def training_options(
     }
 
 
+def _responses_model(
+    model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
+) -> EngineModel:
+    """With what only a model that looks at many responses to a prompt is told."""
+    return _model(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
+
+
 def _model(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
@@ -328,7 +335,6 @@ def _model(
         trust_remote_code=model.trust_remote_code,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing,
         gradient_checkpointing_mode=model.gradient_checkpointing_mode,
-        use_prefix_grouper=model.use_prefix_grouper,
         lora=_lora(model),
     )
 

@@ -21,9 +21,6 @@ class AnyModelConfig(Section):
     )
     enable_activation_offload: bool = Field(description="Keep activations for the way back in host memory.")
     use_remove_padding: bool = Field(description="Compute on real tokens only; nothing is ever padded, so always on.")
-    use_prefix_grouper: bool = Field(
-        description="Compute the prompt of several responses once in a micro-batch; on CPUs, with full attention."
-    )
     trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
     lora_rank: int = Field(ge=0, description="Train adapters of this rank and freeze the model; 0: train the model.")
     lora_alpha: float = Field(gt=0, description="LoRA: the adapters' output is scaled by lora_alpha / lora_rank.")
@@ -36,10 +33,22 @@ class AnyModelConfig(Section):
     )
 
 
+class ResponsesModelConfig(AnyModelConfig):
+    """A model that looks at many responses to one prompt."""
+
+    use_prefix_grouper: bool = Field(
+        description="Compute the prompt of several responses once in a micro-batch; on CPUs, with full attention."
+    )
+
+
 class ModelConfig(AnyModelConfig):
     """The language model."""
 
     random_init: bool = Field(description="Draw the weights from trainer.seed instead of reading them.")
+
+
+class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
+    """The language model of actor, rollout and reference."""
 
 
 class OptimSection(Section):

@@ -11,12 +11,12 @@ from pydantic import Field
 
 from camshaft.config.fields import DType, KLPenalty, LossAggMode, Path, Says, Section, Text
 from camshaft.config.model import (
-    AnyModelConfig,
     CheckpointConfig,
     ForwardFSDPConfig,
     FSDPConfig,
-    ModelConfig,
     OptimSection,
+    PolicyModelConfig,
+    ResponsesModelConfig,
 )
 from camshaft.config.part_names import POLICY_LOSSES
 
@@ -165,13 +165,13 @@ class ActorRolloutRefConfig(Section):
 
     resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
     hybrid_engine: bool = Field(description="Actor and rollout share devices and hand weights over; the only layout.")
-    model: ModelConfig = Field(description="The model of actor, rollout and reference.")
+    model: PolicyModelConfig = Field(description="The model of actor, rollout and reference.")
     actor: ActorConfig = Field(description="Training of the policy.")
     ref: RefConfig = Field(description="The frozen policy that the KL divergence is measured from.")
     rollout: RolloutConfig = Field(description="Generation of responses.")
 
 
-class CriticModelConfig(AnyModelConfig):
+class CriticModelConfig(ResponsesModelConfig):
     """The critic's model: a language model whose head gives one value per token."""
 
     tokenizer_path: Path = Field(description="Tokenizer that this model was made for; must be the actor's.")
