@@ -300,15 +300,14 @@ def _told(error: Exception, words: Iterable[str]) -> str:
 
 
 def _readable(word: str) -> bool:
-    """Whether Hydra's grammar has a place for this override."""
+    """Whether Hydra's grammar has a place for this override, and it names a key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        OverridesParser.create().parse_override(word)
+        return bool(OverridesParser.create().parse_override(word).key_or_group)
     except (HydraException, ValueError, RecursionError):
         return False
-    return True
 
 
 def _tell(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, by_hand: Collection[str]) -> None:

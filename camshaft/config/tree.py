@@ -98,10 +98,10 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def remove(tree: dict[str, Any], key: str) -> None:
     """Take out a dotted key that is there, and the sections that this leaves empty."""
-    section, _, last = key.rpartition(".")
-    node = get(tree, section) if section else tree
+    section, dot, last = key.rpartition(".")
+    node = get(tree, section) if dot else tree  # of ".a" the section has an empty name
     del node[last]
-    if section and not node:
+    if dot and not node:
         remove(tree, section)
 
 

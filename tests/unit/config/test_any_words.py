@@ -242,6 +242,7 @@ MARKS = [b": ", b"&a ", b"*a", b"!!int ", b"- ", b"\t"]
 @example(content=b"a: &a [*a]", schema=PPOConfig)
 @example(content=b"trainer: &a {seed: *a}", schema=PPOConfig)
 @example(content=b"{" * 3000, schema=EvalConfig)
+@example(content=b".data: {train_batch_size: 512}", schema=PPOConfig)
 @given(
     content=st.builds(
         lambda text, at, more: text[:at] + more + text[at:],

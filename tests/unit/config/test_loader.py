@@ -167,6 +167,11 @@ def test_an_unknown_key_is_told_with_the_nearest_one(words):
     assert "Did you mean trainer.seed?" in text
 
 
+@pytest.mark.parametrize("word", ["~", "+=3", "~=3"])
+def test_a_word_without_a_key_is_told(word, words):
+    assert f"in {word}\n" in _error([*words, word])
+
+
 def test_a_key_at_the_wrong_level_is_told_with_the_right_one(words):
     assert "Did you mean actor_rollout_ref.actor.optim.lr?" in _error([*words, "actor_rollout_ref.actor.lr=1e-6"])
 

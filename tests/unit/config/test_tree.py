@@ -46,6 +46,9 @@ def test_putting_makes_sections_and_removing_takes_empty_ones_along():
     assert tree == {"a": 1}
     assert not has(tree, "a.b")
     assert not has(tree, "b")
+    put(tree, ".a", 3)
+    remove(tree, ".a")
+    assert tree == {"a": 1}
 
 
 def test_a_section_overlaps_what_is_in_it():
