@@ -30,6 +30,7 @@ def config(folder: Path, **more: Any) -> PPOConfig:
         f"{actor}.use_dynamic_bsz": True,
         f"{actor}.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
         f"{actor}.clip_ratio": workload.CLIP,
+        f"{actor}.clip_ratio_c": 1e9,  # the loops beside it do not clip twice
         f"{actor}.entropy_coeff": 0,
         f"{actor}.grad_clip": workload.GRAD_CLIP,
         f"{actor}.optim.lr": workload.LEARNING_RATE,
