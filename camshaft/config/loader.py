@@ -295,7 +295,8 @@ def _told(error: Exception, words: Iterable[str]) -> str:
         reason += f"\nin {abbreviated(unreadable)}"
         reason += "\nA value with special characters stands in quotes of its own: \"key='value'\""
     elif not isinstance(error, HydraException | OmegaConfBaseException):
-        reason += f"\n({type(error).__name__} in Hydra, of the file or one of: {abbreviated(' '.join(words))})"
+        own = [word for word in words if not word.startswith("++")] or words  # what `forced` left for Hydra to judge
+        reason += f"\n({type(error).__name__} in Hydra, of the file or one of: {abbreviated(' '.join(own))})"
     return f"the config cannot be put together: {abbreviated(str(error))}{reason}"
 
 
