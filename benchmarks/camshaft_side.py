@@ -1,6 +1,7 @@
-"""camshaft as a side of the benchmarks: the actor's role alone, and whole steps of GRPO.
+"""camshaft as a side of the benchmarks: the roles of actor and critic alone, and whole steps of GRPO.
 
 ActorUpdate(folder).update(rows)        # of a folder with a model and train.parquet
+CriticUpdate(folder).update(rows)
 GRPOSteps(folder, learning_rate=1e-7).step()
 """
 
@@ -16,6 +17,7 @@ import workload
 from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.roles.actor import ActorWorker
+from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 
@@ -68,18 +70,47 @@ class ActorUpdate:
         self.actor.init_model()
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
-        responses = Ragged.from_rows(rows.responses)
-        data = DataProto.from_dict(
-            {
-                "prompts": Ragged.from_rows(rows.prompts),
-                "responses": responses,
-                "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
-                "old_log_probs": Ragged.from_rows(rows.old_log_probs),
-                "advantages": Ragged.from_rows([a.contiguous() for a in rows.advantages]),
-            }
-        )
+        data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
         metrics = self.actor.update_actor(data, dealt=True).meta_info["metrics"]
         return {"loss": metrics["actor/pg_loss"], "grad_norm": metrics["actor/grad_norm"]}
+
+
+class CriticUpdate:
+    """`CriticWorker.update_critic`, as a run calls it."""
+
+    def __init__(self, folder: Path):
+        self.critic = CriticWorker(config(folder, **critic(folder)), Topology(), total_steps=1000)
+        self.critic.init_model()
+
+    def update(self, rows: workload.Rows) -> dict[str, float]:
+        data = batch(rows, values=rows.old_values, returns=rows.returns)
+        metrics = self.critic.update_critic(data, dealt=True).meta_info["metrics"]
+        return {"loss": metrics["critic/vf_loss"], "grad_norm": metrics["critic/grad_norm"]}
+
+
+def critic(folder: Path) -> dict[str, Any]:
+    """Settings of a critic that starts from the model of the folder."""
+    return {
+        "algorithm.adv_estimator": "gae",
+        "critic.strategy": "reference",
+        "critic.model.path": folder,
+        "critic.ppo_mini_batch_size": workload.MINI_BATCH // workload.SAMPLES,
+        "critic.use_dynamic_bsz": True,
+        "critic.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
+        "critic.cliprange_value": workload.VALUE_CLIP,
+        "critic.grad_clip": workload.GRAD_CLIP,
+        "critic.optim.lr": workload.LEARNING_RATE,
+        "critic.optim.weight_decay": 0.01,
+    }
+
+
+def batch(rows: workload.Rows, **columns: list[torch.Tensor]) -> DataProto:
+    """The rows as a batch of all their tokens, with columns of a number for each."""
+    responses = Ragged.from_rows(rows.responses)
+    mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+    numbers = {name: Ragged.from_rows([row.contiguous() for row in column]) for name, column in columns.items()}
+    prompts = Ragged.from_rows(rows.prompts)
+    return DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": mask, **numbers})
 
 
 class GRPOSteps:

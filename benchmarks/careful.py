@@ -3,6 +3,7 @@
     loop = CarefulLoop(folder)
     loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
     loop.step(prompts)          # GRPO: generate, score, log-probs, advantages, update
+    CarefulCritic(folder).update(rows)
 
 Rows are sorted by length, so that a micro-batch is padded to the longest of rows that are nearly as long. Padding is
 on the right, where causal attention does not see it and needs no mask. Only what predicts a response token goes
@@ -19,18 +20,31 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor
-from workload import CLIP, GRAD_CLIP, LEARNING_RATE, LONGEST_ANSWER, MICRO_BATCH, MINI_BATCH, SAMPLES, Rows, even_share
+from workload import (
+    CLIP,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    LONGEST_ANSWER,
+    MICRO_BATCH,
+    MINI_BATCH,
+    SAMPLES,
+    VALUE_CLIP,
+    Rows,
+    even_share,
+)
 
 
 class CarefulLoop:
     """PPO's clipped loss, mean over the tokens of a mini-batch."""
 
+    kind: Any = transformers.AutoModelForCausalLM
+
     def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE):
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = self.kind.from_pretrained(folder, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
 
-    def log_probs(self, rows: Rows) -> Tensor:
-        """Of all response tokens, row after row."""
+    def before_responses(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """(hidden state before, id) of all response tokens, row after row."""
         whole = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
         width = max(map(len, whole))
         ids = torch.stack([F.pad(row, (0, width - len(row))) for row in whole])
@@ -38,7 +52,18 @@ class CarefulLoop:
         starts, ends = torch.tensor([len(p) for p in rows.prompts]), torch.tensor([len(row) for row in whole])
         predicts = (place >= starts[:, None] - 1) & (place < ends[:, None] - 1)
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]
-        return -F.cross_entropy(self.model.lm_head(hidden), ids[:, 1:][predicts], reduction="none")
+        return hidden, ids[:, 1:][predicts]
+
+    def log_probs(self, rows: Rows) -> Tensor:
+        """Of all response tokens, row after row."""
+        hidden, targets = self.before_responses(rows)
+        return -F.cross_entropy(self.model.lm_head(hidden), targets, reduction="none")
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Summed over tokens."""
+        ratio = (self.log_probs(rows) - torch.cat(rows.old_log_probs)).exp()
+        advantages = torch.cat(rows.advantages)
+        return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
 
     def update(self, rows: Rows) -> dict[str, float]:
         losses, norms = [], []
@@ -49,11 +74,7 @@ class CarefulLoop:
             self.optimizer.zero_grad(set_to_none=True)
             total = torch.zeros(())
             for start in range(0, len(mini), MICRO_BATCH):
-                part = rows.part(mini[start : start + MICRO_BATCH])
-                ratio = (self.log_probs(part) - torch.cat(part.old_log_probs)).exp()
-                advantages = torch.cat(part.advantages)
-                gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-                loss = -gain.sum() / tokens
+                loss = self.loss(rows.part(mini[start : start + MICRO_BATCH])) / tokens
                 loss.backward()
                 total += loss.detach()
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_CLIP)
@@ -93,3 +114,15 @@ class CarefulLoop:
                     old[row] = part
         self.update(Rows(repeated, responses, old, rows.advantages))
         return {"tokens": float(sum(map(len, responses)))}
+
+
+class CarefulCritic(CarefulLoop):
+    """The clipped regression of values on returns, of the same rows."""
+
+    kind = transformers.AutoModelForTokenClassification
+
+    def loss(self, rows: Rows) -> Tensor:
+        values = self.model.score(self.before_responses(rows)[0])[:, 0]
+        old, returns = torch.cat(rows.old_values), torch.cat(rows.returns)
+        near = values.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+        return torch.maximum((values - returns).square(), (near - returns).square()).sum() / 2

@@ -27,9 +27,10 @@ CASES: dict[str, tuple[Callable[..., list[dict[str, Any]]], list[str]]] = {
 
 
 def committed(name: str) -> dict[str, float]:
-    """The ratio of each side on one thread."""
+    """The ratio of each side on one thread; of updates, those of the actor."""
     rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    return {row["side"]: row["cpu_ratio"] for row in rows if row["model"] == MODEL and row["threads"] == 1}
+    case = {"model": MODEL, "threads": 1, "role": "actor"}
+    return {row["side"]: row["cpu_ratio"] for row in rows if {"role": "actor", **row}.items() >= case.items()}
 
 
 def slower(name: str, before: dict[str, float], now: dict[str, float]) -> list[str]:

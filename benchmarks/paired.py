@@ -12,6 +12,7 @@ all sides alike, and the ratio within a round the least; only ratios are compare
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,24 +134,31 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
 
 def main(
     about: str,
-    compared: Callable[[str, list[str], int, int], list[dict[str, Any]]],
+    compared: Callable[..., list[dict[str, Any]]],
     columns: dict[str, str],
     models: str,
     against: str,
+    choices: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """The command line of a script: its comparison for each model and number of threads."""
+    """The command line of a script: its comparison for each model and number of threads.
+
+    `choices`: options of its own, with the values that they take; several with commas between them.
+    """
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--against", default=against)
     parser.add_argument("--models", default=models)
     parser.add_argument("--threads", default="1")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
+    choices = choices or {}
+    for name, values in choices.items():
+        parser.add_argument(f"--{name}", default=values[0], help=", ".join(values))
     options = parser.parse_args()
-    found = []
-    for model in options.models.split(","):
-        for threads in options.threads.split(","):
-            found += compared(model, ["camshaft", *options.against.split(",")], int(threads), options.rounds)
-            print(table(found, columns), flush=True)
+    names, found = ["camshaft", *options.against.split(",")], []
+    lists = [getattr(options, name).split(",") for name in (*choices, "models", "threads")]
+    for *chosen, model, threads in itertools.product(*lists):
+        found += compared(model, names, int(threads), options.rounds, **dict(zip(choices, chosen, strict=True)))
+        print(table(found, columns), flush=True)
     report(about, found, columns, options.out, f"{options.rounds} rounds")
 
 

@@ -11,6 +11,7 @@ side computes beyond that counts: padding, a logit computed twice, an elementwis
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import torch
 from workload import Rows, Shape
@@ -22,9 +23,11 @@ def forward_operations(shape: Shape, lengths: list[int], predicted: int) -> floa
     return 2 * shape.weights_of_layers() * sum(lengths) + attention + 2 * shape.hidden * shape.vocab_size * predicted
 
 
-def update_operations(shape: Shape, rows: Rows) -> float:
+def update_operations(shape: Shape, rows: Rows, role: str = "actor") -> float:
+    """Of actor or critic; a critic projects on one number instead of the vocabulary."""
     lengths = [len(p) + len(r) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-    return 3 * forward_operations(shape, lengths, sum(map(len, rows.responses)))
+    wide = shape if role == "actor" else replace(shape, vocab_size=1)
+    return 3 * forward_operations(wide, lengths, sum(map(len, rows.responses)))
 
 
 def matmul_rate(size: int = 1024, seconds: float = 1.0) -> float:

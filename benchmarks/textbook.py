@@ -2,6 +2,7 @@
 
     loop = TextbookLoop(folder)
     loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
+    TextbookCritic(folder).update(rows)
 
 Prompts are padded on the left and responses on the right, to the longest that there can be, as a batch for generation
 is. This is what introductions to PPO and most libraries' simplest paths compute.
@@ -25,6 +26,7 @@ from workload import (
     LONGEST_RESPONSE,
     MICRO_BATCH,
     MINI_BATCH,
+    VALUE_CLIP,
     Rows,
 )
 
@@ -32,8 +34,10 @@ from workload import (
 class TextbookLoop:
     """PPO's clipped loss, mean over the tokens of a mini-batch."""
 
+    kind: Any = transformers.AutoModelForCausalLM
+
     def __init__(self, folder: Path):
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = self.kind.from_pretrained(folder, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
 
     def update(self, rows: Rows) -> dict[str, float]:
@@ -54,18 +58,36 @@ class TextbookLoop:
             norms.append(float(norm))
         return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}
 
-    def loss(self, rows: Rows) -> Tensor:
-        """Summed over tokens."""
+    def logits(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """(what the model gives at every token, ids, mask of the responses)."""
         ids = torch.cat([left(rows.prompts, LONGEST_PROMPT), right(rows.responses, LONGEST_RESPONSE)], dim=1)
         ones = [[torch.ones_like(row) for row in column] for column in (rows.prompts, rows.responses)]
         mask = torch.cat([left(ones[0], LONGEST_PROMPT), right(ones[1], LONGEST_RESPONSE)], dim=1)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         logits = self.model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        return logits, ids, mask[:, -LONGEST_RESPONSE:]
+
+    def loss(self, rows: Rows) -> Tensor:
+        """Summed over tokens."""
+        logits, ids, mask = self.logits(rows)
         chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0][:, -LONGEST_RESPONSE:]
         ratio = (chosen - right(rows.old_log_probs, LONGEST_RESPONSE)).exp()
         advantages = right(rows.advantages, LONGEST_RESPONSE)
         gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-        return -(gain * mask[:, -LONGEST_RESPONSE:]).sum()
+        return -(gain * mask).sum()
+
+
+class TextbookCritic(TextbookLoop):
+    """The clipped regression of values on returns, of the same padded batch."""
+
+    kind = transformers.AutoModelForTokenClassification
+
+    def loss(self, rows: Rows) -> Tensor:
+        logits, _, mask = self.logits(rows)
+        values = logits[:, -LONGEST_RESPONSE - 1 : -1, 0]
+        old, returns = right(rows.old_values, LONGEST_RESPONSE), right(rows.returns, LONGEST_RESPONSE)
+        near = values.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+        return (torch.maximum((values - returns).square(), (near - returns).square()) * mask).sum() / 2
 
 
 def left(rows: list[Tensor], width: int) -> Tensor:

@@ -1,10 +1,12 @@
-"""Speed and memory of an update of the actor, beside the loops that a user would write or pick instead.
+"""Speed and memory of updates of actor and critic, beside the loops that a user would write or pick instead.
 
     python benchmarks/train_step.py --against careful,transformers,trainer
     python benchmarks/train_step.py --models 4M --against careful --rounds 12 --threads 1,2 --out results
+    python benchmarks/train_step.py --role critic --against careful,transformers
 
-- camshaft: `ActorWorker.update_actor` on the reference engine, as a run calls it.
-- careful: the loop of `careful.py`. transformers: the textbook loop of `textbook.py`. trainer: `transformers.Trainer`.
+- camshaft: `ActorWorker.update_actor` or `CriticWorker.update_critic` on the reference engine, as a run calls it.
+- careful: the loop of `careful.py`. transformers: the textbook loop of `textbook.py`.
+- trainer: `transformers.Trainer`, which has no critic.
 
 The batch is that of `workload.py`: 128 rows, two optimizer steps, float32. In the first round sides that compute the
 same loss have to tell the same losses and gradient norms.
@@ -27,39 +29,57 @@ from roofline import matmul_rate, update_operations
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     """One side, ready for its rounds."""
-    folder, vocabulary = Path(case["folder"]), workload.SHAPES[case["model"]].vocab_size
-    if name == "camshaft":
-        from camshaft_side import ActorUpdate
-
-        loop: Any = ActorUpdate(folder)
-    elif name == "careful":
-        from careful import CarefulLoop
-
-        loop = CarefulLoop(folder)
-    else:
-        from textbook import TextbookLoop, TrainerLoop
-
-        loop = {"transformers": TextbookLoop, "trainer": TrainerLoop}[name](folder)
+    vocabulary = workload.SHAPES[case["model"]].vocab_size
+    loop = loop_of(name, case["role"])(Path(case["folder"]))
     return lambda number: loop.update(workload.training_rows(vocabulary, number))
 
 
-def compared(model: str, names: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
+def loop_of(name: str, role: str) -> Any:
+    """The class of a side."""
+    actor = role == "actor"
+    if name == "camshaft":
+        from camshaft_side import ActorUpdate, CriticUpdate
+
+        return ActorUpdate if actor else CriticUpdate
+    if name == "careful":
+        from careful import CarefulCritic, CarefulLoop
+
+        return CarefulLoop if actor else CarefulCritic
+    from textbook import TextbookCritic, TextbookLoop, TrainerLoop
+
+    return TrainerLoop if name == "trainer" else TextbookLoop if actor else TextbookCritic
+
+
+def with_score(folder: Path) -> None:
+    """Make the model of the folder one that gives a number for each token, with a head that all sides read."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForTokenClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def compared(model: str, names: list[str], threads: int, rounds: int, role: str = "actor") -> list[dict[str, Any]]:
     """A row of the result for each side."""
     from camshaft.models.tiny import make_tiny_model
 
     shape = workload.SHAPES[model]
+    names = [name for name in names if (name, role) != ("trainer", "critic")]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, **shape.options())
         (Path(folder) / "train.parquet").touch()
-        with Sides(Path(__file__).name, names, {"folder": folder, "model": model}, threads) as sides:
+        if role == "critic":
+            with_score(Path(folder))
+        with Sides(Path(__file__).name, names, {"folder": folder, "model": model, "role": role}, threads) as sides:
             found = sides.rounds(rounds, alike=("loss", "grad_norm"))
     torch.set_num_threads(threads)
     rows = [workload.training_rows(shape.vocab_size, number + 1) for number in range(rounds)]
     tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)
-    operations = statistics.mean(update_operations(shape, each) for each in rows)
+    operations = statistics.mean(update_operations(shape, each, role) for each in rows)
     rate = matmul_rate()
     return [
         {
+            "role": role,
             "model": model,
             "threads": threads,
             "side": name,
@@ -78,6 +98,7 @@ def compared(model: str, names: list[str], threads: int, rounds: int) -> list[di
 
 
 COLUMNS = {
+    "role": "{role}",
     "model": "{model}",
     "threads": "{threads}",
     "side": "{side}",
@@ -95,4 +116,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        main(__doc__ or "", compared, COLUMNS, models=",".join(workload.SHAPES), against="careful,transformers,trainer")
+        models, against = ",".join(workload.SHAPES), "careful,transformers,trainer"
+        main(__doc__ or "", compared, COLUMNS, models, against, choices={"role": ["actor", "critic"]})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ LONGEST_ANSWER = 96
 FIRST_WORD = 3
 """Ids below it are the tokenizer's marks."""
 LETTERS = string.ascii_letters + string.digits
-CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
+CLIP, VALUE_CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 0.5, 1.0, 1e-4
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,15 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """One tensor for each row in every field."""
+    """One tensor for each row in every field. The actor's update reads the first four, the critic's not `advantages`
+    and `old_log_probs`."""
 
     prompts: list[Tensor]
     responses: list[Tensor]
     old_log_probs: list[Tensor]
     advantages: list[Tensor]
+    old_values: list[Tensor] = field(default_factory=list)
+    returns: list[Tensor] = field(default_factory=list)
 
     def part(self, numbers: list[int]) -> Rows:
         """Some rows; a column that is not there yet stays empty."""
@@ -98,7 +101,9 @@ def training_rows(vocabulary: int, seed: int) -> Rows:
     die = -torch.tensor(float(vocabulary)).log()
     old = [die + 0.1 * torch.randn(len(response), generator=random) for response in responses]
     advantages = torch.randn(len(responses), generator=random)
-    return Rows(prompts, responses, old, [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
+    old_values, returns = ([torch.randn(len(r), generator=random) for r in responses] for _ in range(2))
+    each = [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)]
+    return Rows(prompts, responses, old, each, old_values, returns)
 
 
 def prompt_texts(seed: int) -> list[str]:

@@ -68,17 +68,18 @@ def test_the_peak_is_of_what_came_after_it_was_forgotten() -> None:
         assert paired.peak() - before >= 32 << 20
 
 
-def test_the_loops_compute_one_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from careful import CarefulLoop
-    from textbook import TextbookLoop
-    from train_step import build
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_the_sides_compute_one_loss(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from train_step import build, with_score
 
     from camshaft.models.tiny import make_tiny_model
 
     make_tiny_model(tmp_path, hidden=32)
     (tmp_path / "train.parquet").touch()
+    if role == "critic":
+        with_score(tmp_path)
     monkeypatch.setitem(workload.SHAPES, "tiny", workload.Shape(32, 2, 4, 2, 64, 112))
-    ours = build("camshaft", {"folder": str(tmp_path), "model": "tiny"})(5)
+    case = {"folder": str(tmp_path), "model": "tiny", "role": role}
+    ours, *others = (build(name, case)(5) for name in ("camshaft", "careful", "transformers"))
     assert ours["grad_norm"] > 0.01
-    for loop in (CarefulLoop, TextbookLoop):
-        assert loop(tmp_path).update(workload.training_rows(112, 5)) == pytest.approx(ours, rel=1e-3)
+    assert all(other == pytest.approx(ours, rel=1e-3) for other in others)
