@@ -1,12 +1,14 @@
 """camshaft as a side of the benchmarks: the roles of actor and critic alone, and whole steps of GRPO.
 
 ActorUpdate(folder).update(rows)        # of a folder with a model and train.parquet
+ActorUpdateOnRanks(folder, 2).update(rows)
 CriticUpdate(folder).update(rows)
 GRPOSteps(folder, learning_rate=1e-7).step()
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ import torch
 import workload
 
 from camshaft.config import PPOConfig, Topology, load_ppo
+from camshaft.controller import PoolSpec, pools, spawn
+from camshaft.controller.pool import Options
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
+from camshaft.trainer.deal import deal
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 
@@ -65,14 +70,31 @@ def config(folder: Path, **more: Any) -> PPOConfig:
 class ActorUpdate:
     """`ActorWorker.update_actor`, as a run calls it."""
 
-    def __init__(self, folder: Path):
-        self.actor = ActorWorker(config(folder), Topology(), total_steps=1000)
+    def __init__(self, folder: Path, **more: Any):
+        self.actor = ActorWorker(config(folder, **more), Topology(), total_steps=1000)
         self.actor.init_model()
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
-        metrics = self.actor.update_actor(data, dealt=True).meta_info["metrics"]
-        return {"loss": metrics["actor/pg_loss"], "grad_norm": metrics["actor/grad_norm"]}
+        return told(self.actor.update_actor(data, dealt=True), "actor/pg_loss", "actor/grad_norm")
+
+
+class ActorUpdateOnRanks(contextlib.ExitStack):
+    """The same on ranks of the sharded engine, each a process with a thread."""
+
+    def __init__(self, folder: Path, ranks: int):
+        super().__init__()
+        sharded = {"actor_rollout_ref.actor.strategy": "fsdp", "trainer.n_gpus_per_node": ranks}
+        self.config = config(folder, **sharded)
+        options = Options(preload=("camshaft.roles",))
+        (pool,) = self.enter_context(pools([PoolSpec(ranks_per_node=ranks, device="cpu")], "local", options))
+        self.actor = spawn(ActorWorker, self.config, Topology(ranks), 1000, pool=pool, name="actor")
+        self.actor.init_model()
+
+    def update(self, rows: workload.Rows) -> dict[str, float]:
+        data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
+        dealt = deal(data, self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
+        return told(self.actor.update_actor(dealt, dealt=True), "actor/pg_loss", "actor/grad_norm")
 
 
 class CriticUpdate:
@@ -84,8 +106,7 @@ class CriticUpdate:
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, values=rows.old_values, returns=rows.returns)
-        metrics = self.critic.update_critic(data, dealt=True).meta_info["metrics"]
-        return {"loss": metrics["critic/vf_loss"], "grad_norm": metrics["critic/grad_norm"]}
+        return told(self.critic.update_critic(data, dealt=True), "critic/vf_loss", "critic/grad_norm")
 
 
 def critic(folder: Path) -> dict[str, Any]:
@@ -102,6 +123,12 @@ def critic(folder: Path) -> dict[str, Any]:
         "critic.optim.lr": workload.LEARNING_RATE,
         "critic.optim.weight_decay": 0.01,
     }
+
+
+def told(found: DataProto, loss: str, norm: str) -> dict[str, float]:
+    """What all sides of an update tell."""
+    metrics = found.meta_info["metrics"]
+    return {"loss": metrics[loss], "grad_norm": metrics[norm]}
 
 
 def batch(rows: workload.Rows, **columns: list[torch.Tensor]) -> DataProto:

@@ -39,7 +39,8 @@ class CarefulLoop:
 
     kind: Any = transformers.AutoModelForCausalLM
 
-    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE):
+    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE, mini_batch: int = MINI_BATCH):
+        self.mini_batch = mini_batch
         self.model = self.kind.from_pretrained(folder, dtype=torch.float32)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
 
@@ -67,8 +68,8 @@ class CarefulLoop:
 
     def update(self, rows: Rows) -> dict[str, float]:
         losses, norms = [], []
-        for first in range(0, len(rows), MINI_BATCH):
-            mini = list(range(first, min(first + MINI_BATCH, len(rows))))
+        for first in range(0, len(rows), self.mini_batch):
+            mini = list(range(first, min(first + self.mini_batch, len(rows))))
             mini.sort(key=lambda row: len(rows.prompts[row]) + len(rows.responses[row]))
             tokens = sum(len(rows.responses[row]) for row in mini)
             self.optimizer.zero_grad(set_to_none=True)

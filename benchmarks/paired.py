@@ -132,6 +132,14 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def arguments(about: str) -> argparse.ArgumentParser:
+    """What every script takes."""
+    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
+    return parser
+
+
 def main(
     about: str,
     compared: Callable[..., list[dict[str, Any]]],
@@ -144,12 +152,10 @@ def main(
 
     `choices`: options of its own, with the values that they take; several with commas between them.
     """
-    parser = argparse.ArgumentParser(description=about.split("\n")[0])
+    parser = arguments(about)
     parser.add_argument("--against", default=against)
     parser.add_argument("--models", default=models)
     parser.add_argument("--threads", default="1")
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
     choices = choices or {}
     for name, values in choices.items():
         parser.add_argument(f"--{name}", default=values[0], help=", ".join(values))

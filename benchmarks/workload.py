@@ -85,7 +85,7 @@ class Rows:
         return len(self.prompts)
 
 
-def training_rows(vocabulary: int, seed: int) -> Rows:
+def training_rows(vocabulary: int, seed: int, count: int = PROMPTS, longest_response: int = LONGEST_RESPONSE) -> Rows:
     """A batch as it comes from a rollout of an untrained model, whose log-probs are about those of a fair die."""
     random = torch.Generator().manual_seed(seed)
 
@@ -95,9 +95,9 @@ def training_rows(vocabulary: int, seed: int) -> Rows:
     def words(count: int) -> Tensor:
         return torch.randint(FIRST_WORD, vocabulary, (count,), generator=random)
 
-    prompts = [words(n) for n in lengths(PROMPTS, LONGEST_PROMPT)]
+    prompts = [words(n) for n in lengths(count, LONGEST_PROMPT)]
     prompts = [prompt for prompt in prompts for _ in range(SAMPLES)]
-    responses = [words(n) for n in lengths(PROMPTS * SAMPLES, LONGEST_RESPONSE)]
+    responses = [words(n) for n in lengths(count * SAMPLES, longest_response)]
     die = -torch.tensor(float(vocabulary)).log()
     old = [die + 0.1 * torch.randn(len(response), generator=random) for response in responses]
     advantages = torch.randn(len(responses), generator=random)

@@ -1,0 +1,81 @@
+"""How long one waits: for the import, the command's help, and the first optimizer step of the tiny run.
+
+    python benchmarks/start_up.py --out benchmarks/results/start_up.md
+
+- import: `import camshaft` in a new process.
+- help: `camshaft --help`.
+- first step: `examples/ppo_trainer/run_tiny_cpu.sh` from its start until the metrics of its first step are in its file.
+  It makes its model and its problems first; then come a validation, and a step of PPO with a critic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import machine
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "ppo_trainer" / "run_tiny_cpu.sh"
+GOALS = {"import": 2.0, "help": None, "first step": 15.0}
+
+
+def command(*words: str) -> float:
+    """Seconds until it ends."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    return time.perf_counter() - began
+
+
+def first_step() -> float:
+    """Seconds until the example has logged a step; then it is ended."""
+    paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
+    with tempfile.TemporaryDirectory() as home, open(Path(home, "log"), "w+", encoding="utf-8") as log:
+        began = time.perf_counter()
+        words = ["bash", str(EXAMPLE), f"trainer.default_local_dir={home}/run"]
+        environment = os.environ | {"PATH": os.pathsep.join(paths)}
+        process = subprocess.Popen(words, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            while not has_step(Path(home, "run", "metrics.jsonl")):
+                if process.poll() is not None:
+                    raise SystemExit(f"the example ended with status {process.returncode}:\n{log.read()[-2000:]}")
+                time.sleep(0.01)
+            return time.perf_counter() - began
+        finally:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+
+def has_step(metrics: Path) -> bool:
+    return metrics.exists() and '"actor/grad_norm"' in metrics.read_text(encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, list[float]] = {name: [] for name in GOALS}
+    for _ in range(options.rounds + 1):
+        found["import"].append(command("-c", "import camshaft"))
+        found["help"].append(command("-m", "camshaft", "--help"))
+        found["first step"].append(first_step())
+    lines = ["| what | seconds, median | most | goal |", "| --- | --- | --- | --- |"]
+    for name, (_, *each) in found.items():  # the first round finds no file in the system's cache
+        goal = "" if GOALS[name] is None else f"under {GOALS[name]:g}"
+        lines.append(f"| {name} | {statistics.median(each):.2f} | {max(each):.2f} | {goal} |")
+    print("\n".join(lines))
+    if options.out:
+        title, _, about = (__doc__ or "").partition("\n\n")
+        how = f"{machine()}; {options.rounds} rounds after a first one. `python benchmarks/start_up.py`"
+        text = [f"# {title.rstrip('.')}", about.partition("\n\n")[2].strip(), how, "\n".join(lines)]
+        options.out.write_text("\n\n".join(text) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
