@@ -4,8 +4,9 @@
     log_q = log_distribution(other_hidden, other_lm_head.weight)                # (M, V), for who cannot do without
     divergence = linear_full_kl(hidden, lm_head.weight, log_q, torch.arange(M))
 
-The projection on the vocabulary runs over chunks of tokens, forward and again in the backward pass, where the
-logits are computed anew. At most a few buffers of chunk x V numbers exist at a time. Used by `packed.py`.
+The projection on the vocabulary runs over tiles, some tokens by some words, forward and again in the backward pass,
+where the logits are computed anew. At most a few buffers of the size of a tile exist at a time, and that size does not
+depend on the vocabulary. Used by `packed.py`.
 
 With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the target y of each token:
 
@@ -15,12 +16,14 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
 
 Sums run in float32 or in the inputs' dtype, whichever is wider, and so are the results.
 
-With `part=VocabularyPart(group, first_row)` each rank of the group holds some rows of the weight. Ranks tell each
-other the logsumexp s_r, the target's logit, the entropy h_r and the divergence k_r over their own rows, once for all
-tokens. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is sum_r w_r (h_r - log w_r), the divergence
-sum_r w_r (k_r + log w_r): no large numbers cancel.
+A part r of the vocabulary gives its own logsumexp s_r, the target's logit, and with p normalised over the part alone
+the entropy h_r and the divergence k_r. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is
+sum_r w_r (h_r - log w_r), the divergence sum_r w_r (k_r + log w_r): no large numbers cancel. So a token's tiles are put
+together; and with `part=VocabularyPart(group, first_row)`, where each rank of the group holds some rows of the weight,
+so are the ranks, which tell each other these numbers once for all tokens.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,9 +34,19 @@ from torch.autograd.function import once_differentiable
 
 from camshaft.errors import EngineError
 
-CPU_CHUNK = 128
-CUDA_CHUNK = 1024
-"""Tokens per chunk: small ones stay in a CPU's cache, large ones fill an accelerator."""
+
+class Tile(NamedTuple):
+    """Tokens and words of the vocabulary whose logits exist at a time."""
+
+    tokens: int
+    words: int
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> "Tile":
+        """A small one stays in a CPU's cache, a large one fills an accelerator. Few tokens meet more words at once."""
+        most, numbers = (8192, 1 << 26) if hidden.is_cuda else (2048, 1 << 20)
+        tokens = min(most, max(1, len(hidden)))
+        return cls(tokens, numbers // tokens)
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ def linear_logprob(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     need_entropy: bool = False,
-    chunk: int | None = None,
+    tile: Tile | None = None,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target and, if wanted, the entropy of its distribution.
@@ -60,7 +73,7 @@ def linear_logprob(
     With `part` the weight and the bias are this rank's rows, all else is the same on every rank of the group,
     and so is the gradient of `hidden`.
     """
-    how = _How.of(hidden, temperature, chunk, part)
+    how = _How.of(hidden, temperature, tile, part)
     return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, how)  # pyright: ignore[reportReturnType]
 
 
@@ -71,7 +84,7 @@ def linear_full_kl(
     rows: Tensor,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    chunk: int | None = None,
+    tile: Tile | None = None,
     part: VocabularyPart | None = None,
 ) -> Tensor:
     """sum_v p(v) (log p(v) - log q(v)) of each token, exactly; the gradient is that of p, and q is constant.
@@ -79,7 +92,7 @@ def linear_full_kl(
     `hidden` (M, H), `weight` (V, H) and `bias` make p. `log_q` (N, V), whole also with `part`, holds q: of token i in
     row `rows[i]`, `rows` (M,) int64. -> (M,). `part` as in `linear_logprob`.
     """
-    how = _How.of(hidden, temperature, chunk, part)
+    how = _How.of(hidden, temperature, tile, part)
     return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, how)  # pyright: ignore[reportReturnType]
 
 
@@ -113,14 +126,14 @@ def _all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _How(NamedTuple):
     temperature: float
-    chunk: int
+    tile: Tile
     part: VocabularyPart | None
 
     @classmethod
-    def of(cls, hidden: Tensor, temperature: float, chunk: int | None, part: VocabularyPart | None) -> "_How":
+    def of(cls, hidden: Tensor, temperature: float, tile: Tile | None, part: VocabularyPart | None) -> "_How":
         if not temperature > 0:
             raise EngineError(f"temperature={temperature} must be above 0; the log-probs of greedy choices use 1.0")
-        return cls(temperature, chunk or (CUDA_CHUNK if hidden.is_cuda else CPU_CHUNK), part)
+        return cls(temperature, tile or Tile.of(hidden), part)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -129,25 +142,23 @@ class _LinearLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, need_entropy: bool, how: _How
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        normalisers = hidden.new_empty(len(targets), dtype=wide)
-        chosen = torch.empty_like(normalisers)
-        entropy = torch.empty_like(normalisers) if need_entropy else None
-        for span in _chunks(len(targets), how.chunk):
-            logits = _scaled_logits(hidden[span], weight, bias, how.temperature)
-            rows, here = _rows_here(targets[span], len(weight), how.part)
-            picked = logits.gather(1, rows[:, None])[:, 0]
-            chosen[span] = picked if here is None else picked.where(here, 0)
-            normalisers[span] = logits.logsumexp(dim=1)
-            if entropy is not None:
-                log_p = logits.sub_(normalisers[span, None])
-                entropy[span] = -(log_p.exp().mul_(log_p)).sum(dim=1)
-        if how.part is not None and len(targets):
-            own = [chosen] if entropy is None else [chosen, entropy]
-            normalisers, shares, of_ranks = _whole_vocabulary(how.part.group, normalisers, *own)
-            chosen = of_ranks[0].sum(dim=0)
-            if entropy is not None:
-                entropy = (shares * of_ranks[1] + torch.special.entr(shares)).sum(dim=0)
+        head = _Head(hidden, weight, bias, how)
+
+        def look(logits: Tensor, rows: slice, words: slice) -> list[Tensor]:
+            columns, here = head.columns(targets[rows], words)
+            picked = logits.gather(1, columns[:, None])[:, 0]
+            found = [logits.logsumexp(dim=1), picked if here is None else picked.where(here, 0)]
+            if need_entropy:
+                log_p = logits.sub_(found[0][:, None])
+                found.append(-(log_p.exp().mul_(log_p)).sum(dim=1))
+            return found
+
+        def together(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
+            chosen = of_parts[0].sum(dim=0)
+            return [chosen, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in of_parts[1:])]
+
+        normalisers, chosen, *rest = head.over_vocabulary(look, together)
+        entropy = rest[0] if need_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
         ctx.how = how
         return chosen - normalisers, entropy
@@ -158,21 +169,22 @@ class _LinearLogProb(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
-        how: _How = ctx.how
-        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how)
-        for span in _chunks(len(targets), how.chunk):
-            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature).sub_(normalisers[span, None])
-            grad = log_p.exp()
-            if grad_entropy is not None:
-                slope = log_p.add_(entropy[span, None]).mul_(grad_entropy[span, None])
-                grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[span, None])).neg_()
-            elif grad_log_probs is not None:
-                grad.mul_(-grad_log_probs[span, None])
+        head = _Head(hidden, weight, bias, ctx.how)
+        found = _Gradients(ctx.needs_input_grad, head)
+        for logits, rows, words in head.tiles():
+            log_p = logits.sub_(normalisers[rows, None])
+            if grad_entropy is None:
+                assert grad_log_probs is not None
+                grad = log_p.exp_().mul_(-grad_log_probs[rows, None])
+            else:
+                grad = log_p.exp()
+                slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+                grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[rows, None])).neg_()
             if grad_log_probs is not None:
-                rows, here = _rows_here(targets[span], len(weight), how.part)
-                of_target = grad_log_probs[span] if here is None else grad_log_probs[span].where(here, 0)
-                grad.scatter_add_(1, rows[:, None], of_target[:, None])
-            found.add(span, grad)
+                columns, here = head.columns(targets[rows], words)
+                of_target = grad_log_probs[rows] if here is None else grad_log_probs[rows].where(here, 0)
+                grad.scatter_add_(1, columns[:, None], of_target[:, None])
+            found.add(rows, words, grad)
         return *found.whole(), None, None, None
 
 
@@ -183,17 +195,16 @@ class _LinearFullKL(torch.autograd.Function):
     ) -> Tensor:
         if how.part is not None:
             log_q = log_q[:, how.part.first_row : how.part.first_row + len(weight)]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        normalisers = hidden.new_empty(len(rows), dtype=wide)
-        found = torch.empty_like(normalisers)
-        for span in _chunks(len(rows), how.chunk):
-            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature)
-            normalisers[span] = log_p.logsumexp(dim=1)
-            p = log_p.sub_(normalisers[span, None]).exp()
-            found[span] = log_p.sub_(log_q.index_select(0, rows[span])).mul_(p).sum(dim=1)
-        if how.part is not None and len(rows):
-            normalisers, shares, of_ranks = _whole_vocabulary(how.part.group, normalisers, found)
-            found = (shares * of_ranks[0] - torch.special.entr(shares)).sum(dim=0)
+
+        def look(logits: Tensor, tokens: slice, words: slice) -> list[Tensor]:
+            normalisers = logits.logsumexp(dim=1)
+            p = logits.sub_(normalisers[:, None]).exp()
+            return [normalisers, logits.sub_(log_q[:, words].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
+
+        def together(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
+            return [(shares * of_parts[0] - torch.special.entr(shares)).sum(dim=0)]
+
+        normalisers, found = _Head(hidden, weight, bias, how).over_vocabulary(look, together)
         ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, found)
         ctx.how = how
         return found
@@ -202,68 +213,105 @@ class _LinearFullKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         hidden, weight, bias, log_q, rows, normalisers, divergence = ctx.saved_tensors
-        how: _How = ctx.how
-        found = _Gradients(ctx.needs_input_grad, hidden, weight, bias, how)
-        for span in _chunks(len(rows), how.chunk):
-            log_p = _scaled_logits(hidden[span], weight, bias, how.temperature).sub_(normalisers[span, None])
+        head = _Head(hidden, weight, bias, ctx.how)
+        found = _Gradients(ctx.needs_input_grad, head)
+        for logits, tokens, words in head.tiles():
+            log_p = logits.sub_(normalisers[tokens, None])
             p = log_p.exp()
-            slope = log_p.sub_(log_q.index_select(0, rows[span])).sub_(divergence[span, None])
-            found.add(span, slope.mul_(p).mul_(grad_kl[span, None]))
+            slope = log_p.sub_(log_q[:, words].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
+            found.add(tokens, words, slope.mul_(p).mul_(grad_kl[tokens, None]))
         return *found.whole(), None, None, None
+
+
+class _Head(NamedTuple):
+    """The projection on the vocabulary, a tile at a time."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    how: _How
+
+    def tiles(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The scaled logits of each tile, a buffer that may be written into; its tokens; its words. Word by word first,
+        so that the rows of the weight are read once for many tokens."""
+        for rows in _spans(len(self.hidden), self.how.tile.tokens):
+            for words in _spans(len(self.weight), self.how.tile.words):
+                bias = None if self.bias is None else self.bias[words]
+                yield _scaled_logits(self.hidden[rows], self.weight[words], bias, self.how.temperature), rows, words
+
+    def over_vocabulary(
+        self,
+        look: Callable[[Tensor, slice, slice], list[Tensor]],
+        together: Callable[[Tensor, Tensor], list[Tensor]],
+    ) -> list[Tensor]:
+        """Numbers of each token over all words, those of all ranks: first the logsumexp.
+
+        `look` finds them in a tile; `together` makes one of the parts' others, (numbers, parts, tokens), with the share
+        of each part in the sum of exponentials, (parts, tokens).
+        """
+        by_rows: dict[int, list[Tensor]] = {}
+        for logits, rows, words in self.tiles():
+            by_rows.setdefault(rows.start, []).append(torch.stack(look(logits, rows, words)))
+        found = torch.cat([_mixed(torch.stack(parts, dim=1), together) for parts in by_rows.values()], dim=1)
+        part = self.how.part
+        if part is not None and len(self.hidden):
+            every = [torch.empty_like(found) for _ in range(dist.get_world_size(part.group))]
+            dist.all_gather(every, found, group=part.group)
+            found = _mixed(torch.stack(every, dim=1), together)
+        return list(found)
+
+    def columns(self, targets: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
+        """The column of each target among these words of this rank, and where there is one; None: everywhere."""
+        first = words.start + (0 if self.how.part is None else self.how.part.first_row)
+        count = words.stop - words.start
+        if self.how.part is None and count == len(self.weight):
+            return targets, None
+        columns = targets - first
+        return columns.clamp(0, count - 1), (columns >= 0) & (columns < count)
 
 
 class _Gradients:
     """Of hidden states, weight and bias, those that are wanted: added up from the gradients of scaled logits."""
 
-    def __init__(self, wanted: tuple[bool, ...], hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How):
+    def __init__(self, wanted: Sequence[bool], head: _Head):
+        hidden, weight, bias, _ = self._head = head
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._inputs, self._how = (hidden, weight, bias), how
-        self._hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        self._hidden = torch.empty_like(hidden, dtype=wide) if wanted[0] else None
+        self._weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
 
-    def add(self, span: slice, grad: Tensor) -> None:
-        """Those of a chunk of tokens; `grad` is written into."""
-        hidden, weight, _ = self._inputs
-        if self._how.temperature != 1.0:
-            grad.div_(self._how.temperature)
+    def add(self, rows: slice, words: slice, grad: Tensor) -> None:
+        """Those of a tile; `grad` is written into."""
+        hidden, weight, _, how = self._head
+        if how.temperature != 1.0:
+            grad.div_(how.temperature)
         if self._hidden is not None:
-            torch.mm(grad.to(weight.dtype), weight, out=self._hidden[span])
+            _add_product(self._hidden[rows], grad, weight[words], first=words.start == 0)
         if self._weight is not None:
-            _add_product(self._weight, grad, hidden[span])
+            _add_product(self._weight[words], grad.t(), hidden[rows], first=rows.start == 0)
         if self._bias is not None:
-            self._bias.add_(grad.sum(dim=0))
+            self._bias[words].add_(grad.sum(dim=0))
 
     def whole(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of all tokens, and for the hidden states of the whole vocabulary, in the dtypes of the inputs."""
-        hidden, weight, bias = self._inputs
-        if self._hidden is not None and self._how.part is not None and len(hidden):
-            dist.all_reduce(self._hidden, group=self._how.part.group)
+        hidden, weight, bias, how = self._head
+        if self._hidden is not None and how.part is not None and len(hidden):
+            dist.all_reduce(self._hidden, group=how.part.group)
+        of_hidden = None if self._hidden is None else self._hidden.to(hidden.dtype)
         of_weight = None if self._weight is None else self._weight.to(weight.dtype)
-        return self._hidden, of_weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
+        return of_hidden, of_weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
 
 
-def _rows_here(targets: Tensor, count: int, part: VocabularyPart | None) -> tuple[Tensor, Tensor | None]:
-    """The row of each target among the `count` rows that are here, and where that is one; None: everywhere."""
-    if part is None:
-        return targets, None
-    rows = targets - part.first_row
-    return rows.clamp(0, count - 1), (rows >= 0) & (rows < count)
+def _mixed(numbers: Tensor, together: Callable[[Tensor, Tensor], list[Tensor]]) -> Tensor:
+    """(numbers, parts, tokens) of parts of the vocabulary -> (numbers, tokens) of all of them; see the map above."""
+    whole = numbers[0].logsumexp(dim=0)
+    shares = (numbers[0] - whole).exp()
+    return torch.stack([whole, *together(shares, numbers[1:])])
 
 
-def _whole_vocabulary(group: dist.ProcessGroup, normalisers: Tensor, *own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of numbers that each rank finds over its own rows: (normalisers of all rows, share of each rank in them, the
-    others by rank); see the map above."""
-    mine = torch.stack([normalisers, *own])
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=group)
-    of_ranks = torch.stack(every, dim=1)
-    whole = of_ranks[0].logsumexp(dim=0)
-    return whole, (of_ranks[0] - whole).exp(), of_ranks[1:]
-
-
-def _chunks(count: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+def _spans(count: int, size: int) -> list[slice]:
+    """At least one, if it is empty."""
+    return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
@@ -277,12 +325,13 @@ def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperat
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 
-def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total (V, H) += grad (C, V)^T hidden (C, H), summed in the dtype of `total`."""
-    if _half_on_cuda(hidden):
-        total.add_(torch.mm(grad.to(hidden.dtype).t(), hidden, out_dtype=torch.float32))  # pyright: ignore
+def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> None:
+    """total = grad @ factor where it is the first, else total += that; summed in the dtype of `total`."""
+    if _half_on_cuda(factor):
+        found = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+        total.copy_(found) if first else total.add_(found)
     else:
-        total.addmm_(grad.t(), hidden.to(total.dtype))
+        total.addmm_(grad, factor.to(total.dtype), beta=0 if first else 1)
 
 
 def _half_on_cuda(tensor: Tensor) -> bool:

@@ -9,9 +9,10 @@ import torch.distributed as dist
 from support.ranks import run_ranks
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from camshaft.errors import EngineError
-from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
+from camshaft.models.linear_logprob import Tile, VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 
 M, H, V = 37, 8, 29
 
@@ -44,11 +45,13 @@ def test_three_tokens_by_hand():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, M, 1000])
-def test_values_and_gradients_are_those_of_the_plain_formula(temperature: float, with_bias: bool, chunk: int):
+@pytest.mark.parametrize("tile", [(1, 1), (5, V), (M, 7), (10, 10), (1000, 1000)])
+def test_values_and_gradients_are_those_of_the_plain_formula(
+    temperature: float, with_bias: bool, tile: tuple[int, int]
+):
     hidden, weight, bias, targets = inputs()
     used = bias if with_bias else None
-    fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, chunk=chunk)
+    fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, tile=Tile(*tile))
     plain = naive(hidden, weight, used, targets, temperature)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
@@ -72,7 +75,7 @@ def test_gradient_of_one_output_alone(which: int):
 def test_gradcheck_in_float64():
     hidden, weight, bias, targets = inputs(rows=4)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_logprob(h, w, targets, b, temperature=0.8, need_entropy=True, chunk=3),
+        lambda h, w, b: linear_logprob(h, w, targets, b, temperature=0.8, need_entropy=True, tile=Tile(3, 11)),
         (hidden, weight, bias),
     )
 
@@ -96,13 +99,13 @@ def test_gradients_only_where_they_are_wanted():
 
 def test_half_precision_inputs_give_float32_results_summed_in_float32():
     hidden, weight, _, targets = inputs(torch.bfloat16, rows=2000)
-    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True, chunk=16)
+    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True, tile=Tile(16, 10))
     exact = naive(hidden.double(), weight.double(), None, targets, 1.0)
     assert log_probs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(log_probs.double(), exact[0], rtol=0, atol=0.06)  # logits up to 10, bf16 has 3 digits
     gradient = torch.autograd.grad(log_probs.sum(), weight)[0]
     expected = torch.autograd.grad(exact[0].sum(), weight)[0]
-    # 125 chunks added up in bfloat16 would be off by several per cent.
+    # 125 tiles added up in bfloat16 would be off by several per cent.
     assert gradient.dtype == torch.bfloat16
     assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
 
@@ -125,24 +128,25 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, Tensor):
-                self.entries = max(self.entries, tensor.numel())
+        given, made = ([one for one in tree_leaves(tree) if isinstance(one, Tensor)] for tree in (args, result))
+        known = {one.untyped_storage().data_ptr() for one in given}
+        new = [one for one in made if one.untyped_storage().data_ptr() not in known]  # the others are views
+        self.entries = max([self.entries, *(one.numel() for one in new)])
         return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_tensor_is_larger_than_a_chunk_of_logits(dtype: torch.dtype):
-    rows, wide, vocabulary, chunk = 96, 4, 500, 16
+def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
+    rows, wide, vocabulary, tile = 96, 2, 500, Tile(32, 100)
     hidden, weight = (
         torch.randn(rows, wide).to(dtype).requires_grad_(),
         torch.randn(vocabulary, wide).to(dtype).requires_grad_(),
     )
     targets = torch.randint(0, vocabulary, (rows,))
     with Largest() as largest:
-        log_probs, entropy = linear_logprob(hidden, weight, targets, None, 0.9, True, chunk)
+        log_probs, entropy = linear_logprob(hidden, weight, targets, None, 0.9, True, tile)
         (log_probs.sum() + entropy.sum()).backward()
-    assert largest.entries == chunk * vocabulary
+    assert largest.entries == tile.tokens * tile.words
     with Largest() as largest:
         naive(hidden, weight, None, targets, 0.9)[0].sum().backward()
     assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
@@ -194,12 +198,14 @@ def test_divergence_of_one_token_by_hand():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("chunk", [1, 5, 1000])
-def test_divergence_and_gradients_are_those_of_the_plain_formula(temperature: float, with_bias: bool, chunk: int):
+@pytest.mark.parametrize("tile", [(1, 1), (5, V), (10, 10), (1000, 1000)])
+def test_divergence_and_gradients_are_those_of_the_plain_formula(
+    temperature: float, with_bias: bool, tile: tuple[int, int]
+):
     hidden, weight, bias, _ = inputs()
     log_q, rows = others()
     used = bias if with_bias else None
-    found = linear_full_kl(hidden, weight, log_q, rows, used, temperature, chunk=chunk)
+    found = linear_full_kl(hidden, weight, log_q, rows, used, temperature, tile=Tile(*tile))
     plain = naive_kl(hidden, weight, used, log_q[rows], temperature)
     torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -220,7 +226,7 @@ def test_divergence_from_itself_is_zero_and_so_is_its_gradient():
 def test_divergence_of_half_precision_inputs_is_summed_in_float32():
     hidden, weight, _, _ = inputs(torch.bfloat16, rows=2000)
     log_q, rows = others(2000)
-    found = linear_full_kl(hidden, weight, log_q.float(), rows, chunk=16)
+    found = linear_full_kl(hidden, weight, log_q.float(), rows, tile=Tile(16, 10))
     exact = naive_kl(hidden.double(), weight.double(), None, log_q[rows], 1.0)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.1)  # logits up to 10, bf16 has 3 digits
@@ -230,13 +236,13 @@ def test_divergence_of_half_precision_inputs_is_summed_in_float32():
     assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
 
 
-def test_divergence_makes_no_tensor_larger_than_a_chunk_of_logits():
-    rows, wide, vocabulary, chunk = 96, 4, 500, 16
+def test_divergence_makes_no_tensor_larger_than_a_tile_of_logits():
+    rows, wide, vocabulary, tile = 96, 2, 500, Tile(32, 100)
     hidden, weight = torch.randn(rows, wide, requires_grad=True), torch.randn(vocabulary, wide, requires_grad=True)
     log_q = torch.randn(rows, vocabulary).log_softmax(dim=-1)
     with Largest() as largest:
-        linear_full_kl(hidden, weight, log_q, torch.arange(rows), None, 0.9, chunk).sum().backward()
-    assert largest.entries == chunk * vocabulary
+        linear_full_kl(hidden, weight, log_q, torch.arange(rows), None, 0.9, tile).sum().backward()
+    assert largest.entries == tile.tokens * tile.words
 
 
 # -- rows of the vocabulary on several ranks -------------------------------------------------------
@@ -250,7 +256,7 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
     own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()][: 1 + with_bias]
     part = VocabularyPart(dist.group.WORLD, here.start)
     used = own[1] if with_bias else None
-    found = linear_logprob(hidden, own[0], targets, used, 0.7, need_entropy=True, chunk=5, part=part)
+    found = linear_logprob(hidden, own[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), part=part)
     mixture = torch.randn(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((found[0] * mixture[0] + found[1] * mixture[1]).sum(), [hidden, *own])
     return [tensor.detach() for tensor in found], list(gradients)
@@ -282,7 +288,7 @@ def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Te
     here = slice(starts[rank], starts[rank + 1])
     own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
     part = VocabularyPart(dist.group.WORLD, here.start)
-    found = linear_full_kl(hidden, own[0], log_q, picked, own[1], 0.7, chunk=5, part=part)
+    found = linear_full_kl(hidden, own[0], log_q, picked, own[1], 0.7, tile=Tile(5, 6), part=part)
     mixture = torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return found.detach(), list(torch.autograd.grad((found * mixture).sum(), [hidden, *own]))
 
