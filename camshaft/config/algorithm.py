@@ -81,6 +81,10 @@ class RolloutCorrectionConfig(Section):
         "for k2 and k3 the largest divergence. A list has one for each rule."
     )
 
+    def is_on(self) -> bool:
+        """Whether anything is corrected."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
     def rejections(self) -> tuple[tuple[str, tuple[float, float]], ...]:
         """Each rule with its (low, high)."""
         texts = self.rollout_rs_threshold

@@ -124,6 +124,13 @@ class PPOConfig(Section):
         """The same of the reward model."""
         return topology.of_reward_model().dp_size(self.reward_model.ranks_per_row())
 
+    def learns_at_once(self) -> bool:
+        """Whether a batch is one optimizer step of the actor, so that the update's own forward pass has the old
+        log-probs, and nothing asks for them before it."""
+        actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
+        return one_step and not algorithm.rollout_correction.is_on() and not algorithm.use_kl_in_reward
+
     def actor_mini_batch(self) -> int:
         """Sequences of one optimizer step of the actor, over all ranks."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n

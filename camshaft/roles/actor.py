@@ -2,11 +2,14 @@
 
 Reads `prompts`, `responses`, `response_mask`; for an update also `old_log_probs`, `advantages` and, with a
 KL loss of the tokens drawn, `ref_log_prob`, and where samples are corrected for the rollout's distribution,
-`rollout_is_weights` and `rollout_rs_mask`. Writes `old_log_probs` and `entropy`.
+`rollout_is_weights` and `rollout_rs_mask`. Writes `old_log_probs` and `entropy`: before the update, or, where the
+update is one optimizer step and was not told the old log-probs, in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -17,6 +20,7 @@ from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
 from camshaft.engine.base import Output, PreprocessFn
+from camshaft.errors import BatchError
 from camshaft.plugins import load_function
 from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
@@ -42,12 +46,7 @@ class ActorWorker(TrainedRole):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs` and `entropy` of the responses, at the temperature they were sampled with."""
         found = self.infer(data, StepContext(outputs=("log_probs", "entropy"), temperature=self.temperature))
-        return DataProto.from_dict(
-            {
-                "old_log_probs": of_responses(found, "log_probs", data).to("cpu"),
-                "entropy": of_responses(found, "entropy", data).to("cpu"),
-            }
-        )
+        return _told(found, data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
@@ -55,11 +54,16 @@ class ActorWorker(TrainedRole):
     ) -> DataProto:
         """PPO on the batch; `meta_info["metrics"]` says what happened.
 
+        Without `old_log_probs` the batch has to be one mini-batch. Then they are what the update's forward pass finds:
+        the ratio is 1, with the gradient of the log-prob, and what `compute_log_prob` tells comes back as columns.
+
         Mini-batches are drawn by `seed`, on each rank from its own rows. With `dealt` the rows are in the order in
         which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`). `before`
         is run on each micro-batch: a KL over the whole vocabulary needs that of `exact_kl.compared`.
         """
-        wanted = ["prompts", "responses", "response_mask", "old_log_probs", "advantages"]
+        wanted, at_once = ["prompts", "responses", "response_mask", "advantages"], "old_log_probs" not in data
+        if not at_once:
+            wanted.append("old_log_probs")
         if self.config.needs_sampled_kl_loss():
             wanted.append("ref_log_prob")
         if self.correction.rollout_is:
@@ -72,25 +76,32 @@ class ActorWorker(TrainedRole):
             mini_batch_size=self.config.actor_mini_batch_per_rank(self.topology),
             epochs=self.actor.ppo_epochs,
             seed=seed if self.actor.shuffle else None,
-        )
+        ).of(dealt)
+        if at_once:
+            if len(data) > plan.mini_batch_size or plan.epochs > 1:
+                raise BatchError("an update of several steps needs old_log_probs: call compute_log_prob before it")
+            plan = replace(plan, seed=None)  # what comes back is in the order of the rows
         outputs: list[Output] = ["log_probs"]
-        if self.actor.entropy_coeff:
+        if self.actor.entropy_coeff or at_once:
             outputs.append("entropy")
         if self.config.needs_full_kl_loss():
             outputs.append("full_kl")
         ctx = StepContext(outputs=tuple(outputs), temperature=self.temperature)
-        metrics = self.update(learn, self._loss, ctx, plan.of(dealt), before)
-        return DataProto({}, {"metrics": {f"actor/{name}": value for name, value in metrics.items()}})
+        found: list[Mapping[str, Any]] | None = [] if at_once else None
+        metrics = self.update(learn, self._loss, ctx, plan, before, found)
+        told = _told(found[0], data) if found else DataProto({})
+        return told.with_meta(metrics={f"actor/{name}": value for name, value in metrics.items()})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
         """Policy loss, minus entropy, plus KL to the reference, each aggregated in the same way."""
         actor, mode = self.actor, self.actor.loss_agg_mode
         counts = counts_of(data, ctx, horizon=self.config.data.max_response_length)
         log_probs = of_responses(predictions, "log_probs", data).values
+        old = data["old_log_probs"].values if "old_log_probs" in data else log_probs.detach()
         low, high = actor.clip_range()
         loss, metrics = self.policy_loss(
             log_probs,
-            data["old_log_probs"].values,
+            old,
             data["advantages"].values,
             counts,
             clip=Clip(low, high, actor.clip_ratio_c),
@@ -110,3 +121,13 @@ class ActorWorker(TrainedRole):
             metrics["kl_loss"] = distance
         ctx["metrics"] = metrics
         return loss, ctx
+
+
+def _told(found: Mapping[str, Any], data: DataProto) -> DataProto:
+    """What predictions say of the policy that drew the responses."""
+    return DataProto.from_dict(
+        {
+            "old_log_probs": of_responses(found, "log_probs", data).to("cpu"),
+            "entropy": of_responses(found, "entropy", data).to("cpu"),
+        }
+    )

@@ -108,10 +108,12 @@ class TrainedRole(EngineRole):
         ctx: StepContext,
         plan: UpdatePlan,
         before: PreprocessFn | None = None,
+        found: list[Mapping[str, Any]] | None = None,
     ) -> dict[str, float]:
         """One optimizer step per mini-batch; returns metrics averaged over the steps, and the rate they used.
 
-        The schedule moves once per call: its steps are iterations of the trainer.
+        The schedule moves once per call: its steps are iterations of the trainer. Where there is a list `found`, the
+        predictions of each step are put into it.
         """
         sums: dict[str, float] = defaultdict(float)
         steps = skipped = 0
@@ -120,6 +122,8 @@ class TrainedRole(EngineRole):
             for mini_batch in batch.make_iterator(plan.mini_batch_size, plan.epochs, plan.seed):
                 result = self.engine.train_batch(mini_batch, ctx, loss_fn, before)
                 steps, skipped = steps + 1, skipped + result.skipped
+                if found is not None:
+                    found.append(result.predictions)
                 for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
                     sums[name] += value
             self.engine.optimizer_zero_grad()  # nobody needs them until the next update

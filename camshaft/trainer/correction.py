@@ -20,6 +20,8 @@ from camshaft.dataproto import DataProto, Ragged
 
 def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
     """The columns that the config asks for, none if it asks for nothing, and metrics named `rollout_corr/...`."""
+    if not correction.is_on():
+        return DataProto({}), {}
     columns: dict[str, Ragged] = {}
     metrics: dict[str, float] = {}
     train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values

@@ -23,11 +23,16 @@ def deal(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp_si
 
     `mini_batch` counts over all ranks and divides by them. `seed` shuffles each epoch; None keeps the order.
     """
+    return batch.reorder(dealt_rows(len(batch), mini_batch, epochs, seed, dp_size))
+
+
+def dealt_rows(count: int, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> Tensor:
+    """The numbers of the rows, out of `count`, in the order that `deal` puts them."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    rows = torch.arange(len(batch))
-    passes = [rows if generator is None else torch.randperm(len(batch), generator=generator) for _ in range(epochs)]
+    rows = torch.arange(count)
+    passes = [rows if generator is None else torch.randperm(count, generator=generator) for _ in range(epochs)]
     places = torch.cat(passes).view(-1, dp_size, mini_batch // dp_size)
-    return batch.reorder(places.transpose(0, 1).flatten())
+    return places.transpose(0, 1).flatten()
 
 
 def even_shares(batch: DataProto, tokens: Tensor, dp_size: int) -> DataProto:

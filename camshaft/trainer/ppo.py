@@ -15,6 +15,8 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
@@ -26,7 +28,7 @@ from camshaft.trainer.advantages import build_kl_controller, estimate, token_rew
 from camshaft.trainer.baseline import with_baselines
 from camshaft.trainer.best import BestStep
 from camshaft.trainer.correction import correct
-from camshaft.trainer.deal import deal
+from camshaft.trainer.deal import deal, dealt_rows
 from camshaft.trainer.dynamic import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics
 from camshaft.trainer.parts import PPOParts
@@ -75,21 +77,21 @@ class PPOTrainer:
             corrected, told = correct(batch, config.algorithm.rollout_correction)
             batch = batch.union(corrected)
             metrics.add(penalty | told)
-        learn = batch.drop(*DRIVER_ONLY)
-        self._update(learn, metrics)
+        batch = batch.union(self._update(batch.drop(*DRIVER_ONLY), metrics))
         metrics.add(batch_metrics(batch))
         return metrics.finished(batch)
 
     def _evaluated(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> DataProto:
-        """The batch with scores, old log-probs, and the reference's and the critic's opinion of it.
+        """The batch with scores, old log-probs unless the update has them, and what reference and critic think of it.
 
         Nobody here waits for another: roles on devices of their own work at the same time, and the scoring functions,
         which run beside the driver, while all of them do. A phase's time is what the driver waited for it.
         """
         sequences = batch.select(*SEQUENCES)
         pending: dict[str, Pending[DataProto]] = {}
-        with metrics.phase("old_log_prob"):
-            pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
+        if not (self.config.learns_at_once() and self._actor_learns()):
+            with metrics.phase("old_log_prob"):
+                pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
         if self.config.needs_ref_log_prob():
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
@@ -106,19 +108,26 @@ class PPOTrainer:
             self._write(samples_of(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
 
-    def _update(self, learn: DataProto, metrics: StepMetrics) -> None:
-        """Train critic and actor, at the same time where they have devices of their own."""
-        critic = None
+    def _update(self, learn: DataProto, metrics: StepMetrics) -> DataProto:
+        """Train critic and actor, at the same time where they have devices of their own.
+
+        Returns the columns that the actor finds only now, where its update is one step; else none.
+        """
+        critic, found = None, DataProto({})
         if self.critic is not None:
             with metrics.phase("update_critic"):
                 critic = submit(self.critic.update_critic, self._for_critic(learn), dealt=True)
-        if self.global_step > self.config.trainer.critic_warmup:
+        if self._actor_learns():
             with metrics.phase("update_actor"):
-                actor = submit(self.actor.update_actor, self._for_actor(learn), dealt=True)
-                metrics.add(actor.result().meta_info["metrics"])
+                rows = self._rows_of_actor(len(learn))
+                told = submit(self.actor.update_actor, learn.reorder(rows), dealt=True).result()
+                metrics.add(told.meta_info["metrics"])
+                if told.columns:
+                    found = DataProto(told.columns).reorder(rows.argsort())
         if critic is not None:
             with metrics.phase("update_critic"):
                 metrics.add(critic.result().meta_info["metrics"])
+        return found
 
     def _generated(
         self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0
@@ -147,13 +156,16 @@ class PPOTrainer:
         """Generated and scored, for dynamic sampling, which must know the scores before it goes on."""
         return self._scored(*self._generated(prompts, metrics, first_row), metrics)
 
-    def _for_actor(self, batch: DataProto) -> DataProto:
+    def _actor_learns(self) -> bool:
+        return self.global_step > self.config.trainer.critic_warmup
+
+    def _rows_of_actor(self, count: int) -> Tensor:
         """The rows of the actor's mini-batches, dealt to its ranks."""
         actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
-        return deal(batch, self.config.actor_mini_batch(), actor.ppo_epochs, self._order(actor.shuffle), dp_size)
+        return dealt_rows(count, self.config.actor_mini_batch(), actor.ppo_epochs, self._order(actor.shuffle), dp_size)
 
     def _for_critic(self, batch: DataProto) -> DataProto:
-        """The same of the critic."""
+        """The rows of the critic's."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
         return deal(batch, self.config.critic_mini_batch(), critic.ppo_epochs, self._order(critic.shuffle), dp_size)
 

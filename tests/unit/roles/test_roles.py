@@ -153,11 +153,37 @@ def test_dealt_rows_are_learned_in_their_order_epochs_and_all(home: Path) -> Non
     assert trained(dealt=True) == trained(dealt=False)
 
 
+@pytest.mark.parametrize(("loss", "mode"), [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
+def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: str, mode: str) -> None:
+    keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
+    config = config_of(home, **{f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()})
+    before, at_once = (ActorWorker(config, Topology(1), STEPS) for _ in range(2))
+    before.init_model(), at_once.init_model()
+    told = before.compute_log_prob(batch_of())
+    expected = before.update_actor(learnable(old_log_probs=told.ragged("old_log_probs"))).meta_info["metrics"]
+    found = at_once.update_actor(learnable())
+    assert found.meta_info["metrics"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert found.columns.keys() == told.columns.keys()
+    for name in told.columns:
+        torch.testing.assert_close(found[name].values, told[name].values, rtol=1e-4, atol=1e-5)
+    for (name, weight), (_, other) in zip(before.engine.named_weights(), at_once.engine.named_weights(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("more", [{"ppo_mini_batch_size": 2}, {"ppo_epochs": 2}])
+def test_an_update_of_several_steps_needs_the_old_log_probs(home: Path, more: dict[str, int]) -> None:
+    keys = {f"actor_rollout_ref__actor__{key}": value for key, value in more.items()}
+    actor = ActorWorker(config_of(home, **keys), Topology(1), STEPS)
+    actor.init_model()
+    with pytest.raises(BatchError, match="call compute_log_prob before it"):
+        actor.update_actor(learnable())
+
+
 def test_an_update_without_its_columns_says_who_writes_them(home: Path) -> None:
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
-    with pytest.raises(BatchError, match=r"'old_log_probs' \(written by roles/actor.compute_log_prob\)"):
-        actor.update_actor(learnable())
+    with pytest.raises(BatchError, match=r"'advantages' \(written by trainer/advantages\)"):
+        actor.update_actor(batch_of())
 
 
 # -- critic ---------------------------------------------------------------------------------------

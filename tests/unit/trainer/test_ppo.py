@@ -12,6 +12,7 @@ from support.ppo_runs import ppo_words, run_ppo
 from transformers import AutoTokenizer
 
 from camshaft import storage
+from camshaft.config import PPOConfig
 from camshaft.models.loader import load_tokenizer
 from camshaft.tracking.jsonl import read_metrics
 
@@ -45,6 +46,32 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
     assert torch.equal(warm.actor[name], torch.ones_like(warm.actor[name]))
     assert not torch.equal(after.actor[name], warm.actor[name])
     assert not torch.equal(after.critic[name], warm.critic[name])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_with_one_update_computes_the_old_log_probs_in_it(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    once = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 8,
+        "actor_rollout_ref.actor.shuffle": True,
+        "actor_rollout_ref.rollout.n": 2,
+        "trainer.n_gpus_per_node": ranks,
+        **({} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp"}),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(PPOConfig, "learns_at_once", lambda self: False)
+        apart = run_ppo(tmp_path / "apart", once, steps=2)
+    together = run_ppo(tmp_path / "together", once, steps=2)
+    for one, other in zip(apart, together, strict=True):
+        assert "timing_s/old_log_prob" in one.metrics
+        assert one.metrics.keys() - other.metrics.keys() == {"timing_s/old_log_prob"}
+        numbers = [name for name in other.metrics if not name.startswith(("timing_s", "perf"))]
+        assert "actor/entropy" in numbers
+        assert other.metrics["rollout/log_prob_diff_mean"] < 1e-5  # each row has its own
+        for name in numbers:
+            assert other.metrics[name] == pytest.approx(one.metrics[name], rel=1e-3, abs=1e-5), name
 
 
 def test_each_response_to_a_prompt_is_drawn_by_itself(tmp_path: Path) -> None:
