@@ -1,7 +1,8 @@
-"""camshaft as a side of the benchmarks: the actor's role alone, and whole steps of GRPO.
+"""camshaft as a side of the benchmarks: the actor's role alone, and whole steps of GRPO and of PPO with a critic.
 
 ActorUpdate(folder).update(rows)        # of a folder with a model and train.parquet
-GRPOSteps(folder, learning_rate=1e-7).step()
+Steps(folder, learning_rate=1e-7).step()
+Steps(folder, learning_rate=1e-7, **with_critic(folder)).step()
 """
 
 from __future__ import annotations
@@ -81,12 +82,28 @@ class ActorUpdate:
         return {"loss": metrics["actor/pg_loss"], "grad_norm": metrics["actor/grad_norm"]}
 
 
-class GRPOSteps:
+def with_critic(folder: Path) -> dict[str, Any]:
+    """The settings of PPO with a critic of the actor's size, and the KL from a reference in the reward."""
+    return {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": workload.LAMBDA,
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": workload.KL,
+        "critic.model.path": folder,
+        "critic.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
+        "critic.cliprange_value": workload.CLIP_VALUE,
+        "critic.grad_clip": workload.GRAD_CLIP,
+        "critic.optim.weight_decay": 0.01,
+    }
+
+
+class Steps:
     """`PPOTrainer.step` in this process, on the prompts of train.parquet in their order."""
 
-    def __init__(self, folder: Path, learning_rate: float):
+    def __init__(self, folder: Path, learning_rate: float, **more: Any):
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}
-        settings = config(folder, **answer, **{"actor_rollout_ref.actor.optim.lr": learning_rate})
+        rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
+        settings = config(folder, **answer, **rates, **more)
         self.parts = PPOParts(settings)
         self.trainer = PPOTrainer(settings, self.parts)
         self.trainer.prepare()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ FIRST_WORD = 3
 """Ids below it are the tokenizer's marks."""
 LETTERS = string.ascii_letters + string.digits
 CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
+CLIP_VALUE, LAMBDA, KL = 0.5, 0.95, 0.05
+"""Of PPO with a critic: how far a value may move, GAE's lambda (gamma is 1), the weight of the KL in the reward."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,9 @@ class Rows:
     old_log_probs: list[Tensor]
     advantages: list[Tensor]
 
-    def part(self, numbers: list[int]) -> Rows:
+    def part(self, numbers: list[int]) -> Self:
         """Some rows; a column that is not there yet stays empty."""
-        return Rows(*([column[number] for number in numbers] if column else [] for column in vars(self).values()))
+        return type(self)(*([column[number] for number in numbers] if column else [] for column in vars(self).values()))
 
     def __len__(self) -> int:
         return len(self.prompts)
