@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from typing import Any
 import pyarrow.parquet
 import torch
 import workload
-from datasets import Dataset  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -56,8 +56,9 @@ class Steps(TrainerCallback):
         def run() -> None:
             try:
                 train()
-            finally:
-                self.resting.put(False)
+            except Exception:
+                traceback.print_exc()
+            self.resting.put(False)
 
         threading.Thread(target=run, daemon=True).start()
         self._arrive()
@@ -106,7 +107,8 @@ class GRPOSteps(Steps):
     """Two iterations of `GRPOTrainer`, the first of which generates: an optimizer step each. No reference (beta 0)."""
 
     def __init__(self, folder: Path, learning_rate: float):
-        from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+        from datasets import Dataset
+        from trl import GRPOConfig, GRPOTrainer
 
         super().__init__(folder)
         config = GRPOConfig(
@@ -138,7 +140,8 @@ class PPOSteps(Steps):
     """
 
     def __init__(self, folder: Path, learning_rate: float):
-        from trl.experimental.ppo import PPOConfig, PPOTrainer  # pyright: ignore[reportMissingImports]
+        from datasets import Dataset
+        from trl.experimental.ppo import PPOConfig, PPOTrainer
 
         super().__init__(folder)
         config = PPOConfig(
