@@ -136,7 +136,7 @@ class GRPOSteps(Steps):
 class PPOSteps(Steps):
     """One iteration of `PPOTrainer`, with two mini-batches, each a forward and backward pass and an optimizer step.
 
-    Mini-batches are not cut into micro-batches, because PPOTrainer then steps its optimizer once for all of them.
+    Mini-batches are not cut into micro-batches: PPOTrainer would step its optimizer once for both, and be no faster.
     """
 
     def __init__(self, folder: Path, learning_rate: float):
