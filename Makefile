@@ -8,9 +8,11 @@
 # make test-cluster  Ray at length: kill -9 of each kind of process, twenty times; two machines; the scripts (half an hour)
 # make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
 # make bench         updates and whole steps beside a careful loop by hand and the textbook loop (some five minutes)
+# make bench-trl     whole steps of GRPO and of PPO with a critic beside TRL's and a careful loop (a quarter of an hour)
+# make trl           the two environments with TRL that bench-trl needs
 # make bench-check   fails where a ratio of these fell by more than a margin below the committed one
 # make check   format, lint, types
-# `.venv`, and `.venv-vllm` and `.venv-sglang` beside it, are made when they are missing or when the pinned versions change.
+# `.venv`, and `.venv-vllm`, `.venv-sglang` and `.venv-trl` beside it, are made when they are missing or when the pinned versions change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,8 +22,10 @@ VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
 SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
+TRL_INSTALLED := .venv-trl/.installed
+TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 
-.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-check check format docs clean install
+.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install
 
 install: $(INSTALLED)
 
@@ -48,6 +52,16 @@ $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requir
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r requirements-sglang.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $(SGLANG_INSTALLED)
+
+$(TRL_INSTALLED): TRL_VERSION := 1.16.0
+$(TRL_PPO_INSTALLED): TRL_VERSION := 1.12.0
+$(TRL_INSTALLED) $(TRL_PPO_INSTALLED): constraints.txt requirements-trl.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(@D)/bin/python -m pip install -q --no-deps -r requirements-trl.txt trl==$(TRL_VERSION)
+	touch $@
+
+trl: $(TRL_INSTALLED) $(TRL_PPO_INSTALLED)
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
@@ -83,6 +97,10 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/train_step.py --models 1M,4M --against careful,transformers --rounds 3
 	$(BIN)/python benchmarks/ppo_step.py --models 1M --rounds 3
 
+bench-trl: $(INSTALLED) trl
+	$(BIN)/python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 4
+	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against careful,trl --rounds 4
+
 bench-check: $(INSTALLED)
 	$(BIN)/python benchmarks/check.py
 
@@ -101,4 +119,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/spec/table.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

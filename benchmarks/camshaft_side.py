@@ -1,9 +1,10 @@
-"""camshaft as a side of the benchmarks: the roles of actor and critic alone, and whole steps of GRPO.
+"""camshaft as a side of the benchmarks: roles of actor and critic alone, whole steps of GRPO and of PPO with a critic.
 
 ActorUpdate(folder).update(rows)        # of a folder with a model and train.parquet
 ActorUpdateOnRanks(folder, 2).update(rows)
 CriticUpdate(folder).update(rows)
-GRPOSteps(folder, learning_rate=1e-7).step()
+Steps(folder, learning_rate=1e-7).step()
+Steps(folder, learning_rate=1e-7, **with_critic(folder)).step()
 """
 
 from __future__ import annotations
@@ -101,28 +102,12 @@ class CriticUpdate:
     """`CriticWorker.update_critic`, as a run calls it."""
 
     def __init__(self, folder: Path):
-        self.critic = CriticWorker(config(folder, **critic(folder)), Topology(), total_steps=1000)
+        self.critic = CriticWorker(config(folder, **with_critic(folder)), Topology(), total_steps=1000)
         self.critic.init_model()
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, values=rows.old_values, returns=rows.returns)
         return told(self.critic.update_critic(data, dealt=True), "critic/vf_loss", "critic/grad_norm")
-
-
-def critic(folder: Path) -> dict[str, Any]:
-    """Settings of a critic that starts from the model of the folder."""
-    return {
-        "algorithm.adv_estimator": "gae",
-        "critic.strategy": "reference",
-        "critic.model.path": folder,
-        "critic.ppo_mini_batch_size": workload.MINI_BATCH // workload.SAMPLES,
-        "critic.use_dynamic_bsz": True,
-        "critic.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
-        "critic.cliprange_value": workload.VALUE_CLIP,
-        "critic.grad_clip": workload.GRAD_CLIP,
-        "critic.optim.lr": workload.LEARNING_RATE,
-        "critic.optim.weight_decay": 0.01,
-    }
 
 
 def told(found: DataProto, loss: str, norm: str) -> dict[str, float]:
@@ -140,12 +125,32 @@ def batch(rows: workload.Rows, **columns: list[torch.Tensor]) -> DataProto:
     return DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": mask, **numbers})
 
 
-class GRPOSteps:
+def with_critic(folder: Path) -> dict[str, Any]:
+    """The settings of PPO with a critic of the actor's size, and the KL from a reference in the reward."""
+    return {
+        "algorithm.adv_estimator": "gae",
+        "algorithm.lam": workload.LAMBDA,
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": workload.KL,
+        "critic.strategy": "reference",
+        "critic.model.path": folder,
+        "critic.ppo_mini_batch_size": workload.MINI_BATCH // workload.SAMPLES,
+        "critic.use_dynamic_bsz": True,
+        "critic.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
+        "critic.cliprange_value": workload.CLIP_VALUE,
+        "critic.grad_clip": workload.GRAD_CLIP,
+        "critic.optim.lr": workload.LEARNING_RATE,
+        "critic.optim.weight_decay": 0.01,
+    }
+
+
+class Steps:
     """`PPOTrainer.step` in this process, on the prompts of train.parquet in their order."""
 
-    def __init__(self, folder: Path, learning_rate: float):
+    def __init__(self, folder: Path, learning_rate: float, **more: Any):
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}
-        settings = config(folder, **answer, **{"actor_rollout_ref.actor.optim.lr": learning_rate})
+        rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
+        settings = config(folder, **(answer | more | rates))
         self.parts = PPOParts(settings)
         self.trainer = PPOTrainer(settings, self.parts)
         self.trainer.prepare()

@@ -13,22 +13,24 @@ through the projection on the vocabulary; log-probs are those of the fused cross
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from workload import (
     CLIP,
+    CLIP_VALUE,
     GRAD_CLIP,
     LEARNING_RATE,
     LONGEST_ANSWER,
     MICRO_BATCH,
     MINI_BATCH,
     SAMPLES,
-    VALUE_CLIP,
     Rows,
     even_share,
 )
@@ -37,52 +39,23 @@ from workload import (
 class CarefulLoop:
     """PPO's clipped loss, mean over the tokens of a mini-batch."""
 
-    kind: Any = transformers.AutoModelForCausalLM
-
     def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE, mini_batch: int = MINI_BATCH):
         self.mini_batch = mini_batch
-        self.model = self.kind.from_pretrained(folder, dtype=torch.float32)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
-
-    def before_responses(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """(hidden state before, id) of all response tokens, row after row."""
-        whole = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-        width = max(map(len, whole))
-        ids = torch.stack([F.pad(row, (0, width - len(row))) for row in whole])
-        place = torch.arange(width - 1)
-        starts, ends = torch.tensor([len(p) for p in rows.prompts]), torch.tensor([len(row) for row in whole])
-        predicts = (place >= starts[:, None] - 1) & (place < ends[:, None] - 1)
-        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]
-        return hidden, ids[:, 1:][predicts]
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.optimizer = adam(self.model, learning_rate)
 
     def log_probs(self, rows: Rows) -> Tensor:
         """Of all response tokens, row after row."""
-        hidden, targets = self.before_responses(rows)
-        return -F.cross_entropy(self.model.lm_head(hidden), targets, reduction="none")
-
-    def loss(self, rows: Rows) -> Tensor:
-        """Summed over tokens."""
-        ratio = (self.log_probs(rows) - torch.cat(rows.old_log_probs)).exp()
-        advantages = torch.cat(rows.advantages)
-        return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
+        return log_probs(self.model, rows)
 
     def update(self, rows: Rows) -> dict[str, float]:
-        losses, norms = [], []
-        for first in range(0, len(rows), self.mini_batch):
-            mini = list(range(first, min(first + self.mini_batch, len(rows))))
-            mini.sort(key=lambda row: len(rows.prompts[row]) + len(rows.responses[row]))
-            tokens = sum(len(rows.responses[row]) for row in mini)
-            self.optimizer.zero_grad(set_to_none=True)
-            total = torch.zeros(())
-            for start in range(0, len(mini), MICRO_BATCH):
-                loss = self.loss(rows.part(mini[start : start + MICRO_BATCH])) / tokens
-                loss.backward()
-                total += loss.detach()
-            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), GRAD_CLIP)
-            self.optimizer.step()
-            losses.append(float(total))
-            norms.append(float(norm))
-        return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}
+        return fit(rows, self.loss, self.model, self.optimizer, self.mini_batch)
+
+    def loss(self, part: Rows) -> Tensor:
+        """Summed over tokens."""
+        ratio = (self.log_probs(part) - torch.cat(part.old_log_probs)).exp()
+        advantages = torch.cat(part.advantages)
+        return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
 
     @torch.inference_mode()
     def generate(self, prompts: list[Tensor]) -> list[Tensor]:
@@ -105,25 +78,90 @@ class CarefulLoop:
         scores = torch.tensor([even_share(response.tolist()) for response in responses]).view(-1, SAMPLES)
         advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).flatten()
         rows = Rows(repeated, responses, [], [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
-        order = sorted(range(len(rows)), key=lambda row: len(repeated[row]) + len(responses[row]))
-        old: list[Tensor] = [torch.empty(0)] * len(rows)
-        with torch.no_grad():
-            for start in range(0, len(order), MICRO_BATCH):
-                numbers = order[start : start + MICRO_BATCH]
-                found = self.log_probs(rows.part(numbers))
-                for row, part in zip(numbers, found.split([len(responses[n]) for n in numbers]), strict=True):
-                    old[row] = part
-        self.update(Rows(repeated, responses, old, rows.advantages))
+        self.update(replace(rows, old_log_probs=told_of(rows, self.log_probs)))
         return {"tokens": float(sum(map(len, responses)))}
 
 
-class CarefulCritic(CarefulLoop):
-    """The clipped regression of values on returns, of the same rows."""
+class CarefulCritic:
+    """The clipped regression of values on returns, with a model whose head gives a number."""
 
-    kind = transformers.AutoModelForTokenClassification
+    def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE):
+        kind: Any = transformers.AutoModelForTokenClassification
+        self.model = kind.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self.optimizer = adam(self.model, learning_rate)
 
-    def loss(self, rows: Rows) -> Tensor:
-        values = self.model.score(self.before_responses(rows)[0])[:, 0]
-        old, returns = torch.cat(rows.old_values), torch.cat(rows.returns)
-        near = values.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
-        return torch.maximum((values - returns).square(), (near - returns).square()).sum() / 2
+    def values(self, rows: Rows) -> Tensor:
+        """Before each response token, row after row."""
+        ids, predicts = right_padded(rows)
+        hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]
+        return self.model.score(hidden)[:, 0]
+
+    def update(self, rows: Rows) -> dict[str, float]:
+        return fit(rows, self.loss, self.model, self.optimizer)
+
+    def loss(self, part: Rows) -> Tensor:
+        """Summed over tokens."""
+        values, old, returns = self.values(part), torch.cat(part.old_values), torch.cat(part.returns)
+        clipped = old + (values - old).clamp(-CLIP_VALUE, CLIP_VALUE)
+        return torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum() / 2
+
+
+def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01, fused=True)
+
+
+def right_padded(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Ids of prompts with responses, and where the next token is one of a response."""
+    whole = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
+    width = max(map(len, whole))
+    ids = torch.stack([F.pad(row, (0, width - len(row))) for row in whole])
+    place = torch.arange(width - 1)
+    starts, ends = torch.tensor([len(p) for p in rows.prompts]), torch.tensor([len(row) for row in whole])
+    return ids, (place >= starts[:, None] - 1) & (place < ends[:, None] - 1)
+
+
+def log_probs(model: Any, rows: Rows) -> Tensor:
+    ids, predicts = right_padded(rows)
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]
+    return -F.cross_entropy(model.lm_head(hidden), ids[:, 1:][predicts], reduction="none")
+
+
+def by_length(rows: Rows, numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Micro-batches of the rows of these numbers."""
+    order = sorted(numbers, key=lambda row: len(rows.prompts[row]) + len(rows.responses[row]))
+    return (order[start : start + MICRO_BATCH] for start in range(0, len(order), MICRO_BATCH))
+
+
+@torch.no_grad()
+def told_of(rows: Rows, what: Callable[[Rows], Tensor]) -> list[Tensor]:
+    """What a model tells of each row's response tokens."""
+    found: list[Tensor] = [torch.empty(0)] * len(rows)
+    for numbers in by_length(rows, range(len(rows))):
+        told = what(rows.part(numbers)).split([len(rows.responses[row]) for row in numbers])
+        for row, values in zip(numbers, told, strict=True):
+            found[row] = values
+    return found
+
+
+def fit(
+    rows: Rows,
+    loss: Callable[[Rows], Tensor],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    mini_batch: int = MINI_BATCH,
+) -> dict[str, float]:
+    """An optimizer step for each mini-batch, on the mean over its tokens of what the loss tells in sum."""
+    losses, norms = [], []
+    for first in range(0, len(rows), mini_batch):
+        mini = range(first, min(first + mini_batch, len(rows)))
+        tokens = sum(len(rows.responses[row]) for row in mini)
+        optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros(())
+        for numbers in by_length(rows, mini):
+            part = loss(rows.part(numbers)) / tokens
+            part.backward()
+            total += part.detach()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)))
+        optimizer.step()
+        losses.append(float(total))
+    return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}

@@ -1,6 +1,6 @@
-"""Speed of whole steps of GRPO: generate, score, log-probs, advantages, update; beside a careful loop by hand.
+"""Speed of whole steps of GRPO: generate, score, log-probs, advantages, update; beside a careful loop and TRL.
 
-    python benchmarks/ppo_step.py --models 1M,4M --rounds 6
+    python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 6      # trl: after `make trl`
 
 16 prompts of 1 to 64 tokens, 8 responses each of at most 96, two optimizer steps. Before anything is timed the model
 learns, from random text, to end a response at any token with one chance in 33: lengths have the long tail that they
@@ -9,6 +9,7 @@ one policy. Sides draw different tokens, so what counts is the time for each tok
 
 - camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
 - careful: `CarefulLoop.step`, with `transformers.generate`.
+- trl: `GRPOTrainer` of TRL 1.16, as `trl_side.py` sets it up, in an environment of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from typing import Any
 import torch
 import workload
 from paired import Case, Sides, main, middle, ratio, serve
+from torch import Tensor
 
 LEARNING_RATE = 1e-7
 MEAN_ANSWER = 32
-PHASES = ("gen", "old_log_prob", "update_actor")
+PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
 """Where camshaft runs a model; what is left of a step is outside of models."""
 
 
@@ -49,24 +51,42 @@ def teach_lengths(folder: Path, vocabulary: int, steps: int = 60) -> None:
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     """One side, ready for its rounds."""
     folder = Path(case["folder"])
-    if name == "camshaft":
-        from camshaft_side import GRPOSteps
+    if name == "careful":
+        from careful import CarefulLoop
 
-        steps = GRPOSteps(folder, LEARNING_RATE)
-        return lambda number: steps.step()
+        return on_prompts(CarefulLoop(folder, LEARNING_RATE).step, folder)
+    if name == "trl":
+        from trl_side import GRPOSteps as Steps
+    else:
+        from camshaft_side import Steps
+    steps = Steps(folder, LEARNING_RATE)
+    return lambda number: steps.step()
+
+
+def on_prompts(step: Callable[[list[Tensor]], dict[str, float]], folder: Path) -> Callable[[int], dict[str, float]]:
+    """A step of a loop that is handed the prompts of its round."""
     import transformers
-    from careful import CarefulLoop
 
-    loop = CarefulLoop(folder, LEARNING_RATE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    return lambda number: loop.step([torch.tensor(tokenizer(text).input_ids) for text in workload.prompt_texts(number)])
+    return lambda number: step([torch.tensor(tokenizer(text).input_ids) for text in workload.prompt_texts(number)])
 
 
-def compared(model: str, names: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
-    """A row of the result for each side."""
+def interpreter(environment: str) -> str:
+    """Of an environment beside the package's own."""
+    path = Path(__file__).parents[1] / environment / "bin" / "python"
+    if not path.exists():
+        raise SystemExit(f"there is no {path}: `make trl` makes {environment}")
+    return str(path)
+
+
+def compared(
+    model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl"
+) -> list[dict[str, Any]]:
+    """A row of the result for each side that the script builds."""
     from camshaft.data.parquet import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
+    python = {"trl": interpreter(trl)} if "trl" in names else {}
     sizes = workload.SHAPES[model].options() | {"vocab_size": VOCABULARY_ROWS}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -74,12 +94,12 @@ def compared(model: str, names: list[str], threads: int, rounds: int) -> list[di
         teach_lengths(folder, VOCABULARY_ROWS)
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]
         write_parquet(folder / "train.parquet", [{"prompt": text, "data_source": "letters"} for text in texts])
-        with Sides(Path(__file__).name, names, {"folder": name, "model": model}, threads) as sides:
+        with Sides(script, names, {"folder": name, "model": model}, threads, python) as sides:
             found = sides.rounds(rounds)
     for each in found:  # of one token of a response
         for spent in each.values():
             spent |= {"wall": spent["wall"] / spent["told"]["tokens"], "cpu": spent["cpu"] / spent["told"]["tokens"]}
-    inside = [sum(each["camshaft"]["told"][f"timing_s/{phase}"] for phase in PHASES) for each in found]
+    inside = [sum(each["camshaft"]["told"].get(f"timing_s/{phase}", 0) for phase in PHASES) for each in found]
     whole = [each["camshaft"]["told"]["timing_s/step"] for each in found]
     return [
         {

@@ -20,13 +20,13 @@ import transformers
 from torch import Tensor
 from workload import (
     CLIP,
+    CLIP_VALUE,
     GRAD_CLIP,
     LEARNING_RATE,
     LONGEST_PROMPT,
     LONGEST_RESPONSE,
     MICRO_BATCH,
     MINI_BATCH,
-    VALUE_CLIP,
     Rows,
 )
 
@@ -86,7 +86,7 @@ class TextbookCritic(TextbookLoop):
         logits, _, mask = self.logits(rows)
         values = logits[:, -LONGEST_RESPONSE - 1 : -1, 0]
         old, returns = right(rows.old_values, LONGEST_RESPONSE), right(rows.returns, LONGEST_RESPONSE)
-        near = values.clamp(old - VALUE_CLIP, old + VALUE_CLIP)
+        near = values.clamp(old - CLIP_VALUE, old + CLIP_VALUE)
         return (torch.maximum((values - returns).square(), (near - returns).square()) * mask).sum() / 2
 
 

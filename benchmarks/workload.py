@@ -32,7 +32,9 @@ LONGEST_ANSWER = 96
 FIRST_WORD = 3
 """Ids below it are the tokenizer's marks."""
 LETTERS = string.ascii_letters + string.digits
-CLIP, VALUE_CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 0.5, 1.0, 1e-4
+CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
+CLIP_VALUE, LAMBDA, KL = 0.5, 0.95, 0.05
+"""Of PPO with a critic: how far a value may move, GAE's lambda (gamma is 1), the weight of the KL in the reward."""
 
 
 @dataclass(frozen=True)

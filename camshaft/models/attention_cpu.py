@@ -6,9 +6,9 @@ A document attends to itself, causally. One with a parent attends to all of the 
 continuation: a prompt that is packed once stands before each of its responses. Children follow their parent.
 
 Cut up by slices in autograd, a call on M documents would write M times a gradient of all N tokens, most of it zeros;
-here the kernel is called for each run of neighbours of one length, and gradients are written where they belong. What
-a child gives to its parent and what it gives to itself are two calls, put together by their logsumexp; backward, each
-call is told the whole logsumexp and the whole output, and gives its part of the gradient.
+here the kernel is called for each run of neighbours of one length, and what the calls give is joined once. What a child
+looks at in its parent and in itself are two calls, put together by their logsumexp; backward, each call is told the
+whole logsumexp and the whole output, and gives its part of the gradient.
 """
 
 from __future__ import annotations
@@ -24,13 +24,18 @@ from torch.autograd.function import once_differentiable
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Call(NamedTuple):
-    """One call of the kernel: so many rows of tokens of one length, and the keys that they look at."""
+class Run(NamedTuple):
+    """Neighbours of one length, so many of them: one causal call of the kernel, each on itself."""
 
-    queries: slice
-    keys: slice
-    rows: int
-    causal: bool
+    tokens: slice
+    count: int
+
+
+class Family(NamedTuple):
+    """The children of one parent: one call of the kernel, all of them on all of the parent."""
+
+    children: slice
+    parent: slice
 
 
 def cpu_can(query: Tensor, value: Tensor, dropout: float) -> bool:
@@ -48,89 +53,96 @@ def cpu_documents(
     scale: float | None = None,
 ) -> Tensor:
     """(H, N, D) query and (Hkv, N, D) key and value of documents of these lengths -> (N, H, D)."""
-    own, across = calls_of(lengths, parents)
-    return _Documents.apply(query, key, value, own, across, scale)  # pyright: ignore[reportReturnType]
+    runs, families = calls_of(lengths, parents)
+    return _Documents.apply(query, key, value, runs, families, scale)  # pyright: ignore[reportReturnType]
 
 
-def calls_of(lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> tuple[list[Call], list[Call]]:
-    """The calls of documents on themselves, and those of children on their parents."""
-    own, start = [], 0
+def calls_of(lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> tuple[list[Run], list[Family]]:
+    """The calls of documents on themselves, which cover all tokens, and those of children on their parents."""
+    runs, start = [], 0
     for length, run in itertools.groupby(lengths):
         count = len(list(run))
         if length:
-            span = slice(start, start + count * length)
-            own.append(Call(span, span, count, True))
-            start = span.stop
+            runs.append(Run(slice(start, start + count * length), count))
+            start += count * length
     if parents is None:
-        return own, []
+        return runs, []
     ends = list(itertools.accumulate(lengths, initial=0))
-    across = []
+    families = []
     for parent, family in itertools.groupby(range(len(lengths)), parents.__getitem__):
         if parent is not None:
             children = list(family)
-            queries = slice(ends[children[0]], ends[children[-1] + 1])
-            across.append(Call(queries, slice(ends[parent], ends[parent + 1]), 1, False))
-    return own, across
+            span = slice(ends[children[0]], ends[children[-1] + 1])
+            families.append(Family(span, slice(ends[parent], ends[parent + 1])))
+    return runs, families
 
 
 class _Documents(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, own: list[Call], across: list[Call], scale: float | None
-    ) -> Tensor:
-        out = _by_token(query)
-        norm = out.new_empty(out.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))[..., None]
-        for call in own:
-            found, norms = _kernel(query, key, value, call, scale)
-            _rows(out, call.queries, call.rows).copy_(found)
-            _rows(norm, call.queries, call.rows).copy_(norms[..., None])
-        for call in across:
-            found, norms = _kernel(query, key, value, call, scale)
-            there = _rows(out, call.queries, call.rows), _rows(norm, call.queries, call.rows)
-            _merge(*there, found, norms[..., None])
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], families: list[Family],
+        scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        cut = (_cut(tensor, runs) for tensor in (query, key, value))
+        found, norms = zip(*(_kernel(q, k, v, True, scale) for q, k, v in zip(*cut, strict=True)), strict=True)
+        out = _joined(found)
+        norm = torch.cat([each.transpose(0, 1).flatten(1) for each in norms], dim=1)[..., None]
+        for children, parent in families:
+            inputs = _rows(query, children), _rows(key, parent), _rows(value, parent)
+            more, more_norm = _kernel(*inputs, False, scale)
+            _merge(_rows(out, children), _rows(norm, children), more, more_norm[..., None])
         ctx.save_for_backward(query, key, value, out, norm)
-        ctx.calls, ctx.scale = (own, across), scale
+        ctx.calls, ctx.scale = (runs, families), scale
         return out.transpose(0, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, norm = ctx.saved_tensors
-        own, across = ctx.calls
+        runs, families = ctx.calls
         grad = grad.transpose(0, 1)
-        total = [_by_token(tensor) for tensor in (query, key, value)]
-        for calls, write in ((own, Tensor.copy_), (across, Tensor.add_)):
-            for call in calls:
-                back, made, norms = (_rows(tensor, call.queries, call.rows) for tensor in (grad, out, norm))
-                shares = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    back, *_inputs(query, key, value, call), made, norms[..., 0].contiguous(), 0.0, call.causal,
-                    scale=ctx.scale,
-                )  # fmt: skip
-                for whole, share, span in zip(total, shares, (call.queries, call.keys, call.keys), strict=True):
-                    write(_rows(whole, span, call.rows), share)
+        cut = (_cut(tensor, runs) for tensor in (grad, query, key, value, out, norm))
+        shares = [_kernel_backward(inputs, True, ctx.scale) for inputs in zip(*cut, strict=True)]
+        total = [_joined(column) for column in zip(*shares, strict=True)]
+        for children, parent in families:
+            spans = (children, children, parent, parent, children, children)
+            inputs = [
+                _rows(tensor, span) for tensor, span in zip((grad, query, key, value, out, norm), spans, strict=True)
+            ]
+            more = _kernel_backward(inputs, False, ctx.scale)
+            for whole, share, span in zip(total, more, (children, parent, parent), strict=True):
+                _rows(whole, span).add_(share)
         return (*total, None, None, None)
 
 
-def _by_token(like: Tensor) -> Tensor:
-    """An empty (H, N, D), laid out token by token as projections write and read it."""
-    heads, tokens, width = like.shape
-    return like.new_empty(tokens, heads, width).transpose(0, 1)
-
-
-def _kernel(query: Tensor, key: Tensor, value: Tensor, call: Call, scale: float | None) -> tuple[Tensor, Tensor]:
+def _kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     """(rows, H, L, D) and the logsumexp (rows, H, L)."""
-    q, k, v = _inputs(query, key, value, call)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, call.causal, scale=scale)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    keys, rows = call.keys, call.rows
-    return _rows(query, call.queries, rows), _rows(key, keys, rows), _rows(value, keys, rows)
+def _kernel_backward(inputs: Sequence[Tensor], causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient, query, key, value, output and logsumexp -> the gradients of query, key and value."""
+    *inputs, norm = inputs
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *inputs, norm[..., 0].contiguous(), 0.0, causal, scale=scale
+    )
 
 
-def _rows(tensor: Tensor, span: slice, count: int) -> Tensor:
-    """(H, N, D) -> (count, H, L, D): neighbours of one length, without a copy, and in one operation, for there are
-    many of these."""
+def _cut(tensor: Tensor, runs: list[Run]) -> list[Tensor]:
+    """(H, N, D) -> (count, H, L, D) of each run, without a copy, and nearly all in one operation: there are many."""
+    parts = tensor[None].split([tokens.stop - tokens.start for tokens, _ in runs], dim=2)
+    return [
+        part if count == 1 else _rows(tensor, tokens, count) for (tokens, count), part in zip(runs, parts, strict=True)
+    ]
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """What `_cut` cuts, together anew: (H, N, D), laid out token by token as projections write and read it."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).transpose(0, 1)
+
+
+def _rows(tensor: Tensor, span: slice, count: int = 1) -> Tensor:
+    """(H, N, D) -> (count, H, L, D): neighbours of one length, without a copy, and in one operation."""
     heads, _, width = tensor.shape
     of_head, of_token, of_number = tensor.stride()
     length = (span.stop - span.start) // count

@@ -1,0 +1,50 @@
+"""Speed of whole steps of PPO with a critic and a reference; beside a careful loop and TRL's PPOTrainer.
+
+    python benchmarks/critic_step.py --models 1M,4M --against careful,trl --rounds 6     # trl: after `make trl`
+
+Prompts, responses, lengths and mini-batches are those of `ppo_step.py`: one epoch, two optimizer steps of actor and
+critic each. The critic is as large as the actor, the reference is the model that the actor starts from, the KL counts
+in the reward. What counts is the time for each token of a response.
+
+- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
+- careful: `CarefulPPO.step`, with `transformers.generate`.
+- trl: `PPOTrainer` of TRL 1.12, the last that has one, as `trl_side.py` sets it up, in an environment of its own. It
+  takes the log-probs of the old policy from the generation, does not clip gradients, and scores with a module that
+  takes a few sums.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from paired import Case, main, serve
+from ppo_step import COLUMNS, LEARNING_RATE, compared, on_prompts
+
+
+def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
+    """One side, ready for its rounds."""
+    folder = Path(case["folder"])
+    if name == "careful":
+        from careful_ppo import CarefulPPO
+
+        return on_prompts(CarefulPPO(folder, LEARNING_RATE).step, folder)
+    if name == "trl":
+        from trl_side import PPOSteps
+
+        steps = PPOSteps(folder, LEARNING_RATE)
+    else:
+        from camshaft_side import Steps, with_critic
+
+        steps = Steps(folder, LEARNING_RATE, **with_critic(folder))
+    return lambda number: steps.step()
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(build)
+    else:
+        both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo")
+        main(__doc__ or "", both, COLUMNS, models="1M,4M", against="careful,trl")

@@ -1,0 +1,111 @@
+"""What of the sides with a critic, and of those of TRL, can be tested without TRL."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+import careful_ppo
+import ppo_step
+import trl_side
+from camshaft_side import config, with_critic
+from careful import CarefulCritic
+from workload import Rows
+
+from camshaft.data.parquet import write_parquet
+from camshaft.models.tiny import make_tiny_model
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Any:
+    make_tiny_model(tmp_path, hidden=16, layers=1)
+    write_parquet(tmp_path / "train.parquet", [{"prompt": "ab"}, {"prompt": "c"}])
+    return trl_side.Steps(tmp_path)
+
+
+def test_an_environment_that_is_missing_is_told_with_what_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there is no .*/no-such/bin/python: `make trl` makes no-such"):
+        ppo_step.interpreter("no-such")
+
+
+def test_a_step_is_all_that_a_loop_does_between_two_rests(steps: Any) -> None:
+    done = []
+
+    def train() -> None:
+        for number in range(4):
+            steps.rest()
+            done.append(number)
+            steps.tokens += 10 + number
+
+    assert steps.prompts == ["ab", "c"]
+    steps.begin(train)
+    assert done == []
+    assert [steps.step() for _ in range(2)] == [{"tokens": 10.0}, {"tokens": 11.0}]
+    assert done == [0, 1]
+
+
+def test_a_loop_that_fails_ends_the_side_and_does_not_keep_it_waiting(
+    steps: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train() -> None:
+        steps.rest()
+        raise ValueError("no more memory")
+
+    steps.begin(train)
+    with pytest.raises(SystemExit, match="TRL's loop ended"):
+        steps.step()
+    assert "ValueError: no more memory" in capsys.readouterr().err
+
+
+def test_the_reward_module_tells_the_share_of_even_ids_at_every_token_and_counts_the_real_ones() -> None:
+    even = trl_side.EvenShare()
+    even.starts = 2
+    ids = torch.tensor([[0, 8, 4, 6, 7, 0], [9, 9, 5, 2, 0, 0]])  # two of a prompt, 0 for padding
+    real = ids != 0
+    told = even.score(even.backbone(input_ids=ids, attention_mask=real).hidden_states[-1])
+    assert torch.allclose(told[..., 0], torch.tensor([[2 / 3] * 6, [1 / 2] * 6]))
+    assert even.tokens == 5
+
+
+def test_advantages_of_the_careful_loop_by_hand() -> None:
+    rewards, values = [torch.tensor([0.0, 1.0]), torch.tensor([2.0])], [torch.tensor([0.5, 0.25]), torch.tensor([0.5])]
+    first, second = careful_ppo.gae(rewards, values)
+    # The last: 1 - 0.25 = 0.75. The one before: 0 + 0.25 - 0.5 + 0.95 * 0.75.
+    assert first.tolist() == pytest.approx([0.4625, 0.75])
+    assert second.tolist() == pytest.approx([1.5])
+
+
+def test_the_value_loss_of_the_careful_loop_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_model(tmp_path, hidden=16, layers=1)
+    critic = CarefulCritic(tmp_path)
+    monkeypatch.setattr(critic, "values", lambda part: torch.tensor([1.0, 1.0]))
+    rows = Rows([], [], [], [], [torch.tensor([0.0]), torch.tensor([0.75])], [torch.tensor([2.0, 2.0])])
+    # The first moved by 1, of which 0.5 count: (2 - 0.5)^2 beats (2 - 1)^2. The second moved by 0.25.
+    assert float(critic.loss(rows)) == pytest.approx((2.25 + 1.0) / 2)
+
+
+def test_a_careful_step_moves_actor_and_critic_and_leaves_the_reference(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, hidden=16, layers=1)
+    torch.manual_seed(0)
+    loop = careful_ppo.CarefulPPO(tmp_path, learning_rate=1e-3)
+    trained = {name: part.state_dict() for name, part in (("actor", loop.model), ("critic", loop.critic.model))}
+    before = {name: {k: v.clone() for k, v in state.items()} for name, state in trained.items()}
+    kept = {key: value.clone() for key, value in loop.reference.state_dict().items()}
+    assert loop.step([torch.tensor([5, 6, 7]), torch.tensor([8])])["tokens"] >= 16
+    for name, state in trained.items():
+        assert any(not torch.equal(state[key], before[name][key]) for key in state), name
+    assert all(torch.equal(value, kept[key]) for key, value in loop.reference.state_dict().items())
+
+
+def test_the_settings_with_a_critic_have_critic_reference_and_the_stated_numbers(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, hidden=16, layers=1)
+    (tmp_path / "train.parquet").touch()
+    found = config(tmp_path, **with_critic(tmp_path))
+    assert found.needs_critic()
+    assert found.needs_ref_log_prob()
+    assert (found.algorithm.lam, found.algorithm.gamma, found.algorithm.kl_ctrl.kl_coef) == (0.95, 1.0, 0.05)
+    assert found.critic_mini_batch() == found.actor_mini_batch()
