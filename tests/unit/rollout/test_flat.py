@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, flat, rewrites
 from camshaft.rollout.flat import Decoder
@@ -96,6 +97,18 @@ def test_a_list_has_the_weights_of_the_moment(lab: RolloutLab) -> None:
         weight.data.mul_(1.1)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
     assert not torch.equal(right(lab, case), changed)
+
+
+def test_weights_that_are_no_numbers_decide_nothing(lab: RolloutLab) -> None:
+    case = lab.case("llama")
+    case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
+    with pytest.raises(RolloutError, match="not finite"):
+        case.rollout.generate_sequences(lab.prompts(4).select([0] * FEW), SamplingParams(STEPS))
+    case.rollout.load_weights(case.weights())
+    right(lab, case)
+    decoder = decoder_of(case)
+    with decoder.ready(FEW, STEPS) as forward:
+        assert forward != decoder.own
 
 
 def test_short_calls_and_models_with_hooks_run_the_models_own_forward(lab: RolloutLab) -> None:
