@@ -8,7 +8,7 @@ A step of generation multiplies a few rows with every weight, and what a plain l
 through each time costs more than the products. The copies are made anew in each call: nothing tells whether an
 optimizer has written to a weight since. Log-probs differ from those of plain layers in the last bits.
 
-Which order is best was measured (`benchmarks/generation.py`): `Turned` needs nothing special, `Packed` is MKL's own and
+Which order is best was measured (`benchmarks/rollout.py`): `Turned` needs nothing special, `Packed` is MKL's own and
 `Blocked` oneDNN's, by operators of torch that are not public: where they are missing or wrong, layers do without. Plain
 ones serve other devices, other dtypes, and a few rows, for which the time is that of reading the weights.
 """
