@@ -1,6 +1,6 @@
 """Continuous batching: rows join when a slot is free and leave when they end.
 
-    generation = ContinuousBatch(hf, pool, request, config).generate()
+    generation = ContinuousBatch(decoder, pool, request, config).generate()
 
 Live rows are dense, in slots 0..B-1: when rows end, the last ones move into the holes, so that every step
 computes on live rows only. Waiting rows join when an eighth of the slots is free. Each distinct prompt is
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.models.attention import no_mask
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.packed import packed_linears
+from camshaft.rollout.flat import Decoder, Forward
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.slots import PromptStep, SlotPool, TokenStep
 from camshaft.rollout.stops import StopStrings
@@ -59,9 +57,10 @@ class _Group:
 class ContinuousBatch:
     """The state of one request: rows that wait, rows that live in slots, tokens that were chosen."""
 
-    def __init__(self, hf: PreTrainedModel, pool: SlotPool, request: Request, config: RolloutEngineConfig):
-        self.hf, self.pool, self.sampling = hf, pool, request.sampling
+    def __init__(self, decoder: Decoder, pool: SlotPool, request: Request, config: RolloutEngineConfig):
+        self.hf, self.decoder, self.pool, self.sampling = decoder.hf, decoder, pool, request.sampling
         prompts = request.prompts
+        self.forward: Forward = decoder.own
         self.device = torch.device(config.device)
         self.max_tokens = config.max_num_batched_tokens
         self.num_slots = min(config.max_num_seqs, len(prompts))
@@ -74,7 +73,6 @@ class ContinuousBatch:
         self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
         self.stop_strings = request.stop_strings
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
-        self.mask = no_mask(self.device)
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)
         self.longest = 0  # the highest position of a live row, which is how many of its places are filled
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
@@ -85,7 +83,7 @@ class ContinuousBatch:
         """All rows to their ends."""
         start = time.perf_counter()
         # No view of weights leaves this context, and what leaves it is copied to normal tensors below.
-        with torch.inference_mode(), packed_linears(self.hf, self.num_slots, self.num_steps):
+        with torch.inference_mode(), self.decoder.ready(self.num_slots, self.num_steps) as self.forward:
             while self.num_waiting or self.live.shape[1]:
                 free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
@@ -178,13 +176,7 @@ class ContinuousBatch:
         tokens, positions, _, seeds, rows = self.live
         self.pool.reserve(self.num_slots + 1, self.longest + 1)
         step = TokenStep(self.pool, positions, self.longest + 1)
-        logits = self.hf(
-            input_ids=tokens[:, None],
-            position_ids=positions[:, None],
-            attention_mask=self.mask,
-            slots=step,
-            use_cache=False,
-        ).logits[:, -1]
+        logits = self.forward(tokens, positions, step)
         self.live[POSITION] += 1
         self.longest += 1
         self.live[TOKEN] = self._choose(logits, seeds, positions, rows)

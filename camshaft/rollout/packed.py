@@ -8,16 +8,16 @@ A step of generation multiplies a few rows with every weight, and what a plain l
 through each time costs more than the products. The copies are made anew in each call: nothing tells whether an
 optimizer has written to a weight since. Log-probs differ from those of plain layers in the last bits.
 
-Which order is best was measured (`benchmarks/generation.py`): `Turned` needs nothing special, `Blocked` is oneDNN's
-own, by operators of torch that are not public: where they are missing or wrong, layers do without. Plain ones serve
-other devices, other dtypes, and a few rows, for which the time is that of reading the weights.
+Which order is best was measured (`benchmarks/rollout.py`): `Turned` needs nothing special, `Packed` is MKL's own and
+`Blocked` oneDNN's, by operators of torch that are not public: where they are missing or wrong, layers do without. Plain
+ones serve other devices, other dtypes, and a few rows, for which the time is that of reading the weights.
 """
 
 from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,16 @@ STEPS = 16
 """A call of fewer steps is over before the copies have paid."""
 
 SMALL = 2**18
-"""A weight of at most so many numbers is turned where MKL is fast: oneDNN takes longer to begin."""
+"""A weight of fewer numbers is turned where MKL is fast: MKL's own order pays for larger ones."""
 
 TINY = 2**12
 """A weight of at most so many numbers is left plain where MKL is not fast."""
 
 ROWS_HINT = 16
 """The number of rows for which oneDNN chooses its order; others work with it."""
+
+ROWS_PACKED = 512
+"""Likewise for MKL, which multiplies at most so many rows in one go."""
 
 
 class Turned(nn.Linear):
@@ -57,6 +60,26 @@ class Turned(nn.Linear):
     @staticmethod
     def copy(weight: Tensor) -> Tensor:
         return weight.t().contiguous().t()
+
+
+class Packed(nn.Linear):
+    """A linear layer with a copy of its weight in the order of MKL."""
+
+    copied: Tensor
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.copied, self.weight, self.bias)
+
+    __call__ = forward
+
+    @staticmethod
+    def product(rows: Tensor, copied: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The last number is compared with that of the rows; where it differs, the copy would not be used.
+        return torch.ops.mkl._mkl_linear.default(rows, copied, weight, bias, rows.numel() // weight.shape[1])
+
+    @staticmethod
+    def copy(weight: Tensor) -> Tensor:
+        return torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS_PACKED)
 
 
 class Blocked(nn.Linear):
@@ -96,7 +119,20 @@ def packed_linears(hf: nn.Module, num_rows: int, num_steps: int) -> Iterator[Non
             module.__class__ = nn.Linear
 
 
-def _kind_for(module: nn.Module) -> type[Turned] | type[Blocked] | None:
+def product_of(layer: Any, few: bool) -> Callable[[Tensor], Tensor]:
+    """What a linear layer computes, of fewer rows than `FEW` or of so many and more, with its copy if it has one."""
+    weight, bias = layer.weight, layer.bias
+    if isinstance(layer, Packed):
+        return functools.partial(Packed.product, copied=layer.copied, weight=weight, bias=bias)
+    if isinstance(layer, Blocked) and not few:
+        product, copied = torch.ops.mkldnn._linear_pointwise.default, layer.copied
+        return lambda rows: product(rows, copied, bias, "none", [], "")
+    if isinstance(layer, Turned) and not few:
+        weight = layer.copied
+    return functools.partial(F.linear, weight=weight, bias=bias)
+
+
+def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] | None:
     """What is best for this layer on this machine; None for what is no plain linear layer or should stay one."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return None
@@ -104,8 +140,8 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Blocked] | None:
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     if _mkl_is_fast():
-        return Blocked if weight.numel() > SMALL and _onednn_works() else Turned
-    return Blocked if weight.numel() > TINY and _onednn_works() else None
+        return Packed if weight.numel() >= SMALL and _works(Packed) else Turned
+    return Blocked if weight.numel() > TINY and _works(Blocked) else None
 
 
 @functools.cache
@@ -116,18 +152,20 @@ def _mkl_is_fast() -> bool:
 
 
 @functools.cache
-def _onednn_works() -> bool:
-    """Whether this torch has oneDNN's operators for this processor, tried on one product."""
-    if not torch.backends.mkldnn.is_available() or platform.machine().lower() not in ("x86_64", "amd64"):
+def _works(kind: type[Packed] | type[Blocked]) -> bool:
+    """Whether this torch has the operators for this processor, tried on a few products."""
+    there = torch.backends.mkl.is_available() if kind is Packed else torch.backends.mkldnn.is_available()
+    if not there or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
-    layer: Any = nn.Linear(32, 48)
-    weight = torch.arange(48.0 * 32).view(48, 32).sin()
-    layer.weight, layer.bias = nn.Parameter(weight, False), nn.Parameter(weight[:, 0].clone(), False)
-    rows = torch.arange(2.0 * FEW * 32).view(2, FEW, 32).cos()
-    wanted = layer(rows)
+    plain, layer = nn.Linear(96, 160), nn.Linear(96, 160)
+    weight = torch.arange(160.0 * 96).view(160, 96).sin()
+    for one in (plain, layer):
+        one.weight, one.bias = nn.Parameter(weight, False), nn.Parameter(weight[:, 0].clone(), False)
     try:
-        layer.__class__ = Blocked
-        layer.copied = Blocked.copy(weight)
-        return torch.allclose(layer(rows), wanted, rtol=1e-4, atol=1e-4)
+        changed: Any = layer
+        changed.copied = kind.copy(weight)
+        changed.__class__ = kind
+        tried = [torch.arange(96.0 * rows).view(1, rows, 96).cos() for rows in (1, FEW, 33, ROWS_PACKED + 1)]
+        return all(torch.allclose(changed(rows), plain(rows), rtol=1e-4, atol=1e-4) for rows in tried)
     except (AttributeError, RuntimeError, TypeError):
         return False

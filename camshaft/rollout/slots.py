@@ -102,9 +102,14 @@ class SlotPool:
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """The first `length` places of slots `sources` also to slots `targets`; no slot is in both."""
-        for keys, values in self.layers.values():
-            keys[targets, :, :length] = keys[sources, :, :length]
-            values[targets, :, :length] = values[sources, :, :length]
+        blocks = list(itertools.chain(*self.layers.values()))
+        if targets.device.type == "cpu":  # elsewhere, two kernels for all slots are faster than one for each
+            for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+                for block in blocks:
+                    block[target, :, :length] = block[source, :, :length]
+            return
+        for block in blocks:
+            block[targets, :, :length] = block[sources, :, :length]
 
     def clear(self) -> None:
         """Free the memory."""

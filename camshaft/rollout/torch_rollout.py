@@ -6,7 +6,7 @@
 
 It has no code of its own for any model family: the model's forward runs with the "packed" attention, and keys
 and values live in `slots.py`. Weights of the right dtype and device are shared with the engine, not copied.
-`continuous.py` is the loop.
+`continuous.py` is the loop, and `flat.py` runs the steps in which each row gets one token.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,6 +22,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.borrowed import BorrowedModel
 from camshaft.rollout.continuous import ContinuousBatch, Request
+from camshaft.rollout.flat import Decoder
 from camshaft.rollout.slots import SlotPool
 from camshaft.rollout.stops import StopStrings
 
@@ -35,6 +36,7 @@ class TorchRollout(BaseRollout):
         refuse_unsupported(self.model.hf.config)
         _refuse_own_attention(self.model.hf)
         _refuse_growing_rope(self.model.hf.config, config.max_model_len)
+        self.decoder = Decoder(self.model.hf)
         self.pool = SlotPool(self.model.hf.config, config.max_model_len)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -47,7 +49,7 @@ class TorchRollout(BaseRollout):
         return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        hf = self.model.ready()
+        self.model.ready()
         limits = self.limits(prompts, sampling, self.model.num_embeddings)
         seeds = self.seeds_of_call(len(prompts), seeds)
         if not len(prompts):
@@ -55,7 +57,7 @@ class TorchRollout(BaseRollout):
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
         request = Request(prompts, limits, seeds, sampling, stop_ids, strings)
-        generation = ContinuousBatch(hf, self.pool, request, self.config).generate()
+        generation = ContinuousBatch(self.decoder, self.pool, request, self.config).generate()
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):
             self.pool.clear()  # what is not a number must not stay in the slots

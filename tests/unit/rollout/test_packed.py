@@ -12,10 +12,22 @@ from torch import nn
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, packed
 from camshaft.rollout.lab import RolloutLab, close
-from camshaft.rollout.packed import FEW, SMALL, STEPS, TINY, Blocked, Turned, packed_linears
+from camshaft.rollout.packed import (
+    FEW,
+    ROWS_PACKED,
+    SMALL,
+    STEPS,
+    TINY,
+    Blocked,
+    Packed,
+    Turned,
+    packed_linears,
+    product_of,
+)
 from camshaft.rollout.torch_rollout import TorchRollout
 
-needs_onednn = pytest.mark.skipif(not packed._onednn_works(), reason="this torch has no oneDNN for this processor")
+needs_onednn = pytest.mark.skipif(not packed._works(Blocked), reason="this torch has no oneDNN for this processor")
+needs_mkl = pytest.mark.skipif(not packed._works(Packed), reason="this torch has no MKL for this processor")
 
 
 def model(*sizes: tuple[int, int], bias: bool = True) -> nn.Sequential:
@@ -36,8 +48,12 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("kind", [Turned, pytest.param(Blocked, marks=needs_onednn)])
-@pytest.mark.parametrize("shape", [(1,), (FEW - 1,), (FEW,), (33,), (1, 70), (9, 1), (2, 3), (0,), (0, 1)])
+@pytest.mark.parametrize(
+    "kind", [Turned, pytest.param(Packed, marks=needs_mkl), pytest.param(Blocked, marks=needs_onednn)]
+)
+@pytest.mark.parametrize(
+    "shape", [(1,), (FEW - 1,), (FEW,), (33,), (1, 70), (ROWS_PACKED + 1,), (9, 1), (2, 3), (0,), (0, 1)]
+)
 def test_products_are_those_of_a_plain_layer(kind: Any, bias: bool, shape: tuple[int, ...]) -> None:
     plain = nn.Linear(96, 160, bias).requires_grad_(False)
     wanted = nn.Linear(96, 160, bias).requires_grad_(False)
@@ -46,21 +62,25 @@ def test_products_are_those_of_a_plain_layer(kind: Any, bias: bool, shape: tuple
     plain.__class__ = kind
     plain.copied = kind.copy(plain.weight)
     found = plain(rows)
+    if len(rows.flatten()) >= FEW * 96:  # through the product that a flat list calls
+        torch.testing.assert_close(product_of(plain, few=False)(rows), found, rtol=0, atol=0)
+    torch.testing.assert_close(product_of(plain, few=True)(rows), found, rtol=1e-5, atol=1e-5)
     assert found.shape == (*shape, 160)
     torch.testing.assert_close(found, F.linear(rows, wanted.weight, wanted.bias), rtol=1e-5, atol=1e-5)
 
 
 @needs_onednn
+@needs_mkl
 def test_the_size_of_a_weight_decides(fast: bool) -> None:
     side = int(SMALL**0.5)
-    layers = model((side, side), (side, side + 1), (64, 64))
+    layers = model((side, side - 1), (side, side), (64, 64))
     assert (64 * 64, side * side) == (TINY, SMALL)
     with packed_linears(layers, FEW, STEPS):
-        assert kinds(layers) == ([Turned, Blocked, Turned] if fast else [Blocked, Blocked, nn.Linear])
+        assert kinds(layers) == ([Turned, Packed, Turned] if fast else [Blocked, Blocked, nn.Linear])
 
 
-def test_without_onednn_layers_are_turned_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_onednn_works", lambda: False)
+def test_without_operators_of_their_own_layers_are_turned_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_works", lambda kind: False)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, FEW, STEPS):
         assert kinds(layers) == [Turned if fast else nn.Linear] * 2
@@ -70,9 +90,11 @@ def test_a_missing_or_wrong_operator_is_found_out(monkeypatch: pytest.MonkeyPatc
     def missing(weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.mkldnn.no_such_operator(weight)
 
-    for copy in (missing, lambda weight: torch.ops.mkldnn._reorder_linear_weight(weight + 1, 16)):
-        monkeypatch.setattr(Blocked, "copy", staticmethod(copy))
-        assert not packed._onednn_works.__wrapped__()
+    for kind in (Packed, Blocked):
+        own = kind.copy
+        for copy in (missing, lambda weight, own=own: own(weight + 1)):
+            monkeypatch.setattr(kind, "copy", staticmethod(copy))
+            assert not packed._works.__wrapped__(kind)
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(FEW - 1, STEPS), (FEW, STEPS - 1)])

@@ -1,7 +1,7 @@
 """Speed of the built-in generator beside transformers.generate and vLLM, in one process and in turns.
 
-    python benchmarks/generation.py --out benchmarks/results/generation.md
-    python benchmarks/generation.py --engines torch,hf --models 27M --prompts 264 --rounds 12
+    python benchmarks/rollout.py --out benchmarks/results/rollout.md
+    python benchmarks/rollout.py --engines torch,hf --models 27M --prompts 264 --rounds 12
 
 Each round has its own prompts and its own limits (8 prompts x 8 samples, long-tailed: exponential, a third of the
 longest on average), the same ones for all engines, which take turns in changing order. Every row runs to its limit.

@@ -1,0 +1,136 @@
+"""Shorter ways to compute what models' forwards spell out in many operators: rewrites of the graphs of `tape.py`.
+
+    shorten(graph)
+
+They look at operators and their arguments, not at a model's family. What is the same in all layers is computed once;
+the root mean square of a norm and the rotation of queries and keys take half as many operators, in float32 and up to
+its last bits. What a rewrite does not recognise stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+def shorten(graph: Graph) -> None:
+    """Rewrite `graph` in place."""
+    _once(graph)
+    for node in list(graph.nodes):
+        _root_mean_square(node)
+        _rotation(node)
+    _once(graph)  # what rotations need of the sines
+    graph.eliminate_dead_code()
+
+
+def _once(graph: Graph) -> None:
+    """Equal calls with equal arguments are made once; nothing in a tape writes in place, or is random."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or _name(node) == "attend":
+            continue
+        first = seen.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+# -- x * rsqrt(mean(x^2) + eps) -------------------------------------------------------------------
+
+
+def to_unit_size(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) of the last dimension."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _number(value: float) -> Tensor:
+    """A tensor of one number: adding it takes half as long as adding a number of Python's."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
+
+
+def _root_mean_square(node: Node) -> None:
+    """`node` as `to_unit_size`, if it is that."""
+    for x, scale in _either_way(node, "mul"):
+        if not _is(scale, "rsqrt") or not _is(scale.args[0], "add"):
+            continue
+        mean, eps = scale.args[0].args
+        if not _is(mean, "mean") or (*mean.args[1:], *mean.kwargs.values()) != (-1, True):
+            continue
+        if isinstance(eps, float) and _is(mean.args[0], "pow") and mean.args[0].args == (x, 2):
+            _replace(node, to_unit_size, x, eps)
+            return
+
+
+# -- x * cos + cat(-x[half:], x[:half]) * sin -----------------------------------------------------
+
+
+def turned_signs(sin: Tensor) -> Tensor:
+    """The first half of the last dimension with the other sign."""
+    half = sin.shape[-1] // 2
+    return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), signed_sin)
+
+
+def _rotation(node: Node) -> None:
+    """`node` as `rotated`, if it is that."""
+    for straight, across in _either_way(node, "add"):
+        for turned, sin in _either_way(across, "mul"):
+            x = _halves_swapped(turned)
+            if x is None or not _is(straight, "mul") or x not in straight.args:
+                continue
+            cos = straight.args[1 - straight.args.index(x)]
+            with node.graph.inserting_before(node):
+                signed = node.graph.call_function(turned_signs, (sin,))
+            _replace(node, rotated, x, cos, signed)
+            return
+
+
+def _halves_swapped(node: Any) -> Node | None:
+    """x, if `node` is cat(-x[..., half:], x[..., :half])."""
+    if not _is(node, "cat") or (*node.args[1:], *node.kwargs.values()) != (-1,) or len(node.args[0]) != 2:
+        return None
+    minus, first = node.args[0]
+    if not _is(minus, "neg") or not _is(minus.args[0], "__getitem__") or not _is(first, "__getitem__"):
+        return None
+    second = minus.args[0]
+    if first.args[0] is not second.args[0]:
+        return None
+    half = node.meta["shape"][-1] // 2
+    parts = first.args[1], second.args[1]
+    return first.args[0] if parts == ((..., slice(None, half)), (..., slice(half, None))) else None
+
+
+# -- nodes ----------------------------------------------------------------------------------------
+
+
+def _is(node: Any, name: str) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and _name(node) == name
+
+
+def _name(node: Node) -> str:
+    """The operator's, whether it was called as a function or as a method."""
+    return getattr(node.target, "__name__", "")
+
+
+def _either_way(node: Any, name: str) -> list[tuple[Any, Any]]:
+    """The two operands of a commutative operator in both orders; nothing for other nodes."""
+    if not _is(node, name) or len(node.args) != 2 or node.kwargs:
+        return []
+    one, other = node.args
+    return [(one, other), (other, one)]
+
+
+def _replace(node: Node, func: Callable[..., Tensor], *args: Any) -> None:
+    with node.graph.inserting_before(node):
+        node.replace_all_uses_with(node.graph.call_function(func, args))

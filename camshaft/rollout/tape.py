@@ -1,0 +1,215 @@
+"""What a model's forward asks of torch, written down: a flat graph of operators, without the modules' Python.
+
+    graph = written(hf, inputs, run)     # of run(**inputs(rows)), or NotWritten, which says why
+
+A `TorchFunctionMode` sees every call of torch in the order in which the model's own code makes it, so the graph
+computes what the forward computes, to the last bit. The forward runs twice, on two numbers of rows: a number in the
+calls that follows the number of rows becomes a product with it. What the calls cannot tell is refused: values of
+tensors that Python looks at, tensors that are neither input nor weight, writing in place. Used by `flat.py`, which
+also compares the graph with the forward.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
+
+from camshaft.models.attention import Slots
+
+RECORDED = (3, 5)
+"""Rows of the two runs."""
+
+ASKED = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point"}
+"""Methods whose answer is no tensor, and depends on shapes and types alone."""
+
+
+class NotWritten(Exception):
+    """The forward cannot be written down; says why."""
+
+
+class Inputs(Protocol):
+    """What a run is given, by name; the same names in each run."""
+
+    def __call__(self, rows: int) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An object that the calls pass on: an input, a weight, a module by name; or what a call gave, by number."""
+
+    source: str | int
+    item: int | None = None
+    """Of a call that gives several."""
+
+
+@dataclass(frozen=True)
+class Call:
+    func: Any
+    args: Any
+    kwargs: Any
+    """With a `Ref` in place of each tensor and module."""
+    shape: tuple[int, ...] | None
+    """Of the tensor that it gave."""
+
+
+def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    """`slots.attend`, as one call that a mode sees."""
+    if has_torch_function((query, key, value)):
+        return handle_torch_function(attend, (query, key, value), slots, module, query, key, value, *rest)
+    return slots.attend(module, query, key, value, *rest)
+
+
+class SeenSlots:
+    """Slots whose `attend` is written down as one call."""
+
+    def __init__(self, slots: Slots):
+        self.slots = slots
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+        return attend(self.slots, module, query, key, value, *rest)
+
+
+class Recorder(TorchFunctionMode):
+    """Notes the calls of one run; `known` has what is there before it, by name."""
+
+    def __init__(self, known: Mapping[str, Any]):
+        super().__init__()
+        self.calls: list[Call] = []
+        self.refs = {id(thing): Ref(name) for name, thing in reversed(list(known.items()))}
+        self.alive: list[Any] = list(known.values())  # an id is one object's only while that lives
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = _tensors((args, kwargs))
+        versions = [_version(tensor) for tensor in given]
+        out = func(*args, **kwargs)
+        if versions != [_version(tensor) for tensor in given]:
+            raise NotWritten(f"{_name(func)} writes in place")
+        results = _tensors(out)
+        if not results:
+            if given and _name(func) not in ASKED and _name(func) != "__get__":
+                raise NotWritten(f"{_name(func)} looks at the values of a tensor")
+            return out
+        new = [tensor for tensor in results if id(tensor) not in self.refs]
+        if not new:
+            return out  # as it came: to() where nothing changes, contiguous(), dropout()
+        if not isinstance(out, Tensor) and not all(isinstance(one, Tensor) for one in out):
+            raise NotWritten(f"{_name(func)} gives more than tensors")
+        shape = tuple(out.shape) if isinstance(out, Tensor) else None
+        self.calls.append(Call(func, self._replaced(args), self._replaced(kwargs), shape))
+        self.alive += results
+        number = len(self.calls) - 1
+        if isinstance(out, Tensor):
+            self.refs[id(out)] = Ref(number)
+        else:
+            self.refs.update({id(one): Ref(number, item) for item, one in enumerate(out)})
+        return out
+
+    def ref(self, tensor: Tensor) -> Ref:
+        if id(tensor) not in self.refs:
+            raise NotWritten(f"a tensor of shape {tuple(tensor.shape)} comes from neither input nor weight")
+        return self.refs[id(tensor)]
+
+    def _replaced(self, given: Any) -> Any:
+        def one(leaf: Any) -> Any:
+            return self.ref(leaf) if isinstance(leaf, Tensor) else self.refs.get(id(leaf), leaf)
+
+        return map_aggregate(given, one)
+
+
+def written(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
+    """The graph of `run(**inputs(rows))`; its placeholders are the inputs and `rows`, its attributes names in `hf`."""
+    recorders, outputs = [], []
+    for rows in RECORDED:
+        given = dict(inputs(rows))
+        recorder = Recorder(given | things_of(hf))
+        with torch.inference_mode(False), torch.no_grad(), recorder:
+            outputs.append(recorder.ref(run(**given)))
+        recorders.append(recorder)
+    return _Join(list(given), things_of(hf)).graph(recorders[0].calls, recorders[1].calls, *outputs)
+
+
+def things_of(hf: nn.Module) -> dict[str, Any]:
+    """What a graph may name: modules, weights and buffers."""
+    return {
+        **{name: module for name, module in hf.named_modules() if name},
+        **dict(hf.named_parameters(remove_duplicate=False)),
+        **dict(hf.named_buffers(remove_duplicate=False)),
+    }
+
+
+class _Join:
+    """Two runs as one graph."""
+
+    def __init__(self, inputs: list[str], things: Mapping[str, Any]):
+        self.fx = Graph()
+        self.nodes: dict[Any, Node] = {name: self.fx.placeholder(name) for name in [*inputs, "rows"]}
+        self.things = things
+
+    def graph(self, ones: list[Call], others: list[Call], output: Ref, same: Ref) -> Graph:
+        if len(ones) != len(others) or output != same:
+            raise NotWritten("the calls differ with the number of rows")
+        for number, (one, other) in enumerate(zip(ones, others, strict=True)):
+            if one.func != other.func:
+                raise NotWritten(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
+            args, kwargs = self._joined((one.args, one.kwargs), (other.args, other.kwargs))
+            node = self._call(one.func, args, kwargs)
+            node.meta["shape"] = one.shape
+            self.nodes[Ref(number)] = node
+        self.fx.output(self._node(output))
+        return self.fx
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Node:
+        if _name(func) == "__get__":  # a property that is a tensor
+            return self.fx.call_function(getattr, (args[0], func.__self__.__name__))
+        return self.fx.call_function(func, args, kwargs)
+
+    def _node(self, ref: Ref) -> Node:
+        if ref not in self.nodes:
+            if ref.item is not None:
+                self.nodes[ref] = self.fx.call_function(operator.getitem, (self.nodes[Ref(ref.source)], ref.item))
+            elif ref.source in self.nodes:
+                return self.nodes[ref.source]
+            else:
+                self.nodes[ref] = self.fx.create_node("get_attr", str(ref.source))
+        return self.nodes[ref]
+
+    def _joined(self, one: Any, other: Any) -> Any:
+        if type(one) is not type(other):
+            raise NotWritten(f"{one} and {other}, depending on the number of rows")
+        if isinstance(one, Ref) and one == other:
+            return self._node(one)
+        if isinstance(one, tuple | list) and len(one) == len(other):
+            joined = [self._joined(a, b) for a, b in zip(one, other, strict=True)]
+            return joined if isinstance(one, list) else tuple(joined)
+        if isinstance(one, dict) and list(one) == list(other):
+            return {key: self._joined(one[key], other[key]) for key in one}
+        if isinstance(one, slice):
+            return slice(*(self._joined(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step")))
+        if type(one) is int and one != other and one * RECORDED[1] == other * RECORDED[0] and not one % RECORDED[0]:
+            return self.fx.call_function(operator.mul, (self.nodes["rows"], one // RECORDED[0]))
+        if one != other:
+            raise NotWritten(f"{one} and {other}, depending on the number of rows")
+        return one
+
+
+def _tensors(found: Any) -> list[Tensor]:
+    leaves: list[Tensor] = []
+    map_aggregate(found, lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None)
+    return leaves
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", str(func))

@@ -1,0 +1,252 @@
+"""Flat lists of operators: what the model's own forward computes, with the weights of the moment, or not used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams, flat, rewrites
+from camshaft.rollout.flat import Decoder
+from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.packed import FEW, STEPS
+from camshaft.rollout.tape import NotWritten, written
+from camshaft.rollout.torch_rollout import TorchRollout
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_embeddings": False},
+    "qwen3": {"kv_heads": 4},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 8},
+    "phi3": {},
+    "gpt2": {},
+    "glm": {},
+}
+"""With norms, rotations, activations and projections of several kinds."""
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
+    return RolloutLab(TorchRollout, tmp_path_factory.mktemp("models"))
+
+
+def decoder_of(case: Case) -> Decoder:
+    rollout: Any = case.rollout
+    return rollout.decoder
+
+
+def right(lab: RolloutLab, case: Case) -> Tensor:
+    """The log-probs of a generation, which are those of the plain model; also where a few rows are left."""
+    prompts = lab.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
+    sampling = SamplingParams(STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
+    out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
+    assert len(set(out.responses.lengths.tolist())) > 1
+    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    return out.log_probs.values
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_list_computes_what_transformers_computes(lab: RolloutLab, family: str) -> None:
+    case = lab.case(family, FAMILIES[family])
+    right(lab, case)
+    assert decoder_of(case).reason is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_rewrites_every_bit_is_that_of_the_forward(
+    lab: RolloutLab, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flat, "shorten", lambda graph: None)
+    monkeypatch.setattr(flat, "TOLERANCE", 0.0)
+    decoder = decoder_of(lab.case(family, FAMILIES[family]))
+    with decoder.ready(FEW, STEPS) as forward:
+        assert decoder.reason is None
+        assert forward != decoder.own
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_a_model_that_cannot_be_written_down_runs_as_it_is(lab: RolloutLab, family: str) -> None:
+    case = lab.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
+    right(lab, case)
+    assert "writes in place" in str(decoder_of(case).reason)
+
+
+def test_other_formats_run_as_they_are(lab: RolloutLab) -> None:
+    case = lab.case(dtype="float64")
+    right(lab, case)
+    assert decoder_of(case).reason == "lists are for float32 on a CPU"
+
+
+def test_a_list_has_the_weights_of_the_moment(lab: RolloutLab) -> None:
+    case = lab.case("qwen2")
+    before = right(lab, case)
+    for weight in case.plain.parameters():
+        weight.data.mul_(0.9)  # in place: nobody is told
+    changed = right(lab, case)
+    case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
+    assert torch.equal(right(lab, case), changed)
+    assert not torch.equal(before, changed)
+    case.rollout.sleep()
+    case.rollout.wake_up()
+    for weight in case.plain.parameters():
+        weight.data.mul_(1.1)
+    case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
+    assert not torch.equal(right(lab, case), changed)
+
+
+def test_weights_that_are_no_numbers_decide_nothing(lab: RolloutLab) -> None:
+    case = lab.case("llama")
+    case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
+    with pytest.raises(RolloutError, match="not finite"):
+        case.rollout.generate_sequences(lab.prompts(4).select([0] * FEW), SamplingParams(STEPS))
+    case.rollout.load_weights(case.weights())
+    right(lab, case)
+    decoder = decoder_of(case)
+    with decoder.ready(FEW, STEPS) as forward:
+        assert forward != decoder.own
+
+
+def test_short_calls_and_models_with_hooks_run_the_models_own_forward(lab: RolloutLab) -> None:
+    case = lab.case("llama")
+    decoder = decoder_of(case)
+    for rows, steps in ((FEW - 1, STEPS), (FEW, STEPS - 1)):
+        with decoder.ready(rows, steps) as forward:
+            assert forward == decoder.own
+    with decoder.ready(FEW, STEPS) as forward:
+        assert forward != decoder.own
+    calls: list[int] = []
+    decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
+    right(lab, case)
+    assert len(calls) > STEPS
+
+
+def test_a_list_that_does_not_agree_with_the_model_is_not_used(
+    lab: RolloutLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(x: Tensor, eps: float) -> Tensor:
+        return x * 1.001
+
+    monkeypatch.setattr(rewrites, "to_unit_size", wrong)
+    case = lab.case("llama")
+    right(lab, case)
+    assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
+
+
+# -- what a forward may do ------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """A forward of one function of (rows, 4)."""
+
+    def __init__(self, func: Callable[[Tensor], Tensor]):
+        super().__init__()
+        self.func = func
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.func(self.layer(x))
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.arange(4.0 * rows).view(rows, 4).sin()}
+
+
+FINE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sizes": lambda x: x.view(-1).view(x.shape[0], 2, 2).reshape(2 * x.shape[0], 2).view(x.shape[0], -1),
+    "parts": lambda x: torch.cat([part * 2 for part in x.split(1, dim=-1)][::-1], -1) + x.topk(1).values,
+    "properties": lambda x: x.T.mT * x.dim(),
+    "factories": lambda x: x + torch.ones(x.shape[0], 1) * torch.tensor([1.0, 2.0, 3.0, 4.0]),
+    "masks": lambda x: x.masked_fill(x > 0, 1.0)[..., None, :].squeeze(1),
+}
+
+
+@pytest.mark.parametrize("func", FINE.values(), ids=FINE)
+def test_a_graph_holds_for_any_number_of_rows(func: Callable[[Tensor], Tensor]) -> None:
+    model = Model(func)
+    graph = written(model, inputs, model)
+    rewrites.shorten(graph)
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(code.src, scope)
+    for rows in (1, 2, 8):
+        x = inputs(rows)["x"]
+        assert torch.equal(scope["forward"](model, x, rows), model(x))
+
+
+HELD = torch.ones(4)
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "value": (lambda x: x * x.sum().item(), "item looks at the values"),
+    "choice": (lambda x: x if x.sum() > 0 else -x, "__bool__ looks at the values"),
+    "list": (lambda x: x * x.tolist()[0][0], "tolist looks at the values"),
+    "in place": (lambda x: x.add_(1), "add_ writes in place"),
+    "assignment": (lambda x: [x, x.__setitem__(0, 1.0)][0], "__setitem__ writes in place"),  # pyright: ignore
+    "foreign": (lambda x: x * HELD, r"a tensor of shape \(4,\) comes from neither"),
+    "number": (lambda x: x * (x.shape[0] + 1), "4 and 6, depending on the number of rows"),
+    "path": (lambda x: x * 2 if x.shape[0] > 3 else x.sin(), "depending on the number of rows"),
+    "loop": (lambda x: torch.cat([row[None] for row in x.unbind(0)]), "depending on the number of rows|calls differ"),
+}
+
+
+@pytest.mark.parametrize(("func", "told"), REFUSED.values(), ids=REFUSED)
+def test_what_a_graph_cannot_tell_is_refused(func: Callable[[Tensor], Tensor], told: str) -> None:
+    model = Model(func)
+    with pytest.raises(NotWritten, match=told):
+        written(model, inputs, model)
+
+
+# -- rewrites -------------------------------------------------------------------------------------
+
+
+def test_rewrites_find_norms_and_rotations(lab: RolloutLab) -> None:
+    decoder = decoder_of(lab.case("qwen3"))
+    found: list[list[str]] = []
+
+    def shorten(graph: Any) -> None:
+        names = lambda: [getattr(node.target, "__name__", "") for node in graph.nodes]  # noqa: E731
+        found.append(names())
+        rewrites.shorten(graph)
+        found.append(names())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flat, "shorten", shorten)
+        decoder._write_once()
+    before, after = found
+    layers, norms = 2, 2 * 4 + 1  # each layer has two norms, and one each for queries and keys
+    assert before.count("rsqrt") == after.count("to_unit_size") == norms
+    assert before.count("neg") == after.count("rotated") == 2 * layers
+    assert after.count("turned_signs") == 1
+    assert not {"rsqrt", "pow", "mean", "neg"} & set(after)
+
+
+def test_the_shorter_forms_are_the_formulas() -> None:
+    random = torch.Generator().manual_seed(0)
+    x, cos, sin = (torch.randn(3, 5, 1, 8, generator=random, dtype=torch.float64) for _ in range(3))
+    unit = x / (x.pow(2).mean(-1, keepdim=True) + 0.25).sqrt()
+    torch.testing.assert_close(rewrites.to_unit_size(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
+    wanted = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+    found = rewrites.rotated(x, cos, rewrites.turned_signs(sin))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
+    def odd(x: Tensor) -> Tensor:
+        return x * 2 + torch.cat((-x[..., 1:], x[..., :1]), dim=-1) * 3
+
+    model = Model(odd)
+    graph = written(model, inputs, model)
+    rewrites.shorten(graph)
+    assert "rotated" not in [getattr(node.target, "__name__", "") for node in graph.nodes]
+
+
+def test_rows_in_a_few_and_in_many_are_the_same(tmp_path: Path) -> None:
+    # The last rows of a call run with plain weights, those before with copies in another order.
+    case = RolloutLab(TorchRollout, tmp_path).case("qwen2", {"hidden": 128, "intermediate": 320})
+    prompts = Ragged.from_rows([torch.arange(3, 9)] * FEW)
+    many = case.rollout.generate_sequences(prompts, SamplingParams(STEPS, temperature=0, ignore_eos=True))
+    few = case.rollout.generate_sequences(prompts.select([0]), SamplingParams(STEPS, temperature=0, ignore_eos=True))
+    assert many.responses.rows()[0].tolist() == few.responses.rows()[0].tolist()
