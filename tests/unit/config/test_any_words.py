@@ -155,7 +155,7 @@ def words_of(schema: Any) -> st.SearchStrategy[Typed]:
 
 def named(typed: Typed, message: str) -> bool:
     """Whether the message has the word, its key, what holds the key, or the name of the key today."""
-    parts = typed.key.split(".")
+    parts = typed.key.lstrip("+").split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(name in message for name in (typed.word[:300], *heads, *(KEYS[head] for head in heads if head in KEYS)))
 
