@@ -139,9 +139,10 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] 
     weight = module.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
+    shape = min(len(weight), 8192), weight.shape[1]  # a vocabulary's projection would take seconds to try
     if _mkl_is_fast():
-        return Packed if weight.numel() >= SMALL and _works(Packed) else Turned
-    return Blocked if weight.numel() > TINY and _works(Blocked) else None
+        return Packed if weight.numel() >= SMALL and _works(Packed, *shape) else Turned
+    return Blocked if weight.numel() > TINY and _works(Blocked, *shape) else None
 
 
 @functools.cache
@@ -152,20 +153,24 @@ def _mkl_is_fast() -> bool:
 
 
 @functools.cache
-def _works(kind: type[Packed] | type[Blocked]) -> bool:
-    """Whether this torch has the operators for this processor, tried on a few products."""
+def _works(kind: type[Packed] | type[Blocked], outputs: int = 160, inputs: int = 96) -> bool:
+    """Whether this torch has the operators for this processor, tried on a few products with a weight of this shape.
+
+    Neither library promises that its order serves other numbers of rows than it was made for.
+    """
     there = torch.backends.mkl.is_available() if kind is Packed else torch.backends.mkldnn.is_available()
     if not there or platform.machine().lower() not in ("x86_64", "amd64"):
         return False
-    plain, layer = nn.Linear(96, 160), nn.Linear(96, 160)
-    weight = torch.arange(160.0 * 96).view(160, 96).sin()
+    plain, layer = (nn.Linear(inputs, outputs, device="meta") for _ in range(2))
+    weight = torch.arange(outputs * inputs, dtype=torch.float32).view(outputs, inputs).sin()
     for one in (plain, layer):
         one.weight, one.bias = nn.Parameter(weight, False), nn.Parameter(weight[:, 0].clone(), False)
     try:
         changed: Any = layer
         changed.copied = kind.copy(weight)
         changed.__class__ = kind
-        tried = [torch.arange(96.0 * rows).view(1, rows, 96).cos() for rows in (1, FEW, 33, ROWS_PACKED + 1)]
-        return all(torch.allclose(changed(rows), plain(rows), rtol=1e-4, atol=1e-4) for rows in tried)
+        numbers = torch.arange(inputs * (ROWS_PACKED + 1), dtype=torch.float32).view(1, -1, inputs).cos()
+        tried = [numbers[:, :rows] for rows in (1, FEW, 33, ROWS_PACKED + 1)]
+        return all(torch.allclose(changed(rows), plain(rows), rtol=1e-4, atol=1e-6 * inputs) for rows in tried)
     except (AttributeError, RuntimeError, TypeError):
         return False

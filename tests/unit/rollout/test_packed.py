@@ -80,7 +80,7 @@ def test_the_size_of_a_weight_decides(fast: bool) -> None:
 
 
 def test_without_operators_of_their_own_layers_are_turned_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_works", lambda kind: False)
+    monkeypatch.setattr(packed, "_works", lambda *of: False)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, FEW, STEPS):
         assert kinds(layers) == [Turned if fast else nn.Linear] * 2
