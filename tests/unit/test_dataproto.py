@@ -99,9 +99,9 @@ def test_require_names_who_writes_a_missing_column():
     batch = batch_of()
     assert batch.require("score", "responses") is batch
     with pytest.raises(BatchError) as error:
-        batch.require("score", "old_log_probs", "whatever")
+        batch.require("score", "values", "whatever")
     assert str(error.value) == (
-        "the batch lacks 'old_log_probs' (written by roles/actor.compute_log_prob), "
+        "the batch lacks 'values' (written by roles/critic.compute_values), "
         "'whatever' (not in the table of columns); it has: responses, score, extra_info"
     )
 
