@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MANY = 10_000
-"""From so many rows on, processes share the work and the ids are kept. Chosen, not measured."""
+"""From so many rows on, processes share the work and the ids are kept (`benchmarks/results/tokenising.md`)."""
 _MOST_WORKERS = 16
 _CHUNK = 1000
 _WATCH_SECONDS = 1.0
