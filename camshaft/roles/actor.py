@@ -54,14 +54,15 @@ class ActorWorker(TrainedRole):
     ) -> DataProto:
         """PPO on the batch; `meta_info["metrics"]` says what happened.
 
-        Without `old_log_probs` the batch has to be one mini-batch. Then they are what the update's forward pass finds:
-        the ratio is 1, with the gradient of the log-prob, and what `compute_log_prob` tells comes back as columns.
+        Where the config `learns_at_once`, a batch may come without `old_log_probs`: they are what the update's forward
+        pass finds. The ratio is 1, with the gradient of the log-prob, and what `compute_log_prob` tells comes back.
 
         Mini-batches are drawn by `seed`, on each rank from its own rows. With `dealt` the rows are in the order in
         which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`). `before`
         is run on each micro-batch: a KL over the whole vocabulary needs that of `exact_kl.compared`.
         """
-        wanted, at_once = ["prompts", "responses", "response_mask", "advantages"], "old_log_probs" not in data
+        at_once = "old_log_probs" not in data and self.config.learns_at_once()
+        wanted = ["prompts", "responses", "response_mask", "advantages"]
         if not at_once:
             wanted.append("old_log_probs")
         if self.config.needs_sampled_kl_loss():
@@ -78,8 +79,11 @@ class ActorWorker(TrainedRole):
             seed=seed if self.actor.shuffle else None,
         ).of(dealt)
         if at_once:
-            if len(data) > plan.mini_batch_size or plan.epochs > 1:
-                raise BatchError("an update of several steps needs old_log_probs: call compute_log_prob before it")
+            if len(data) > plan.mini_batch_size:
+                raise BatchError(
+                    f"{len(data)} rows are more than a mini-batch of {plan.mini_batch_size}: such an update needs "
+                    "old_log_probs, so call compute_log_prob before it"
+                )
             plan = replace(plan, seed=None)  # what comes back is in the order of the rows
         outputs: list[Output] = ["log_probs"]
         if self.actor.entropy_coeff or at_once:

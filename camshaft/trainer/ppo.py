@@ -165,7 +165,7 @@ class PPOTrainer:
         return dealt_rows(count, self.config.actor_mini_batch(), actor.ppo_epochs, self._order(actor.shuffle), dp_size)
 
     def _for_critic(self, batch: DataProto) -> DataProto:
-        """The rows of the critic's."""
+        """The rows of the critic's mini-batches, likewise."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
         return deal(batch, self.config.critic_mini_batch(), critic.ppo_epochs, self._order(critic.shuffle), dp_size)
 

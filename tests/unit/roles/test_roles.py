@@ -156,7 +156,8 @@ def test_dealt_rows_are_learned_in_their_order_epochs_and_all(home: Path) -> Non
 @pytest.mark.parametrize(("loss", "mode"), [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
 def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: str, mode: str) -> None:
     keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
-    config = config_of(home, **{f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()})
+    keys = {f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()}
+    config = config_of(home, data__train_batch_size=4, **keys)
     before, at_once = (ActorWorker(config, Topology(1), STEPS) for _ in range(2))
     before.init_model(), at_once.init_model()
     told = before.compute_log_prob(batch_of())
@@ -170,20 +171,31 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: 
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("more", [{"ppo_mini_batch_size": 2}, {"ppo_epochs": 2}])
-def test_an_update_of_several_steps_needs_the_old_log_probs(home: Path, more: dict[str, int]) -> None:
-    keys = {f"actor_rollout_ref__actor__{key}": value for key, value in more.items()}
-    actor = ActorWorker(config_of(home, **keys), Topology(1), STEPS)
+def test_an_update_of_more_rows_than_a_step_needs_the_old_log_probs(home: Path) -> None:
+    actor = ActorWorker(config_of(home, data__train_batch_size=4), Topology(1), STEPS)
     actor.init_model()
-    with pytest.raises(BatchError, match="call compute_log_prob before it"):
+    with pytest.raises(BatchError, match=r"12 rows are more than a mini-batch of 4: .*call compute_log_prob"):
+        actor.update_actor(DataProto.concat([learnable()] * 3))
+
+
+MINI_BATCH = "actor_rollout_ref__actor__ppo_mini_batch_size"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {MINI_BATCH: 4},
+        {MINI_BATCH: 8, "actor_rollout_ref__actor__ppo_epochs": 2},
+        {MINI_BATCH: 8, "algorithm__use_kl_in_reward": True},
+        {MINI_BATCH: 8, "algorithm__rollout_correction__rollout_is": "token"},
+    ],
+    ids=["steps", "epochs", "KL in the reward", "correction"],
+)
+def test_an_update_without_its_columns_says_who_writes_them(home: Path, more: dict[str, Any]) -> None:
+    actor = ActorWorker(config_of(home, **more), Topology(1), STEPS)
+    actor.init_model()
+    with pytest.raises(BatchError, match=r"'old_log_probs' \(written by roles/actor.compute_log_prob or roles/actor"):
         actor.update_actor(learnable())
-
-
-def test_an_update_without_its_columns_says_who_writes_them(home: Path) -> None:
-    actor = ActorWorker(config_of(home), Topology(1), STEPS)
-    actor.init_model()
-    with pytest.raises(BatchError, match=r"'advantages' \(written by trainer/advantages\)"):
-        actor.update_actor(batch_of())
 
 
 # -- critic ---------------------------------------------------------------------------------------
