@@ -13,6 +13,7 @@ hooks. The list holds no weights: each call binds those that the model has then.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -37,6 +38,9 @@ COMPARED = (1, 2, 7)
 
 TOLERANCE = 1e-4
 """How far logits may be apart, as a share of the largest one."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class Decoder:
@@ -72,6 +76,7 @@ class Decoder:
             self._list = self._written()
         except NotWritten as error:
             self.reason = str(error)
+            logger.info("%s generates with its own forward: %s", type(self.hf).__name__, error)
 
     def _written(self) -> _List | None:
         """The list, after it has agreed with the model; None where weights that are no numbers tell nothing."""

@@ -44,6 +44,9 @@ ROWS_HINT = 16
 ROWS_PACKED = 512
 """Likewise for MKL, which multiplies at most so many rows in one go."""
 
+TRIED = 8192
+"""Outputs with which an order is tried: all those of a large vocabulary would take seconds."""
+
 
 class Turned(nn.Linear):
     """A linear layer with a copy of its weight whose numbers lie in the order (in, out)."""
@@ -139,7 +142,7 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] 
     weight = module.weight
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
-    shape = min(len(weight), 8192), weight.shape[1]  # a vocabulary's projection would take seconds to try
+    shape = min(len(weight), TRIED), weight.shape[1]
     if _mkl_is_fast():
         return Packed if weight.numel() >= SMALL and _works(Packed, *shape) else Turned
     return Blocked if weight.numel() > TINY and _works(Blocked, *shape) else None
@@ -153,7 +156,7 @@ def _mkl_is_fast() -> bool:
 
 
 @functools.cache
-def _works(kind: type[Packed] | type[Blocked], outputs: int = 160, inputs: int = 96) -> bool:
+def _works(kind: type[Packed] | type[Blocked], outputs: int, inputs: int) -> bool:
     """Whether this torch has the operators for this processor, tried on a few products with a weight of this shape.
 
     Neither library promises that its order serves other numbers of rows than it was made for.

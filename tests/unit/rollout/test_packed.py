@@ -26,8 +26,9 @@ from camshaft.rollout.packed import (
 )
 from camshaft.rollout.torch_rollout import TorchRollout
 
-needs_onednn = pytest.mark.skipif(not packed._works(Blocked), reason="this torch has no oneDNN for this processor")
-needs_mkl = pytest.mark.skipif(not packed._works(Packed), reason="this torch has no MKL for this processor")
+SHAPE = (160, 96)
+needs_onednn = pytest.mark.skipif(not packed._works(Blocked, *SHAPE), reason="this torch has no oneDNN here")
+needs_mkl = pytest.mark.skipif(not packed._works(Packed, *SHAPE), reason="this torch has no MKL here")
 
 
 def model(*sizes: tuple[int, int], bias: bool = True) -> nn.Sequential:
@@ -94,7 +95,7 @@ def test_a_missing_or_wrong_operator_is_found_out(monkeypatch: pytest.MonkeyPatc
         own = kind.copy
         for copy in (missing, lambda weight, own=own: own(weight + 1)):
             monkeypatch.setattr(kind, "copy", staticmethod(copy))
-            assert not packed._works.__wrapped__(kind)
+            assert not packed._works.__wrapped__(kind, *SHAPE)
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(FEW - 1, STEPS), (FEW, STEPS - 1)])
