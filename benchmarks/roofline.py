@@ -33,19 +33,9 @@ def update_operations(shape: Shape, rows: Rows, role: str = "actor") -> float:
 def matmul_rate(size: int = 1024, seconds: float = 1.0) -> float:
     """Operations a second of square float32 products, best of many, with the threads that torch has now."""
     left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
-    return 2 * size**3 / _best(lambda: torch.mm(left, right, out=out), seconds)
-
-
-def copy_rate(numbers: int = 1 << 25, seconds: float = 1.0) -> float:
-    """Bytes a second, read and written, of copies that no cache holds."""
-    source, target = torch.ones(numbers), torch.empty(numbers)
-    return 2 * source.nbytes / _best(lambda: target.copy_(source), seconds)
-
-
-def _best(run, seconds: float) -> float:
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
         start = time.perf_counter()
-        run()
+        torch.mm(left, right, out=out)
         best = min(best, time.perf_counter() - start)
-    return best
+    return 2 * size**3 / best

@@ -29,9 +29,14 @@ from roofline import matmul_rate, update_operations
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     """One side, ready for its rounds."""
-    vocabulary = workload.SHAPES[case["model"]].vocab_size
     loop = loop_of(name, case["role"])(Path(case["folder"]))
-    return lambda number: loop.update(workload.training_rows(vocabulary, number))
+    return lambda number: loop.update(rows_of(case, number))
+
+
+def rows_of(case: Case, number: int) -> workload.Rows:
+    """What all sides compute in the round of that number."""
+    sizes = {name: case[name] for name in ("count", "longest_response") if name in case}
+    return workload.training_rows(workload.SHAPES[case["model"]].vocab_size, number, **sizes)
 
 
 def loop_of(name: str, role: str) -> Any:
@@ -61,37 +66,43 @@ def with_score(folder: Path) -> None:
 
 def compared(model: str, names: list[str], threads: int, rounds: int, role: str = "actor") -> list[dict[str, Any]]:
     """A row of the result for each side."""
+    names = [name for name in names if (name, role) != ("trainer", "critic")]
+    return measured(Path(__file__).name, names, {"model": model, "role": role}, threads, rounds)
+
+
+def measured(script: str, names: list[str], case: Case, threads: int, rounds: int) -> list[dict[str, Any]]:
+    """The same for the sides that a script builds; ratios are to the first of them."""
     from camshaft.models.tiny import make_tiny_model
 
-    shape = workload.SHAPES[model]
-    names = [name for name in names if (name, role) != ("trainer", "critic")]
+    shape, role = workload.SHAPES[case["model"]], case["role"]
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, **shape.options())
         (Path(folder) / "train.parquet").touch()
         if role == "critic":
             with_score(Path(folder))
-        with Sides(Path(__file__).name, names, {"folder": folder, "model": model, "role": role}, threads) as sides:
+        with Sides(script, names, {**case, "folder": folder}, threads) as sides:
             found = sides.rounds(rounds, alike=("loss", "grad_norm"))
     torch.set_num_threads(threads)
-    rows = [workload.training_rows(shape.vocab_size, number + 1) for number in range(rounds)]
+    rows = [rows_of(case, number + 1) for number in range(rounds)]
     tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)
     operations = statistics.mean(update_operations(shape, each, role) for each in rows)
     rate = matmul_rate()
     return [
         {
             "role": role,
-            "model": model,
+            "model": case["model"],
             "threads": threads,
             "side": name,
             "seconds": middle(found, name, "wall"),
             "cpu_seconds": middle(found, name, "cpu"),
+            "tokens_per_second": tokens / middle(found, name, "wall"),
             "tokens_per_cpu_second": tokens / middle(found, name, "cpu"),
             "memory_mib": middle(found, name, "memory") / 2**20,
             "of_matmul_rate": operations / middle(found, name, "wall") / rate,
             "matmul_gflops": rate / 1e9,
-            "cpu_ratio": ratio(found, name, "camshaft", "cpu"),
-            "wall_ratio": ratio(found, name, "camshaft", "wall"),
-            "memory_ratio": ratio(found, name, "camshaft", "memory"),
+            "cpu_ratio": ratio(found, name, names[0], "cpu"),
+            "wall_ratio": ratio(found, name, names[0], "wall"),
+            "memory_ratio": ratio(found, name, names[0], "memory"),
         }
         for name in names
     ]
