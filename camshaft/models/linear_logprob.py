@@ -43,7 +43,8 @@ class Tile(NamedTuple):
 
     @classmethod
     def of(cls, hidden: Tensor) -> "Tile":
-        """A small one stays in a CPU's cache, a large one fills an accelerator. Few tokens meet more words at once."""
+        """A small one stays in a CPU's cache, a large one fills an accelerator (its size is chosen, not measured). Few
+        tokens meet more words at once."""
         most, numbers = (8192, 1 << 26) if hidden.is_cuda else (2048, 1 << 20)
         tokens = min(most, max(1, len(hidden)))
         return cls(tokens, numbers // tokens)
