@@ -21,6 +21,7 @@ from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.controller import PoolSpec, pools, spawn
 from camshaft.controller.pool import Options
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.rewards.manager import Begun
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.deal import deal
@@ -144,6 +145,17 @@ def with_critic(folder: Path) -> dict[str, Any]:
     }
 
 
+class Parts(PPOParts):
+    """Those of a run; they remember how long the last responses were."""
+
+    lengths: list[int]
+
+    def generate(self, batch: DataProto, **how: bool) -> tuple[DataProto, Begun | None]:
+        answered, begun = super().generate(batch, **how)
+        self.lengths = answered.ragged("responses").lengths.tolist()
+        return answered, begun
+
+
 class Steps:
     """`PPOTrainer.step` in this process, on the prompts of train.parquet in their order."""
 
@@ -151,15 +163,15 @@ class Steps:
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}
         rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
         settings = config(folder, **(answer | more | rates))
-        self.parts = PPOParts(settings)
+        self.parts = Parts(settings)
         self.trainer = PPOTrainer(settings, self.parts)
         self.trainer.prepare()
         self.batches: Iterator[DataProto] = iter(self.parts.loader)
 
-    def step(self) -> dict[str, float]:
+    def step(self) -> dict[str, Any]:
         self.trainer.global_step += 1
         told = self.trainer.step(next(self.batches))
         return {
-            "tokens": told["rollout/response_tokens"],
+            "lengths": self.parts.lengths,
             **{n: v for n, v in told.items() if n.startswith("timing_s")},
         }

@@ -72,14 +72,14 @@ class CarefulLoop:
         lengths = torch.where(ends.any(dim=1), ends.argmax(dim=1) + 1, found.shape[1]).tolist()
         return [row[:length].clone() for row, length in zip(found, lengths, strict=True)]
 
-    def step(self, prompts: list[Tensor]) -> dict[str, float]:
+    def step(self, prompts: list[Tensor]) -> dict[str, list[int]]:
         responses = self.generate(prompts)
         repeated = [prompt for prompt in prompts for _ in range(SAMPLES)]
         scores = torch.tensor([even_share(response.tolist()) for response in responses]).view(-1, SAMPLES)
         advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).flatten()
         rows = Rows(repeated, responses, [], [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
         self.update(replace(rows, old_log_probs=told_of(rows, self.log_probs)))
-        return {"tokens": float(sum(map(len, responses)))}
+        return {"lengths": [len(response) for response in responses]}
 
 
 class CarefulCritic:

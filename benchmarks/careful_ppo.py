@@ -25,7 +25,7 @@ class CarefulPPO(CarefulLoop):
         self.reference: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.critic = CarefulCritic(folder, learning_rate)
 
-    def step(self, prompts: list[Tensor]) -> dict[str, float]:
+    def step(self, prompts: list[Tensor]) -> dict[str, list[int]]:
         responses = self.generate(prompts)
         rows = Rows([prompt for prompt in prompts for _ in range(SAMPLES)], responses, [], [])
         old = told_of(rows, self.log_probs)
@@ -41,7 +41,7 @@ class CarefulPPO(CarefulLoop):
         valued = Rows(rows.prompts, responses, old, whitened, values, returns)
         self.critic.update(valued)
         self.update(valued)
-        return {"tokens": float(sum(map(len, responses)))}
+        return {"lengths": [len(response) for response in responses]}
 
 
 def gae(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:

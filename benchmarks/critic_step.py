@@ -19,12 +19,13 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paired import Case, main, serve
 from ppo_step import COLUMNS, LEARNING_RATE, compared, on_prompts
 
 
-def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
+def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     """One side, ready for its rounds."""
     folder = Path(case["folder"])
     if name == "careful":
@@ -46,5 +47,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo")
+        both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True)
         main(__doc__ or "", both, COLUMNS, models="1M,4M", against="careful,trl")

@@ -22,8 +22,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
+import roofline
 import torch
 from machine import machine
 
@@ -46,7 +48,8 @@ def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         told = run(int(line))
         spent = {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
-        output.write(json.dumps({**spent, "memory": peak() - before, "told": told}) + "\n")
+        memory = max(peak() - before, 1 << 20)  # the system counts no finer
+        output.write(json.dumps({**spent, "memory": memory, "told": told}) + "\n")
         output.flush()
 
 
@@ -123,11 +126,16 @@ def agree(found: Round, alike: Sequence[str], within: float = 1e-3) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Markdown: a heading and a format of a row's numbers for each column."""
+    """Markdown: a heading and a format of a row's numbers for each column; empty where the row has none."""
+
+    def cell(form: str, row: dict[str, Any]) -> str:
+        known = all(row[name] is not None for _, name, _, _ in Formatter().parse(form) if name)
+        return form.format(**row) if known else ""
+
     lines = [
         list(columns),
         ["---"] * len(columns),
-        *([form.format(**row) for form in columns.values()] for row in rows),
+        *([cell(form, row) for form in columns.values()] for row in rows),
     ]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
@@ -176,7 +184,7 @@ def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], 
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     text = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{machine()}; {how}. `{command}`"]
     note = "Seconds and memory are medians of the rounds, ratios medians of the ratios of the rounds: above 1 camshaft "
-    text += [note + "is faster, or takes less memory.", table(rows, columns)]
+    text += [f"{note}is faster, or takes less memory. {roofline.sentence(rows)}", table(rows, columns)]
     Path(f"{out}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     told = {"machine": machine(), "command": command, "rows": rows}
     Path(f"{out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

@@ -18,9 +18,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import roofline
 import torch
 import workload
 from paired import Case, Sides, main, middle, ratio, serve
@@ -48,7 +50,7 @@ def teach_lengths(folder: Path, vocabulary: int, steps: int = 60) -> None:
     model.save_pretrained(folder)
 
 
-def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
+def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     """One side, ready for its rounds."""
     folder = Path(case["folder"])
     if name == "careful":
@@ -63,7 +65,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     return lambda number: steps.step()
 
 
-def on_prompts(step: Callable[[list[Tensor]], dict[str, float]], folder: Path) -> Callable[[int], dict[str, float]]:
+def on_prompts(step: Callable[[list[Tensor]], dict[str, Any]], folder: Path) -> Callable[[int], dict[str, Any]]:
     """A step of a loop that is handed the prompts of its round."""
     import transformers
 
@@ -80,25 +82,30 @@ def interpreter(environment: str) -> str:
 
 
 def compared(
-    model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl"
-) -> list[dict[str, Any]]:
+    model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl",
+    critic: bool = False,
+) -> list[dict[str, Any]]:  # fmt: skip
     """A row of the result for each side that the script builds."""
     from camshaft.data.parquet import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
     python = {"trl": interpreter(trl)} if "trl" in names else {}
-    sizes = workload.SHAPES[model].options() | {"vocab_size": VOCABULARY_ROWS}
+    shape = replace(workload.SHAPES[model], vocab_size=VOCABULARY_ROWS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder, **sizes)
+        make_tiny_model(folder, **shape.options())
         teach_lengths(folder, VOCABULARY_ROWS)
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]
         write_parquet(folder / "train.parquet", [{"prompt": text, "data_source": "letters"} for text in texts])
         with Sides(script, names, {"folder": name, "model": model}, threads, python) as sides:
             found = sides.rounds(rounds)
+    work = {side: work_of(shape, [each[side]["told"]["lengths"] for each in found], critic) for side in names}
+    seconds = {side: statistics.median(each[side]["wall"] for each in found) for side in names}
     for each in found:  # of one token of a response
         for spent in each.values():
-            spent |= {"wall": spent["wall"] / spent["told"]["tokens"], "cpu": spent["cpu"] / spent["told"]["tokens"]}
+            tokens = sum(spent["told"]["lengths"])
+            spent |= {"wall": spent["wall"] / tokens, "cpu": spent["cpu"] / tokens}
+    rates = roofline.measured_rates(threads)
     inside = [sum(each["camshaft"]["told"].get(f"timing_s/{phase}", 0) for phase in PHASES) for each in found]
     whole = [each["camshaft"]["told"]["timing_s/step"] for each in found]
     return [
@@ -106,16 +113,30 @@ def compared(
             "model": model,
             "threads": threads,
             "side": side,
-            "mean_length": statistics.mean(each[side]["told"]["tokens"] for each in found)
-            / (workload.PROMPTS * workload.SAMPLES),
+            "mean_length": statistics.mean(n for each in found for n in each[side]["told"]["lengths"]),
             "tokens_per_second": 1 / middle(found, side, "wall"),
             "tokens_per_cpu_second": 1 / middle(found, side, "cpu"),
+            **roofline.reached(work[side], seconds[side], rates),
             "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
             "wall_ratio": ratio(found, side, "camshaft", "wall"),
             "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
         }
         for side in names
     ]
+
+
+def work_of(shape: workload.Shape, rounds: list[list[int]], critic: bool) -> roofline.Work:
+    """What a step takes at least, the mean of rounds with responses of these lengths."""
+    work = roofline.NOTHING
+    for number, responses in enumerate(rounds, start=1):
+        prompts = [len(text) for text in workload.prompt_texts(number) for _ in range(workload.SAMPLES)]
+        groups, steps = roofline.groups_of(prompts, responses), len(responses) // workload.MINI_BATCH
+        work += roofline.generation(shape, groups) + roofline.evaluation(shape, groups)
+        work += roofline.update(shape, groups, steps)
+        if critic:
+            work += roofline.evaluation(shape, groups)  # by the reference
+            work += roofline.evaluation(shape, groups, "critic") + roofline.update(shape, groups, steps, "critic")
+    return work / len(rounds)
 
 
 COLUMNS = {
@@ -125,6 +146,7 @@ COLUMNS = {
     "tokens of a response": "{mean_length:.0f}",
     "tokens / s": "{tokens_per_second:.0f}",
     "tokens / CPU s": "{tokens_per_cpu_second:.0f}",
+    **roofline.COLUMNS,
     "side / camshaft: CPU": "**{cpu_ratio:.2f}**",
     "wall": "{wall_ratio:.2f}",
     "outside of models": "{outside}",

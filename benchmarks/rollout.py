@@ -29,9 +29,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import roofline
 import torch
 import transformers
 from machine import machine
+from workload import Shape
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.tiny import make_tiny_model
@@ -40,8 +42,8 @@ from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.torch_rollout import TorchRollout
 
 MODELS = {
-    "3M": {"hidden": 256, "layers": 4, "heads": 4, "kv_heads": 2, "intermediate": 768, "vocab_size": 512},
-    "27M": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "intermediate": 1536, "vocab_size": 4096},
+    "3M": Shape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=768, vocab_size=512),
+    "27M": Shape(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
 }
 PROMPTS, SAMPLES, LONGEST = 8, 8, 128
 SEED = 7
@@ -157,46 +159,57 @@ def measured(engine: Any, work: Work) -> Spent:
     return spent
 
 
-def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> tuple[dict[str, list[Spent]], float]:
-    """What each engine spent in each round, and the mean number of tokens of a round."""
-    sizes: dict[str, Any] = MODELS[model]
+@dataclass(frozen=True)
+class Found:
+    """What each engine spent in each round; the mean number of tokens of a round, and what it takes at least."""
+
+    spent: dict[str, list[Spent]]
+    tokens: float
+    work: roofline.Work
+
+
+def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Found:
+    shape = MODELS[model]
     found: dict[str, list[Spent]] = {name: [] for name in names}
-    tokens = 0
+    tokens, least = 0, roofline.NOTHING
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(folder, **sizes)
+        make_tiny_model(folder, **shape.options())
         engines = {name: ENGINES[name](Path(folder), prompt_length + LONGEST) for name in names}
         # What vLLM does to the process when it is imported must not decide how the others compute.
         set_threads(int(os.environ["OMP_NUM_THREADS"]))
         for engine in engines.values():
-            measured(engine, work_of(-1, prompt_length, sizes["vocab_size"]))
+            measured(engine, work_of(-1, prompt_length, shape.vocab_size))
         for number in range(rounds):
-            work = work_of(number, prompt_length, sizes["vocab_size"])
+            work = work_of(number, prompt_length, shape.vocab_size)
             tokens += int(work.limits.sum())
+            lengths = work.prompts.lengths.tolist(), work.limits.tolist()
+            least += roofline.generation(shape, roofline.groups_of(*lengths))
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 found[name].append(measured(engines[name], work))
-    return found, tokens / rounds
+    return Found(found, tokens / rounds, least / rounds)
 
 
 set_threads = torch.set_num_threads
 """vLLM puts a function in its place that does nothing."""
 
 
-def lines_of(model: str, prompt_length: int, found: dict[str, list[Spent]], tokens: float) -> list[str]:
+def lines_of(model: str, prompt_length: int, found: Found, rates: roofline.Rates) -> list[str]:
     """A row of the table for each engine."""
     lines = []
-    for name, spent in found.items():
+    for name, spent in found.spent.items():
         wall = statistics.median(one.wall for one in spent)
         cells = [model, str(prompt_length), name, f"{wall:.2f}", f"{statistics.median(s.cpu for s in spent):.2f}"]
-        cells.append(f"{tokens / wall:.0f}")
+        cells.append(f"{found.tokens / wall:.0f}")
+        cells += [form.format(**roofline.reached(found.work, wall, rates)) for form in roofline.COLUMNS.values()]
         for other in ("hf", "vllm"):
-            if other not in found or other == name:
+            if other not in found.spent or other == name:
                 cells.append("")
                 continue
-            pairs = list(zip(found[other], spent, strict=True))
+            pairs = list(zip(found.spent[other], spent, strict=True))
             by_wall = statistics.median(theirs.wall / own.wall for theirs, own in pairs)
             by_cpu = statistics.median(theirs.cpu / own.cpu for theirs, own in pairs)
-            best = min(s.wall for s in found[other]) / min(s.wall for s in spent)
+            best = min(s.wall for s in found.spent[other]) / min(s.wall for s in spent)
             cells.append(f"**{by_wall:.2f}** / {by_cpu:.2f} / {best:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines
@@ -212,13 +225,15 @@ def main() -> None:
     options = parser.parse_args()
     there = importlib.util.find_spec("vllm") is not None
     names = [name for name in options.engines.split(",") if name != "vllm" or there]
-    heads = ["model", "prompt", "engine", "seconds", "CPU seconds", "tokens/s", "hf / engine", "vllm / engine"]
+    heads = ["model", "prompt", "engine", "seconds", "CPU seconds", "tokens/s", *roofline.COLUMNS]
+    heads += ["hf / engine", "vllm / engine"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    threads = int(os.environ["OMP_NUM_THREADS"])
+    rates = roofline.measured_rates(threads)
     for model in options.models.split(","):
         for length in options.prompts.split(","):
-            lines += lines_of(model, int(length), *compare(model, int(length), names, options.rounds))
+            lines += lines_of(model, int(length), compare(model, int(length), names, options.rounds), rates)
             print("\n".join(lines[-len(names) :]), flush=True)
-    threads = os.environ["OMP_NUM_THREADS"]
     text = [
         "# Speed of the built-in generator",
         "",

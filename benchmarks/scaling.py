@@ -5,17 +5,17 @@
 
 The careful loop of `careful.py` does the same work on the same rows, as in `train_step.py`: responses of 1 to 128
 tokens and two optimizer steps of 64 rows, but for what grows. The ranks are those of the sharded engine, a process and
-a thread each, on a core each; of these the time on the clock alone is measured (else nan).
+a thread each, on a core each; of these the time on the clock alone is measured.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import roofline
 import workload
 from paired import Case, arguments, report, serve, table
 from train_step import measured, rows_of
@@ -58,9 +58,8 @@ def growing(what: str, rounds: int) -> list[dict[str, Any]]:
     """The rows of the result while one thing grows."""
     script = Path(__file__).name
     if what == "ranks":
-        found = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds)
-        alone = {"cpu_ratio": math.nan, "memory_mib": math.nan, "grows": what, "size": "4M"}
-        return [row | alone | {"of_matmul_rate": row["of_matmul_rate"] / RANKS[row["side"]]} for row in found]
+        found = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds, RANKS)
+        return [row | {"cpu_ratio": None, "memory_mib": None, "grows": what, "size": "4M"} for row in found]
     cases = [(change[what], {**USUAL, **change}) for change in GROWTH[what]]
     sides = ["camshaft", "careful"]
     return [{"grows": what, "size": n, **row} for n, case in cases for row in measured(script, sides, case, 1, rounds)]
@@ -72,7 +71,7 @@ COLUMNS = {
     "side": "{side}",
     "tokens / s": "{tokens_per_second:.0f}",
     "memory, MiB": "{memory_mib:.0f}",
-    "of matmul rate": "{of_matmul_rate:.0%}",
+    **roofline.COLUMNS,
     "side / first: CPU": "**{cpu_ratio:.2f}**",
     "wall": "{wall_ratio:.2f}",
 }

@@ -17,14 +17,14 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import roofline
 import torch
 import workload
 from paired import Case, Sides, main, middle, ratio, serve
-from roofline import matmul_rate, update_operations
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
@@ -37,6 +37,13 @@ def rows_of(case: Case, number: int) -> workload.Rows:
     """What all sides compute in the round of that number."""
     sizes = {name: case[name] for name in ("count", "longest_response") if name in case}
     return workload.training_rows(workload.SHAPES[case["model"]].vocab_size, number, **sizes)
+
+
+def work_of(case: Case, rows: workload.Rows) -> roofline.Work:
+    """What the update of these rows takes at least."""
+    groups = roofline.groups_of([len(p) for p in rows.prompts], [len(r) for r in rows.responses])
+    steps = len(rows) // case.get("mini_batch", workload.MINI_BATCH)
+    return roofline.update(workload.SHAPES[case["model"]], groups, steps, case["role"])
 
 
 def loop_of(name: str, role: str) -> Any:
@@ -70,8 +77,10 @@ def compared(model: str, names: list[str], threads: int, rounds: int, role: str 
     return measured(Path(__file__).name, names, {"model": model, "role": role}, threads, rounds)
 
 
-def measured(script: str, names: list[str], case: Case, threads: int, rounds: int) -> list[dict[str, Any]]:
-    """The same for the sides that a script builds; ratios are to the first of them."""
+def measured(
+    script: str, names: list[str], case: Case, threads: int, rounds: int, ranks: Mapping[str, int] | None = None
+) -> list[dict[str, Any]]:
+    """The same for the sides that a script builds, on as many ranks each; ratios are to the first of them."""
     from camshaft.models.tiny import make_tiny_model
 
     shape, role = workload.SHAPES[case["model"]], case["role"]
@@ -82,11 +91,11 @@ def measured(script: str, names: list[str], case: Case, threads: int, rounds: in
             with_score(Path(folder))
         with Sides(script, names, {**case, "folder": folder}, threads) as sides:
             found = sides.rounds(rounds, alike=("loss", "grad_norm"))
-    torch.set_num_threads(threads)
     rows = [rows_of(case, number + 1) for number in range(rounds)]
     tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)
-    operations = statistics.mean(update_operations(shape, each, role) for each in rows)
-    rate = matmul_rate()
+    work = sum((work_of(case, each) for each in rows), roofline.NOTHING) / rounds
+    cores = {name: threads * (ranks or {}).get(name, 1) for name in names}
+    rates = {count: roofline.measured_rates(count) for count in set(cores.values())}
     return [
         {
             "role": role,
@@ -98,8 +107,7 @@ def measured(script: str, names: list[str], case: Case, threads: int, rounds: in
             "tokens_per_second": tokens / middle(found, name, "wall"),
             "tokens_per_cpu_second": tokens / middle(found, name, "cpu"),
             "memory_mib": middle(found, name, "memory") / 2**20,
-            "of_matmul_rate": operations / middle(found, name, "wall") / rate,
-            "matmul_gflops": rate / 1e9,
+            **roofline.reached(work, middle(found, name, "wall"), rates[cores[name]]),
             "cpu_ratio": ratio(found, name, names[0], "cpu"),
             "wall_ratio": ratio(found, name, names[0], "wall"),
             "memory_ratio": ratio(found, name, names[0], "memory"),
@@ -116,7 +124,7 @@ COLUMNS = {
     "seconds": "{seconds:.2f}",
     "tokens / CPU s": "{tokens_per_cpu_second:.0f}",
     "memory, MiB": "{memory_mib:.0f}",
-    "of matmul rate": "{of_matmul_rate:.0%}",
+    **roofline.COLUMNS,
     "side / camshaft: CPU": "**{cpu_ratio:.2f}**",
     "wall": "{wall_ratio:.2f}",
     "memory": "{memory_ratio:.1f}",

@@ -2,7 +2,7 @@
 
     steps = GRPOSteps(folder, learning_rate=1e-7)      # TRL 1.16, .venv-trl
     steps = PPOSteps(folder, learning_rate=1e-7)       # TRL 1.12, the last that has a PPOTrainer, .venv-trl-ppo
-    steps.step()["tokens"]                             # on the prompts of train.parquet, in their order
+    steps.step()["lengths"]                            # of responses, on the prompts of train.parquet, in their order
 
 The trainer's `train()` runs in a thread and rests where TRL is about to begin with its next prompts. So a step is all
 that TRL does from there to there: generation by `transformers.generate`, rewards, log-probs, advantages, two optimizer
@@ -46,7 +46,7 @@ class Steps(TrainerCallback):
     def __init__(self, folder: Path):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.prompts: list[str] = pyarrow.parquet.read_table(folder / "train.parquet")["prompt"].to_pylist()
-        self.tokens = 0
+        self.lengths: list[int] = []
         self.told: queue.Queue[None] = queue.Queue()
         self.resting: queue.Queue[bool] = queue.Queue()
 
@@ -63,12 +63,12 @@ class Steps(TrainerCallback):
         threading.Thread(target=run, daemon=True).start()
         self._arrive()
 
-    def step(self) -> dict[str, float]:
-        """The loop's way from one rest to the next; tells how many tokens the responses had."""
-        self.tokens = 0
+    def step(self) -> dict[str, list[int]]:
+        """The loop's way from one rest to the next; tells how long the responses were."""
+        self.lengths = []
         self.told.put(None)
         self._arrive()
-        return {"tokens": float(self.tokens)}
+        return {"lengths": self.lengths}
 
     def rest(self) -> None:
         """Called in the loop."""
@@ -125,7 +125,7 @@ class GRPOSteps(Steps):
         self.begin(trainer.train)
 
     def reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        self.tokens += sum(map(len, completion_ids))
+        self.lengths += map(len, completion_ids)
         return [workload.even_share(ids) for ids in completion_ids]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -171,18 +171,22 @@ class PPOSteps(Steps):
             self.even.starts = batch.input_ids.shape[1]
             yield batch
 
-    def step(self) -> dict[str, float]:
-        self.even.tokens = 0
+    def step(self) -> dict[str, list[int]]:
+        self.even.lengths = []
         super().step()
-        return {"tokens": float(self.even.tokens)}
+        return {"lengths": self.even.lengths}
 
 
 class EvenShare(nn.Module):
     """The reward as PPOTrainer wants it, a model with a backbone and a head: a few sums, no weights."""
 
     base_model_prefix = "backbone"
-    starts = tokens = 0
-    """Where responses start, and how many tokens they had."""
+    starts = 0
+    """Where responses start."""
+
+    def __init__(self):
+        super().__init__()
+        self.lengths: list[int] = []
 
     @property
     def backbone(self) -> EvenShare:
@@ -192,7 +196,7 @@ class EvenShare(nn.Module):
         real = attention_mask[:, self.starts :]
         lengths = real.sum(dim=1)
         even = ((input_ids[:, self.starts :] % 2 == 0) & real).sum(dim=1)
-        self.tokens += int(lengths.sum())
+        self.lengths += lengths.tolist()
         return SimpleNamespace(hidden_states=[(even / lengths)[:, None, None].expand(*input_ids.shape, 1)])
 
     def score(self, share: Tensor) -> Tensor:

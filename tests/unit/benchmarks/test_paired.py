@@ -11,7 +11,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
 import paired
-import roofline
 import workload
 
 
@@ -42,12 +41,12 @@ def test_a_ratio_that_fell_further_than_the_margin_is_named() -> None:
         assert all(committed(name)[side] > 1 for side in sides)
 
 
-def test_operations_are_counted_by_hand() -> None:
-    shape = workload.Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, vocab_size=10)
-    # Of each layer: q and o 4 x 4, k and v 4 x 2, gate, up and down 4 x 8.
-    assert shape.weights_of_layers() == 2 * (32 + 16 + 96)
-    # Two rows of 3 and 1 tokens: 4 tokens through all weights; 6 + 1 pairs, scores and sums, 4 wide; 2 projected.
-    assert roofline.forward_operations(shape, [3, 1], predicted=2) == 2 * 288 * 4 + 2 * 2 * 2 * 4 * 7 + 2 * 4 * 10 * 2
+def test_a_cell_is_empty_where_a_row_has_no_number_for_it() -> None:
+    columns = {"side": "{side}", "both": "{a:.1f}, {b:.0%}"}
+    rows = [{"side": "one", "a": 1.25, "b": 0.5}, {"side": "two", "a": None, "b": 0.5}]
+    assert paired.table(rows, columns).splitlines()[2:] == ["| one | 1.2, 50% |", "| two |  |"]
+    with pytest.raises(KeyError, match="b"):
+        paired.table([{"side": "three", "a": 1.0}], columns)
 
 
 def test_rows_are_the_seeds_and_half_as_long_as_the_longest_on_average() -> None:

@@ -39,12 +39,12 @@ def test_a_step_is_all_that_a_loop_does_between_two_rests(steps: Any) -> None:
         for number in range(4):
             steps.rest()
             done.append(number)
-            steps.tokens += 10 + number
+            steps.lengths += [10, number]
 
     assert steps.prompts == ["ab", "c"]
     steps.begin(train)
     assert done == []
-    assert [steps.step() for _ in range(2)] == [{"tokens": 10.0}, {"tokens": 11.0}]
+    assert [steps.step() for _ in range(2)] == [{"lengths": [10, 0]}, {"lengths": [10, 1]}]
     assert done == [0, 1]
 
 
@@ -68,7 +68,7 @@ def test_the_reward_module_tells_the_share_of_even_ids_at_every_token_and_counts
     real = ids != 0
     told = even.score(even.backbone(input_ids=ids, attention_mask=real).hidden_states[-1])
     assert torch.allclose(told[..., 0], torch.tensor([[2 / 3] * 6, [1 / 2] * 6]))
-    assert even.tokens == 5
+    assert even.lengths == [3, 2]
 
 
 def test_advantages_of_the_careful_loop_by_hand() -> None:
@@ -95,7 +95,9 @@ def test_a_careful_step_moves_actor_and_critic_and_leaves_the_reference(tmp_path
     trained = {name: part.state_dict() for name, part in (("actor", loop.model), ("critic", loop.critic.model))}
     before = {name: {k: v.clone() for k, v in state.items()} for name, state in trained.items()}
     kept = {key: value.clone() for key, value in loop.reference.state_dict().items()}
-    assert loop.step([torch.tensor([5, 6, 7]), torch.tensor([8])])["tokens"] >= 16
+    lengths = loop.step([torch.tensor([5, 6, 7]), torch.tensor([8])])["lengths"]
+    assert len(lengths) == 16
+    assert min(lengths) >= 1
     for name, state in trained.items():
         assert any(not torch.equal(state[key], before[name][key]) for key in state), name
     assert all(torch.equal(value, kept[key]) for key, value in loop.reference.state_dict().items())
