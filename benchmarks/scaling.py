@@ -1,11 +1,11 @@
 """What an update of the actor costs as the model, the responses, the mini-batch and the number of ranks grow.
 
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling
-    python benchmarks/scaling.py --of ranks
+    taskset -c 1 python benchmarks/scaling.py --of model mini_batch     # on one core; ranks need one each
 
 The careful loop of `careful.py` does the same work on the same rows, as in `train_step.py`: responses of 1 to 128
 tokens and two optimizer steps of 64 rows, but for what grows. The ranks are those of the sharded engine, a process and
-a thread each, on a core each; of these the time on the clock alone is measured.
+a thread each, on a core each; of these the time on the clock alone is measured, and ratios are to one rank.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ USUAL: Case = {
     "count": workload.PROMPTS,
 }
 RANKS = {"1 rank": 1, "2 ranks": 2}
+UNKNOWN = dict.fromkeys(("cpu_seconds", "tokens_per_cpu_second", "cpu_ratio", "memory_mib", "memory_ratio"))
+"""What a process does not know of the ranks that it started."""
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
@@ -59,7 +61,7 @@ def growing(what: str, rounds: int) -> list[dict[str, Any]]:
     script = Path(__file__).name
     if what == "ranks":
         found = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds, RANKS)
-        return [row | {"cpu_ratio": None, "memory_mib": None, "grows": what, "size": "4M"} for row in found]
+        return [row | UNKNOWN | {"grows": what, "size": "4M"} for row in found]
     cases = [(change[what], {**USUAL, **change}) for change in GROWTH[what]]
     sides = ["camshaft", "careful"]
     return [{"grows": what, "size": n, **row} for n, case in cases for row in measured(script, sides, case, 1, rounds)]
@@ -70,6 +72,7 @@ COLUMNS = {
     "": "{size}",
     "side": "{side}",
     "tokens / s": "{tokens_per_second:.0f}",
+    "tokens / CPU s": "{tokens_per_cpu_second:.0f}",
     "memory, MiB": "{memory_mib:.0f}",
     **roofline.COLUMNS,
     "side / first: CPU": "**{cpu_ratio:.2f}**",

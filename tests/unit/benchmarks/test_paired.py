@@ -41,6 +41,33 @@ def test_a_ratio_that_fell_further_than_the_margin_is_named() -> None:
         assert all(committed(name)[side] > 1 for side in sides)
 
 
+@pytest.mark.parametrize(("second", "status"), [(1.9, 0), (1.6, 1)])
+def test_a_ratio_counts_as_fallen_when_twice_the_rounds_say_so_too(
+    second: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import check
+
+    asked = []
+
+    def compared(model: str, sides: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
+        asked.append(rounds)
+        return [
+            {"side": "camshaft", "cpu_ratio": 1.0},
+            {"side": "careful", "cpu_ratio": 1.6 if rounds == 3 else second},
+        ]
+
+    monkeypatch.setattr(check, "CASES", {"steps": (compared, ["careful"])})
+    monkeypatch.setattr(check, "committed", lambda name: {"careful": 2.0})
+    assert check.main() == status
+    assert asked == [3, 6]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == (
+        "steps: careful takes 1.60 times what camshaft takes, and took 2.00"
+        if status
+        else "no ratio fell by more than 15%"
+    )
+
+
 def test_a_cell_is_empty_where_a_row_has_no_number_for_it() -> None:
     columns = {"side": "{side}", "both": "{a:.1f}, {b:.0%}"}
     rows = [{"side": "one", "a": 1.25, "b": 0.5}, {"side": "two", "a": None, "b": 0.5}]
