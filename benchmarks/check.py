@@ -1,6 +1,6 @@
 """Has camshaft become slower beside other ways to do the same work than the committed results say?
 
-    python benchmarks/check.py            # or: make bench-check; some three minutes
+    python benchmarks/check.py            # or: make bench-check; one and a half minutes, up to three if a ratio fell
 
 Only ratios by CPU time are compared, for they travel best between machines. A ratio that fell by more than the margin
 is measured once more, with twice the rounds, before it counts: a busy machine should not fail a change.
