@@ -33,8 +33,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     """The optimizer that `optim` names, over what is trainable.
 
     It is given the rate, betas, eps and weight decay as far as its class has arguments of these names and kinds, and
-    what `override_optimizer_config` says in any case. On an accelerator it is asked for its fused form, elsewhere for
-    `foreach`, which is the same mathematics on every device.
+    what `override_optimizer_config` says in any case. It is asked for its fused form if it has one; for `foreach`, which
+    is the same mathematics, otherwise and where parameters are sharded on CPUs.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
@@ -45,8 +45,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     arguments = {name: value for name, value in given.items() if name in taken and _same_kind(value, taken[name])}
     arguments |= _overrides(optim, found.__name__, taken)
     if not {"fused", "foreach"} & arguments.keys():
-        on_accelerator = all(p.device.type not in ("cpu", "meta") for p in trainable)
-        form = "fused" if on_accelerator and "fused" in taken else "foreach"
+        fusable = all(p.device.type != "meta" and (p.is_cuda or not isinstance(p, DTensor)) for p in trainable)
+        form = "fused" if fusable and "fused" in taken else "foreach"
         arguments |= {form: True} if form in taken else {}
     # A group of its own for each mesh: the operations on lists of tensors take no mixture.
     groups = [{"params": members} for members in _by_mesh(trainable, lambda p: p)]

@@ -13,6 +13,7 @@ whole logsumexp and the whole output, and gives its part of the gradient.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -23,12 +24,11 @@ from torch.autograd.function import once_differentiable
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+"""Query, key, value, dropout, causal -> (rows, H, L, D) and the logsumexp (rows, H, L)."""
 
-class Run(NamedTuple):
-    """Neighbours of one length, so many of them: one causal call of the kernel, each on itself."""
-
-    tokens: slice
-    count: int
+BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+"""Gradient, query, key, value, output, logsumexp, dropout, causal -> the gradients of query, key and value."""
 
 
 class Family(NamedTuple):
@@ -36,6 +36,16 @@ class Family(NamedTuple):
 
     children: slice
     parent: slice
+
+
+class Calls(NamedTuple):
+    """For each run of neighbours of one length, one causal call of the kernel, each of them on itself; and families."""
+
+    counts: list[int]
+    """Of the documents of each run."""
+    sizes: list[int]
+    """Of their tokens."""
+    families: list[Family]
 
 
 def cpu_can(query: Tensor, value: Tensor, dropout: float) -> bool:
@@ -53,109 +63,75 @@ def cpu_documents(
     scale: float | None = None,
 ) -> Tensor:
     """(H, N, D) query and (Hkv, N, D) key and value of documents of these lengths -> (N, H, D)."""
-    runs, families = calls_of(lengths, parents)
-    return _Documents.apply(query, key, value, runs, families, scale)  # pyright: ignore[reportReturnType]
+    calls = calls_of(tuple(lengths), None if parents is None else tuple(parents))
+    found: Any = _Documents.apply(query[None], key[None], value[None], calls, scale)
+    return found[0]
 
 
-def calls_of(lengths: Sequence[int], parents: Sequence[int | None] | None = None) -> tuple[list[Run], list[Family]]:
+@functools.lru_cache(maxsize=8)  # every layer asks
+def calls_of(lengths: tuple[int, ...], parents: tuple[int | None, ...] | None = None) -> Calls:
     """The calls of documents on themselves, which cover all tokens, and those of children on their parents."""
-    runs, start = [], 0
-    for length, run in itertools.groupby(lengths):
-        count = len(list(run))
-        if length:
-            runs.append(Run(slice(start, start + count * length), count))
-            start += count * length
-    if parents is None:
-        return runs, []
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
     ends = list(itertools.accumulate(lengths, initial=0))
     families = []
-    for parent, family in itertools.groupby(range(len(lengths)), parents.__getitem__):
+    for parent, family in itertools.groupby(range(len(lengths)), (parents or [None] * len(lengths)).__getitem__):
         if parent is not None:
             children = list(family)
             span = slice(ends[children[0]], ends[children[-1] + 1])
             families.append(Family(span, slice(ends[parent], ends[parent + 1])))
-    return runs, families
+    return Calls([count for _, count in runs], [length * count for length, count in runs], families)
 
 
 class _Documents(torch.autograd.Function):
+    """Tensors here are (1, H, N, ...), laid out token by token."""
+
     @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: list[Run], families: list[Family],
-        scale: float | None,
-    ) -> Tensor:  # fmt: skip
-        cut = (_cut(tensor, runs) for tensor in (query, key, value))
-        found, norms = zip(*(_kernel(q, k, v, True, scale) for q, k, v in zip(*cut, strict=True)), strict=True)
-        out = _joined(found)
-        norm = torch.cat([each.transpose(0, 1).flatten(1) for each in norms], dim=1)[..., None]
-        for children, parent in families:
-            inputs = _rows(query, children), _rows(key, parent), _rows(value, parent)
-            more, more_norm = _kernel(*inputs, False, scale)
-            _merge(_rows(out, children), _rows(norm, children), more, more_norm[..., None])
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float | None) -> Tensor:
+        cut = (_cut(tensor, calls) for tensor in (query, key, value))
+        found, norms = zip(*(KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)), strict=True)
+        out, norm = _joined(found), _joined(norms)
+        for children, parent in calls.families:
+            inputs = query[:, :, children], key[:, :, parent], value[:, :, parent]
+            _merge(out[:, :, children], norm[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
         ctx.save_for_backward(query, key, value, out, norm)
-        ctx.calls, ctx.scale = (runs, families), scale
-        return out.transpose(0, 1)
+        ctx.calls, ctx.scale = calls, scale
+        return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, norm = ctx.saved_tensors
-        runs, families = ctx.calls
-        grad = grad.transpose(0, 1)
-        cut = (_cut(tensor, runs) for tensor in (grad, query, key, value, out, norm))
-        shares = [_kernel_backward(inputs, True, ctx.scale) for inputs in zip(*cut, strict=True)]
+        calls, scale = ctx.calls, ctx.scale
+        told = (grad.transpose(1, 2), *ctx.saved_tensors)
+        cut = (_cut(tensor, calls) for tensor in told)
+        shares = [BACKWARD(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)]
         total = [_joined(column) for column in zip(*shares, strict=True)]
-        for children, parent in families:
+        for children, parent in calls.families:
             spans = (children, children, parent, parent, children, children)
-            inputs = [
-                _rows(tensor, span) for tensor, span in zip((grad, query, key, value, out, norm), spans, strict=True)
-            ]
-            more = _kernel_backward(inputs, False, ctx.scale)
+            inputs = [tensor[:, :, span] for tensor, span in zip(told, spans, strict=True)]
+            more = BACKWARD(*inputs, 0.0, False, scale=scale)
             for whole, share, span in zip(total, more, (children, parent, parent), strict=True):
-                _rows(whole, span).add_(share)
-        return (*total, None, None, None)
+                whole[:, :, span].add_(share)
+        return (*total, None, None)
 
 
-def _kernel(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    """(rows, H, L, D) and the logsumexp (rows, H, L)."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal, scale=scale)
-
-
-def _kernel_backward(inputs: Sequence[Tensor], causal: bool, scale: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradient, query, key, value, output and logsumexp -> the gradients of query, key and value."""
-    *inputs, norm = inputs
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, norm[..., 0].contiguous(), 0.0, causal, scale=scale
-    )
-
-
-def _cut(tensor: Tensor, runs: list[Run]) -> list[Tensor]:
-    """(H, N, D) -> (count, H, L, D) of each run, without a copy, and nearly all in one operation: there are many."""
-    parts = tensor[None].split([tokens.stop - tokens.start for tokens, _ in runs], dim=2)
+def _cut(tensor: Tensor, calls: Calls) -> list[Tensor]:
+    """(1, H, N, ...) -> (count, H, L, ...) of each run, without a copy, and nearly all in one operation: there are
+    many, and what one thread does for each is what other threads wait for."""
     return [
-        part if count == 1 else _rows(tensor, tokens, count) for (tokens, count), part in zip(runs, parts, strict=True)
+        part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)
+        for part, count in zip(tensor.split(calls.sizes, dim=2), calls.counts, strict=True)
     ]
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
-    """What `_cut` cuts, together anew: (H, N, D), laid out token by token as projections write and read it."""
-    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).transpose(0, 1)
-
-
-def _rows(tensor: Tensor, span: slice, count: int = 1) -> Tensor:
-    """(H, N, D) -> (count, H, L, D): neighbours of one length, without a copy, and in one operation."""
-    heads, _, width = tensor.shape
-    of_head, of_token, of_number = tensor.stride()
-    length = (span.stop - span.start) // count
-    return tensor.as_strided(
-        (count, heads, length, width),
-        (length * of_token, of_head, of_token, of_number),
-        tensor.storage_offset() + span.start * of_token,
-    )
+    """What `_cut` cuts, together anew, laid out token by token as projections write and read it."""
+    rows = [part.transpose(1, 2) for part in parts]
+    return torch.cat([row if len(row) == 1 else row.flatten(0, 1)[None] for row in rows], dim=1).transpose(1, 2)
 
 
 def _merge(out: Tensor, norm: Tensor, more: Tensor, more_norm: Tensor) -> None:
     """Attention over some keys, `out` with its logsumexp `norm`, becomes that over these and more keys, in place."""
     total = torch.logaddexp(norm, more_norm)
-    share = (more_norm - total).exp_().to(out.dtype)
-    out.mul_((norm - total).exp_().to(out.dtype)).addcmul_(more, share)
+    kept, share = (each.sub(total).exp_().to(out.dtype)[..., None] for each in (norm, more_norm))
+    out.mul_(kept).addcmul_(more, share)
     norm.copy_(total)

@@ -24,6 +24,7 @@ from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.rms_norm import fuse_norms
+from camshaft.models.rotary import fuse_rotations
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
@@ -73,6 +74,7 @@ class PackedModel(nn.Module):
         self.head: Head = head
         _refuse_model(hf)
         fuse_norms(hf)
+        fuse_rotations(hf)
         output = output_layer(hf, head)
         if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
             raise EngineError(

@@ -85,7 +85,7 @@ def built(**optim: Any) -> torch.optim.Optimizer:
 def test_without_a_name_it_is_adamw_with_all_that_the_config_says() -> None:
     optimizer = built(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.25)
     assert type(optimizer) is torch.optim.AdamW
-    told = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": True, "fused": None}
+    told = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": None, "fused": True}
     assert {key: optimizer.defaults[key] for key in told} == told
     assert len(optimizer.param_groups) == 1
 
@@ -94,9 +94,13 @@ def test_without_a_name_it_is_adamw_with_all_that_the_config_says() -> None:
 def test_a_class_is_given_only_what_it_takes(name: str) -> None:
     optimizer = built(optimizer=name, lr=0.5, weight_decay=0.25, override_optimizer_config={"momentum": 0.7})
     assert type(optimizer) is torch.optim.SGD
-    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True}
+    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "fused": True}
     assert {key: optimizer.defaults[key] for key in told} == told
     assert "betas" not in optimizer.defaults
+
+
+def test_a_class_without_a_fused_form_is_asked_for_lists_of_tensors() -> None:
+    assert built(optimizer="RMSprop").defaults["foreach"] is True
 
 
 def test_an_argument_of_another_kind_under_our_name_keeps_its_default() -> None:
