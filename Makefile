@@ -25,6 +25,8 @@ SGLANG_INSTALLED := $(SGLANG)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
+# Empty is unset: tests start hundreds of Python processes, each of which would compile this package anew.
+export PYTHONDONTWRITEBYTECODE :=
 HERE := not matrix and not vllm and not sglang and not cluster
 
 .PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install

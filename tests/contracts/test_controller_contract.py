@@ -394,6 +394,7 @@ def test_a_killed_rank_is_an_error_within_seconds(several: dict[str, Any]):
     assert still_running(pids, 1) == []
 
 
+@pytest.mark.alone
 def test_a_rank_that_was_killed_between_calls_is_found_by_the_next(several: dict[str, Any]):
     toy = spawn(Toy, **several)
     pids = toy.pids()
@@ -404,6 +405,7 @@ def test_a_rank_that_was_killed_between_calls_is_found_by_the_next(several: dict
     assert still_running(pids, 1) == []
 
 
+@pytest.mark.alone
 def test_a_frozen_rank_blocks_neither_a_large_message_nor_its_own_end(several: dict[str, Any]):
     toy = spawn(Toy, **(several | {"timeout": 3}))
     pids = toy.pids()
