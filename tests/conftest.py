@@ -15,6 +15,13 @@ if "CAMSHAFT_CACHE" not in os.environ:
     os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # what a test caches is gone when it ends
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_find_their_modules_imported() -> None:
+    """All ranks of this process come from one fork server, which the first of them starts."""
+    if local := sys.modules.get("camshaft.controller.local"):
+        local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _no_group_outlives_its_module() -> Iterator[None]:
     """A sharded engine alone in this process joins a group of one; the next module starts without."""
