@@ -24,6 +24,10 @@ SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
+JOBS ?= 2
+# Empty is unset: tests start hundreds of Python processes, each of which would compile this package anew.
+export PYTHONDONTWRITEBYTECODE :=
+HERE := not matrix and not vllm and not sglang and not cluster
 
 .PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install
 
@@ -68,8 +72,10 @@ demo: $(INSTALLED)
 
 test: check test-main test-vllm
 
+# On two cores: two tests at a time, and then those that bound a time, one by one.
 test-main: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(HERE) and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(HERE) and alone"
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

@@ -22,51 +22,56 @@ from camshaft.rules import Finding, Rule, Violation
 
 SECONDS = 300.0
 """What one rule may take."""
+TOGETHER = 30
+"""Rules that the same processes try: of each engine that they build a process group stays behind, with open files."""
 
 
 class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
-    """Processes that try rules on one engine class; `always` as for `Lab`."""
+    """Processes that try rules on engine classes; torch and the libraries get warm in them once."""
 
-    def __init__(
-        self,
-        engine_class: type[BaseEngine],
-        world: int,
-        device: str = "cpu",
-        always: Mapping[str, Any] | None = None,
-    ):
-        self._spec = PoolSpec(engine_class.__name__, ranks_per_node=world)
-        self._arguments = (engine_class, device, dict(always or {}))
+    def __init__(self, world: int, device: str = "cpu", name: str = "engine"):
+        # A rank's own device comes with its place; the name of the kind is what an engine's config holds.
+        self._spec, self._device = PoolSpec(name, ranks_per_node=world), device
         self._pool: Pool | None = None
         self._bench: _Bench
+        self._tried = 0
 
-    def problem(self, rule: str, folder: str) -> str | None:
-        """What is wrong with the rule of this name, or None."""
+    def problem(
+        self, rule: str, engine_class: type[BaseEngine], folder: str, always: Mapping[str, Any] | None = None
+    ) -> str | None:
+        """What is wrong with the rule of this name, or None; `folder` and `always` as for `Lab`."""
         try:
+            if self._tried == TOGETHER:
+                self._end()
             if self._pool is None:
+                self._tried = 0
                 self._pool = processes(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
-                self._bench = spawn(_Bench, *self._arguments, pool=self._pool, name=self._spec.name, timeout=SECONDS)
-            self._bench.check(rule, folder)
+                self._bench = spawn(_Bench, pool=self._pool, name=self._spec.name, timeout=SECONDS)
+            self._tried += 1
+            self._bench.check(rule, engine_class, folder, self._device, dict(always or {}))
         except WorkerError as error:
             self._pool = None
             return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
         return None
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+            self._pool = None
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
 
 
 class _Bench(Worker):
     """One rank's bench."""
 
-    def __init__(self, engine_class: type[BaseEngine], device: str, always: dict[str, Any]):
-        # A rank's own device comes with its place; the name of the kind is what an engine's config holds.
-        self._engine_class, self._device, self._always = engine_class, device, always
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def check(self, rule: str, folder: str) -> None:
+    def check(
+        self, rule: str, engine_class: type[BaseEngine], folder: str, device: str, always: dict[str, Any]
+    ) -> None:
         """Raise `Violation` if the rule does not hold."""
-        lab = Lab(self._engine_class, folder, self._device, self._always)
+        lab = Lab(engine_class, folder, device, always)
         next(known for known in RULES if known.name == rule).check(lab)
 
 
@@ -79,6 +84,6 @@ def check_engine_on_ranks(
     always: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
     """Try the rules in `folder` (a scratch place), each finding as it is made."""
-    with RuleRanks(engine_class, world, device, always) as ranks:
+    with RuleRanks(world, device, engine_class.__name__) as ranks:
         for number, rule in enumerate(rules):
-            yield Finding(rule, ranks.problem(rule.name, f"{folder}/{number:02d}"))
+            yield Finding(rule, ranks.problem(rule.name, engine_class, f"{folder}/{number:02d}", always))

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -13,6 +14,16 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "CAMSHAFT_CACHE" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
     os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # what a test caches is gone when it ends
+
+settings.register_profile("busy machine", deadline=None)  # by default an example that takes 0.2 s fails
+settings.load_profile("busy machine")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ranks_find_their_modules_imported() -> None:
+    """All ranks of this process come from one fork server, which the first of them starts."""
+    if local := sys.modules.get("camshaft.controller.local"):
+        local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -143,7 +143,7 @@ def norm_is_before_clipping(lab: Lab) -> None:
 def step_outside_train_mode(lab: Lab) -> None:
     """optimizer_step after train_mode has ended is the step it would have been inside."""
     inside, outside = lab.build(), lab.build()
-    wanted = lab.step(inside, lab.batch)
+    wanted = lab.train(inside, lab.batch)
     outside.optimizer_zero_grad()
     with outside.train_mode():
         _, loss, _ = outside.forward_backward_step(lab.share(outside, lab.batch))
@@ -173,13 +173,14 @@ def rows_that_begin_alike(lab: Lab) -> None:
     batch = lab.siblings
     for head in ("causal_lm", "value"):
         tried: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
-        for limits in tried:
-            engine, told = lab.build(head=head, **limits), f"of a {head} engine with {limits}"
-            oracle = plain_outputs(lab.plain_model(engine, head), batch, head)
+        engines = [lab.build(head=head, **limits) for limits in tried]
+        oracle = plain_outputs(lab.plain_model(engines[0], head), batch, head)
+        loss, _, gradients = lab.plain_gradients(engines[0], head, batch)
+        for engine, limits in zip(engines, tried, strict=True):
+            told = f"of a {head} engine with {limits}"
             inferred = lab.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
             for name, values in inferred.items():
                 close(values, oracle[name], lab.tolerance, f"{name} {told}")
-            loss, _, gradients = lab.plain_gradients(engine, head, batch)
             found = lab.step(engine, batch)
             close(torch.tensor(found.loss), torch.tensor(loss), lab.tolerance, f"loss {told}")
             for weight, gradient in found.gradients.items():
@@ -243,7 +244,7 @@ def non_finite_gradient_is_skipped(lab: Lab) -> None:
     expect(not math.isfinite(result.grad_norm), f"the norm of a NaN gradient was reported as {result.grad_norm}")
     same_bits(lab.weights(engine), before, "weights after a skipped step")
     engine.set_loss_fn(lab.loss_fn("causal_lm"))
-    after, fresh = lab.step(engine, lab.batch), lab.step(lab.build(), lab.batch)
+    after, fresh = lab.train(engine, lab.batch), lab.train(lab.build(), lab.batch)
     expect(after.loss == fresh.loss and after.grad_norm == fresh.grad_norm, "the step after a skipped one differs")
 
 
@@ -302,7 +303,7 @@ def same_bits_twice(lab: Lab) -> None:
     runs = []
     for _ in range(2):
         engine = lab.build(random_init=True, micro_batch_size=3)
-        steps = [lab.step(engine, lab.batch) for _ in range(3)]
+        steps = [lab.train(engine, lab.batch) for _ in range(3)]
         runs.append(([(s.loss, s.grad_norm) for s in steps], lab.weights(engine)))
     expect(runs[0][0] == runs[1][0], f"two runs gave {runs[0][0]} and {runs[1][0]}")
     same_bits(runs[0][1], runs[1][1], "weights of two runs")

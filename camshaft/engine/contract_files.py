@@ -18,7 +18,7 @@ from camshaft.rules import expect, expect_error
 def weights_have_hugging_face_names(lab: Lab) -> None:
     """named_weights are full tensors under Hugging Face names; in plain transformers they give the same numbers."""
     engine = lab.build()
-    lab.step(engine, lab.batch)
+    lab.train(engine, lab.batch)
     model: Any = lab.plain_model(engine, "causal_lm")
     found = lab.infer(engine, StepContext(outputs=("log_probs",)))["log_probs"]
     close(found, plain_outputs(model, lab.batch, "causal_lm")["log_probs"], lab.tolerance, "log_probs of the weights")
@@ -29,16 +29,16 @@ def resume_is_bitwise(lab: Lab) -> None:
     changes: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}, "micro_batch_size": 3}
     engine = lab.build(**changes)
     for _ in range(2):
-        lab.step(engine, lab.batch)
+        lab.train(engine, lab.batch)
         engine.lr_scheduler_step()
     path = lab.folder / "ckpt" / "global_step_2" / "actor"
     lab.save(engine, path, global_step=2)
-    on = [lab.step(engine, lab.batch) for _ in range(2)]
+    on = [lab.train(engine, lab.batch) for _ in range(2)]
     again = lab.build(**changes)
     with _watched_torch_load() as unsafe:
         again.load_checkpoint(str(path))
     expect(not unsafe, "load_checkpoint called torch.load with weights_only=False")
-    after = [lab.step(again, lab.batch) for _ in range(2)]
+    after = [lab.train(again, lab.batch) for _ in range(2)]
     told, wanted = ([(step.loss, step.grad_norm) for step in steps] for steps in (after, on))
     expect(told == wanted, f"(loss, norm) of the steps after loading: {told}, without a stop: {wanted}")
     same_bits(lab.weights(again), lab.weights(engine), "weights two steps after loading")
@@ -85,7 +85,7 @@ def remote_copy(lab: Lab) -> None:
     engine = lab.build()
     local, remote, back = (str(lab.folder / name) for name in ("local", "remote", "back"))
     lab.save(engine, Path(local), hdfs_path=remote)
-    lab.step(engine, lab.batch)
+    lab.train(engine, lab.batch)
     other = lab.build()
     other.load_checkpoint(back, hdfs_path=remote, del_local_after_load=True)
     expect(not Path(back).exists() and Path(remote).exists(), "the brought copy stayed, or the remote one went")

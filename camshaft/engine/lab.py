@@ -23,7 +23,7 @@ from torch import Tensor
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext
+from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
 from camshaft.engine.plain import HEAD_CLASSES, plain_loss, plain_step, through_adapter
 from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 from camshaft.rules import expect
@@ -193,6 +193,17 @@ class Lab:
             found = engine.infer_batch(self.share(engine, batch or self.batch), ctx)
         return self.together(engine, dict(found))
 
+    def train(
+        self,
+        engine: BaseEngine,
+        batch: DataProto,
+        ctx: StepContext | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+    ) -> StepResult:
+        """One step, with no look at the weights: `step` gathers them from all ranks, before and after."""
+        with engine.train_mode():
+            return engine.train_batch(self.share(engine, batch), ctx, preprocess_fn=preprocess_fn)
+
     def step(
         self,
         engine: BaseEngine,
@@ -202,8 +213,7 @@ class Lab:
     ) -> Measured:
         """One step at the first update's terms: w - w' = g / (|g| + 1), solved for g."""
         before = self.trained(engine)
-        with engine.train_mode():
-            result = engine.train_batch(self.share(engine, batch), ctx, preprocess_fn=preprocess_fn)
+        result = self.train(engine, batch, ctx, preprocess_fn)
         moves = {name: before[name] - weight for name, weight in self.trained(engine).items()}
         gradients = {name: move / (1 - move.abs()) for name, move in moves.items()}
         return Measured(result.loss, result.grad_norm, result.metrics, gradients)

@@ -170,6 +170,7 @@ def test_a_small_answer_does_not_overtake_a_large_one(two_ranks: Pool):
         assert all(wait.result()["x"].shape == batch["x"].shape for batch, wait in waits)
 
 
+@pytest.mark.alone
 def test_pools_work_at_the_same_time(several: dict[str, Any]):
     specs = [PoolSpec("a", ranks_per_node=2), PoolSpec("b", ranks_per_node=2)]
     with pools(specs, several["backend"], Options(timeout=60)) as (first, second):
@@ -192,6 +193,7 @@ def test_what_a_started_call_raises_is_raised_by_its_result(two_ranks: Pool):
         after.result()
 
 
+@pytest.mark.alone
 def test_a_rank_that_dies_in_one_pool_ends_the_wait_for_another(several: dict[str, Any]):
     specs = [PoolSpec("a", ranks_per_node=2), PoolSpec("b", ranks_per_node=2)]
     with pools(specs, several["backend"], Options(timeout=60)) as (first, second):
@@ -317,6 +319,7 @@ def test_an_argument_that_cannot_be_sent_is_one_sentence(several: dict[str, Any]
 # -- what goes wrong on a rank -----------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_an_exception_reaches_the_driver_with_its_traceback_once(several: dict[str, Any]):
     toy = spawn(Toy, **several)
     pids = toy.pids()
@@ -362,6 +365,7 @@ def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank(several: dict[str,
         toy.give_a_lambda()
 
 
+@pytest.mark.alone
 def test_a_rank_that_does_not_answer_is_named_with_its_stack(several: dict[str, Any]):
     toy = spawn(Toy, name="critic", **(several | {"timeout": 3}))
     pids = toy.pids()
@@ -377,6 +381,7 @@ def test_a_rank_that_does_not_answer_is_named_with_its_stack(several: dict[str, 
     assert still_running(pids, 1) == []
 
 
+@pytest.mark.alone
 def test_a_killed_rank_is_an_error_within_seconds(several: dict[str, Any]):
     toy = spawn(Toy, **several)
     pids = toy.pids()
@@ -389,6 +394,7 @@ def test_a_killed_rank_is_an_error_within_seconds(several: dict[str, Any]):
     assert still_running(pids, 1) == []
 
 
+@pytest.mark.alone
 def test_a_rank_that_was_killed_between_calls_is_found_by_the_next(several: dict[str, Any]):
     toy = spawn(Toy, **several)
     pids = toy.pids()
@@ -399,6 +405,7 @@ def test_a_rank_that_was_killed_between_calls_is_found_by_the_next(several: dict
     assert still_running(pids, 1) == []
 
 
+@pytest.mark.alone
 def test_a_frozen_rank_blocks_neither_a_large_message_nor_its_own_end(several: dict[str, Any]):
     toy = spawn(Toy, **(several | {"timeout": 3}))
     pids = toy.pids()

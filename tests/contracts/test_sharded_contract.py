@@ -45,22 +45,22 @@ def _tried_always(layout: str, rule: str) -> bool:
 
 
 def _cases() -> Iterator[Any]:
-    for name in EVERY:
+    """Layouts with as many ranks follow each other: they share processes."""
+    for name, layout in sorted(EVERY.items(), key=lambda item: item[1].world):
         for rule in RULES:
             marks = () if _tried_always(name, rule.name) else pytest.mark.matrix
-            yield pytest.param(name, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}", marks=marks)
+            yield pytest.param(layout.world, layout, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}", marks=marks)
 
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
-    layout: Layout = EVERY[request.param]
-    with RuleRanks(engine_class(layout.strategy), layout.world, always=layout.always) as found:
+    with RuleRanks(request.param) as found:
         yield found
 
 
-@pytest.mark.parametrize(("ranks", "rule"), _cases(), indirect=["ranks"], scope="module")
-def test_sharded_engine_keeps_rule(ranks: RuleRanks, rule: str, tmp_path: Path) -> None:
-    problem = ranks.problem(rule, str(tmp_path))
+@pytest.mark.parametrize(("ranks", "layout", "rule"), _cases(), indirect=["ranks"], scope="module")
+def test_sharded_engine_keeps_rule(ranks: RuleRanks, layout: Layout, rule: str, tmp_path: Path) -> None:
+    problem = ranks.problem(rule, engine_class(layout.strategy), str(tmp_path), layout.always)
     assert problem is None, problem
 
 

@@ -3,7 +3,7 @@
 `make test-gpu` runs these; without an accelerator they are skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,12 @@ FEATURES = ("", "offload", "offload_policy", "activation_offload", "selective", 
 
 
 @pytest.fixture(scope="module")
-def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
+def problem(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], str | None]]:
+    """What is wrong with a rule, tried in a folder."""
     strategy, world, feature = request.param
     always = together(feature) if feature else {}
-    with RuleRanks(engine_class(strategy), world, device=DEVICE, always=always) as found:
-        yield found
+    with RuleRanks(world, DEVICE) as ranks:
+        yield lambda rule, folder: ranks.problem(rule, engine_class(strategy), folder, always)
 
 
 def _cases() -> Iterator[Any]:
@@ -43,10 +44,12 @@ def _cases() -> Iterator[Any]:
                     yield pytest.param((strategy, world, feature), rule.name, id=name)
 
 
-@pytest.mark.parametrize(("ranks", "rule"), _cases(), indirect=["ranks"], scope="module")
-def test_engine_keeps_rule_on_the_accelerator(ranks: RuleRanks, rule: str, tmp_path: Path) -> None:
-    problem = ranks.problem(rule, str(tmp_path))
-    assert problem is None, problem
+@pytest.mark.parametrize(("problem", "rule"), _cases(), indirect=["problem"], scope="module")
+def test_engine_keeps_rule_on_the_accelerator(
+    problem: Callable[[str, str], str | None], rule: str, tmp_path: Path
+) -> None:
+    found = problem(rule, str(tmp_path))
+    assert found is None, found
 
 
 def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None:

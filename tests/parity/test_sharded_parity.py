@@ -1,13 +1,14 @@
 """Three optimizer steps of the sharded engine are those of the reference engine, in every layout."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.layouts import ALONE, OLDER, Layout, together
-from support.ranks import run_ranks
+from support.ranks import Ranks
 
 from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto, Ragged
@@ -55,7 +56,13 @@ def _fields(dtype: str) -> dict[str, Any]:
     return {"optim": optim, "grad_clip": 0.5, "dtype": dtype, "micro_batch_size": 3}
 
 
-def _compared(layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as found:
+        yield found
+
+
+def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the sharded engine's, the reference engine's)"""
     of_model = {name: value for name, value in layout.always.items() if name == "lora"}
     reference = Lab(ReferenceEngine, folder / "reference", always=_fields(dtype) | of_model)
@@ -63,7 +70,7 @@ def _compared(layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any],
     always = _fields(dtype) | layout.always
     if "max_tokens" in layout.always:
         always |= {"max_tokens": 150, "micro_batch_size": None}
-    found = run_ranks(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
+    found = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
     return found, wanted
 
 
@@ -93,16 +100,16 @@ LAYOUTS = ALONE | {name: OLDER[name] for name in ("fsdp1_two", "fsdp1_hsdp+sp2")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.matrix if n == "compiled" else ()) for n in LAYOUTS]
 )
-def test_three_steps_in_float32(name: str, tmp_path: Path) -> None:
-    _check(*_compared(LAYOUTS[name], "float32", tmp_path), bound=1e-5)
+def test_three_steps_in_float32(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    _check(*_compared(ranks, LAYOUTS[name], "float32", tmp_path), bound=1e-5)
 
 
 @pytest.mark.parametrize("feature", ["", "hsdp", "sp2", "tp2", "lora"])
-def test_three_steps_in_bfloat16_with_float32_weights(feature: str, tmp_path: Path) -> None:
+def test_three_steps_in_bfloat16_with_float32_weights(feature: str, ranks: Ranks, tmp_path: Path) -> None:
     """Losses within 0.1 %, norms within 1 %, and the way that all weights went within 6 % of its length."""
     always = together(feature) if feature else {}
     always = always | {"options": always.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}}
-    found, wanted = _compared(Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
+    found, wanted = _compared(ranks, Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
     for name, bound in (("loss", 1e-3), ("norm", 1e-2)):
         for a, b in zip(found[name], wanted[name], strict=True):
             assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"

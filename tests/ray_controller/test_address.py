@@ -11,6 +11,8 @@ from camshaft.controller import ray as backend
 from camshaft.controller.pool import Options
 from camshaft.errors import ConfigError
 
+pytestmark = pytest.mark.alone
+
 HERE = [PoolSpec(device="cpu")]
 
 

@@ -24,7 +24,7 @@ from camshaft import storage
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 STEPS = 14
 SECONDS = 10.0

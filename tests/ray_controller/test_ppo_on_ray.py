@@ -12,7 +12,7 @@ from support.ppo_runs import Step, run_ppo
 from support.reward_models import NEWLINE, make_tiny_reward_model
 from support.same_run import ACTOR, RANKS, SHUFFLED, compare
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 RAY: dict[str, Any] = {"trainer.controller": "ray"}
 

@@ -26,7 +26,7 @@ from support.processes import MARK, marked, still_running
 
 from camshaft.controller.watch import answers
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 CLUSTER = ROOT / "examples" / "cluster"
 SCRIPTS = sorted(CLUSTER.glob("*.sh"))

@@ -12,7 +12,7 @@ from support.namespaces import Machine, two_namespaces, why_not
 from support.ppo_runs import Step, run_ppo
 from support.same_run import RANKS, SHUFFLED, compare
 
-pytestmark = pytest.mark.timeout(280)
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 LAYOUT = {**SHUFFLED, **RANKS, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1}
 

@@ -85,6 +85,7 @@ def test_an_interrupt_on_the_driver_ends_the_ranks_and_is_an_interrupt(tmp_path:
         assert still_running(pids, 5) == []
 
 
+@pytest.mark.alone
 def test_a_start_takes_less_than_a_second_once_the_fork_server_runs():
     seconds = []
     for _ in range(3):

@@ -3,6 +3,8 @@
 import socket
 import time
 
+import pytest
+
 from camshaft.controller import watch
 from camshaft.controller.watch import Watch
 
@@ -22,6 +24,7 @@ def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_no
         seen.end()
 
 
+@pytest.mark.alone
 def test_one_missed_heartbeat_is_none():
     with socket.create_server(("127.0.0.1", 0)) as there:
         place = there.getsockname()

@@ -17,6 +17,8 @@ from support.processes import none_left_behind
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import COUNTS, RewardManager
 
+pytestmark = pytest.mark.alone
+
 CASES = int(os.environ.get("CAMSHAFT_REWARD_CASES", "200"))
 
 REWARD = """

@@ -7,6 +7,8 @@ import pytest
 from camshaft.errors import RewardError
 from camshaft.rewards.manager import RewardManager
 
+pytestmark = pytest.mark.alone
+
 HEAD = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
 
 

@@ -19,6 +19,8 @@ from camshaft.rewards.overlong import OverlongPenalty
 
 from .conftest import batch_of, decode
 
+pytestmark = pytest.mark.alone
+
 TEXTS = ["0", "1", "bad", "3", "dies", "5", "none", "7", "hangs", "9"]
 ALL_KINDS = """
 import os, time

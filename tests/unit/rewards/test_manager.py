@@ -10,6 +10,8 @@ from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.last_token import on_last_token
 from camshaft.rewards.manager import RewardManager
 
+pytestmark = pytest.mark.alone
+
 FAIL_AT_B = "if solution_str == 'b': {}\nreturn 1.0"
 
 

@@ -9,6 +9,8 @@ import pytest
 from camshaft.errors import RewardError
 from camshaft.rewards.manager import RewardManager
 
+pytestmark = pytest.mark.alone
+
 
 def test_closing_ends_the_workers(manager, score, alive):
     rewards = manager("return 1.0")

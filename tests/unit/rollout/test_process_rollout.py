@@ -180,6 +180,7 @@ def test_weights_of_another_hand_over_are_refused_by_their_number(faulty: Proces
     generate(faulty)
 
 
+@pytest.mark.alone
 def test_a_kill_in_mid_generation_is_an_error_within_seconds(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME)
     begun: list[float] = []
@@ -204,6 +205,7 @@ def test_a_process_that_ends_itself_says_how(engine: BaseEngine) -> None:
         generate(rollout, EXITS)
 
 
+@pytest.mark.alone
 def test_a_process_that_does_not_answer_is_killed_after_its_timeout(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME, timeout=5)
     rollout.load_weights(engine.named_weights())
@@ -214,6 +216,7 @@ def test_a_process_that_does_not_answer_is_killed_after_its_timeout(engine: Base
     assert not running(pid_of(rollout))
 
 
+@pytest.mark.alone
 def test_a_process_that_does_not_read_is_killed_after_its_timeout() -> None:
     rollout = start(timeout=3)
     os.kill(pid_of(rollout), signal.SIGSTOP)

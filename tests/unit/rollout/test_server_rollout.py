@@ -59,6 +59,7 @@ def test_trouble_that_passes_is_waited_for(trouble: tuple[int, Any]) -> None:
     assert (wire.retries, len(fake.asked)) == (2, 3)
 
 
+@pytest.mark.alone
 def test_trouble_that_stays_is_an_error_that_names_the_url() -> None:
     with fake_server(lambda path, body: (500, {"error": "out of luck"})) as fake:
         wire, begun = Wire(fake.url, 10, 0.5), time.monotonic()

@@ -140,6 +140,7 @@ def push_often(sender: Sender, other: Other) -> None:
         sender.push(SIZE)
 
 
+@pytest.mark.alone
 def test_a_receiver_that_was_killed_ends_a_broadcast_within_seconds(others: list[Other]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2, seconds=20)
     meet(sender, others)
@@ -151,6 +152,7 @@ def test_a_receiver_that_was_killed_ends_a_broadcast_within_seconds(others: list
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.alone
 def test_a_receiver_that_does_not_pull_ends_a_broadcast_after_the_time_it_was_given(others: list[Other]) -> None:
     sender = Broadcast(torch.device("cpu"), 2**24, "127.0.0.1", seconds=2)
     meet(sender, others[:1])
@@ -168,6 +170,7 @@ def test_a_broadcast_without_receivers_is_an_error_after_the_time_it_was_given()
         sender.meet()
 
 
+@pytest.mark.alone
 def test_a_sender_that_was_killed_ends_a_receiver_within_seconds() -> None:
     code = f"""
 import json, sys, time, torch

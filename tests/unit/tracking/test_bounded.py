@@ -10,6 +10,8 @@ from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker, Tracking, bounded
 from camshaft.tracking.jsonl import read_metrics
 
+pytestmark = pytest.mark.alone
+
 
 class Here:
     """Of one test: a thread that it left behind writes nothing into the next."""
