@@ -107,7 +107,7 @@ def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Sums of integers are exact in any order, so that the CDF never decreases, and it stands still exactly where
     the weight is zero.
     """
-    cdf = (weights.double() * UNITS).long().cumsum(-1)
+    cdf = (weights * UNITS).long().cumsum(-1)  # a product with a power of two is exact
     point = uniforms * cdf[:, -1]
     return torch.searchsorted(cdf, point.long()[:, None], right=True), cdf, point
 
