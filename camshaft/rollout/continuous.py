@@ -215,14 +215,14 @@ class ContinuousBatch:
         stay = (~done).nonzero()[:, 0]  # waits for the device, once a step
         if len(stay) == len(done):
             return
-        self.finished[self.live[ROW][stopped]] = True
+        self.finished[self.live[ROW]] = stopped
         order = torch.arange(len(stay), device=self.device)
         moved = stay[stay >= len(stay)]
         if len(moved):
             holes = done[: len(stay)].nonzero()[:, 0]
             self.pool.copy(moved, holes, self.longest)
             order[holes] = moved
-        self.live, self.ahead = self.live[:, order], self.ahead[:, order]
+        self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)
         self.longest = int(self.live[POSITION].max()) if len(stay) else 0
 
 
