@@ -26,6 +26,9 @@ from camshaft.rollout.stops import StopStrings
 REFILL = 8
 """Waiting rows join when one slot in so many is free: computing their prompts in one go pays."""
 
+AHEAD = 32
+"""Random numbers of live rows are made for so many steps at once."""
+
 TOKEN, POSITION, END, SEED, ROW = range(5)
 """What is known of a live row: its last token and where that stands in the row, where its last token may stand
 at most, its seed, and its number in the batch."""
@@ -74,6 +77,7 @@ class ContinuousBatch:
         self.stop_strings = request.stop_strings
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)
+        self.ahead = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # uniforms, (steps to come, live rows)
         self.longest = 0  # the highest position of a live row, which is how many of its places are filled
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         self.out: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens, log-probs, one entry per step
@@ -165,8 +169,9 @@ class ContinuousBatch:
         """Choose the first token of rows whose prompts are in the slots behind the live ones."""
         index = torch.tensor(rows, device=self.device)
         positions, seeds = self.lengths[index], self.seeds[index]
-        tokens = self._choose(logits, seeds, positions, index)
+        tokens = self._choose(logits, index, uniform(seeds, positions))
         self.live = torch.cat([self.live, torch.stack([tokens, positions, self.ends[index], seeds, index])], dim=1)
+        self.ahead = self.ahead.new_empty(0, self.live.shape[1])
         self.longest = int(self.live[POSITION].max())
         self.num_waiting -= len(rows)
         self._let_go()
@@ -179,18 +184,21 @@ class ContinuousBatch:
         logits = self.forward(tokens, positions, step)
         self.live[POSITION] += 1
         self.longest += 1
-        self.live[TOKEN] = self._choose(logits, seeds, positions, rows)
+        if not len(self.ahead):
+            self.ahead = uniform(seeds, positions + torch.arange(AHEAD, device=self.device)[:, None])
+        self.live[TOKEN] = self._choose(logits, rows, self.ahead[0])
+        self.ahead = self.ahead[1:]
         self.steps += 1
         self.row_steps += len(rows)
         self._let_go()
 
-    def _choose(self, logits: Tensor, seeds: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
-        """The tokens at these positions of these rows; noted for the result."""
+    def _choose(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
+        """The next tokens of these rows; noted for the result."""
         if self.sampling.greedy:
             tokens, log_probs = greedy(logits)
         else:
             scores = restrict(logits, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
-            tokens, log_probs = draw(scores, uniform(seeds, positions))
+            tokens, log_probs = draw(scores, uniforms)
         self.out.append((rows, tokens, log_probs))
         if self.stop_strings is not None:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
@@ -207,14 +215,14 @@ class ContinuousBatch:
         stay = (~done).nonzero()[:, 0]  # waits for the device, once a step
         if len(stay) == len(done):
             return
-        self.finished[self.live[ROW][stopped]] = True
+        self.finished[self.live[ROW]] = stopped
         order = torch.arange(len(stay), device=self.device)
         moved = stay[stay >= len(stay)]
         if len(moved):
             holes = done[: len(stay)].nonzero()[:, 0]
             self.pool.copy(moved, holes, self.longest)
             order[holes] = moved
-        self.live = self.live[:, order]
+        self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)
         self.longest = int(self.live[POSITION].max()) if len(stay) else 0
 
 

@@ -29,11 +29,17 @@ from torch import Tensor, nn
 FEW = 4
 """Fewer rows than this are left to the plain layer."""
 
+LONG, FEW_LONG = 512, 9
+"""Fewer rows than `FEW_LONG` are left to the plain layer on several threads if it has at least `LONG` inputs."""
+
 STEPS = 16
 """A call of fewer steps is over before the copies have paid."""
 
 SMALL = 2**18
 """A weight of fewer numbers is turned where MKL is fast: MKL's own order pays for larger ones."""
+
+WIDE = 768
+"""A weight with fewer outputs is turned if there are several threads: MKL's own order keeps it to one of them."""
 
 TINY = 2**12
 """A weight of at most so many numbers is left plain where MKL is not fast."""
@@ -54,8 +60,12 @@ class Turned(nn.Linear):
     copied: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        few = input.numel() < FEW * self.in_features
+        few = input.numel() < self.few() * self.in_features
         return F.linear(input, self.weight if few else self.copied, self.bias)
+
+    def few(self) -> int:
+        """Fewer rows than this are faster with the plain weight."""
+        return FEW_LONG if self.in_features >= LONG and torch.get_num_threads() > 1 else FEW
 
     # There are no hooks, and what nn.Module does around a call takes as long as a small product.
     __call__ = forward
@@ -131,7 +141,10 @@ def product_of(layer: Any, few: bool) -> Callable[[Tensor], Tensor]:
         product, copied = torch.ops.mkldnn._linear_pointwise.default, layer.copied
         return lambda rows: product(rows, copied, bias, "none", [], "")
     if isinstance(layer, Turned) and not few:
-        weight = layer.copied
+        copied, least = layer.copied, layer.few() * layer.in_features
+        if layer.few() > FEW:
+            return lambda rows: F.linear(rows, weight if rows.numel() < least else copied, bias)
+        weight = copied
     return functools.partial(F.linear, weight=weight, bias=bias)
 
 
@@ -144,7 +157,8 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] 
         return None
     shape = min(len(weight), TRIED), weight.shape[1]
     if _mkl_is_fast():
-        return Packed if weight.numel() >= SMALL and _works(Packed, *shape) else Turned
+        large = weight.numel() >= SMALL and (len(weight) >= WIDE or torch.get_num_threads() == 1)
+        return Packed if large and _works(Packed, *shape) else Turned
     return Blocked if weight.numel() > TINY and _works(Blocked, *shape) else None
 
 

@@ -14,8 +14,11 @@ Generators of this package import from here, and so may a test or a generator of
 import torch
 from torch import Tensor
 
+AT_ONCE = 1024
+"""A row of at most this many probabilities is searched at once, a longer one in blocks."""
+
 BLOCK = 128
-"""A row of at most this many probabilities is searched at once, a longer one in blocks of this size."""
+"""The size of these blocks."""
 
 CANDIDATES = 256
 """So many of the likeliest tokens usually hold `top_p`; only where they do not is the whole row sorted."""
@@ -62,13 +65,10 @@ def draw(scores: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """
     probs = scores.softmax(-1)
     size = probs.shape[-1]
-    if size <= BLOCK:
-        tokens, _ = _pick(probs, uniforms)
-    else:
-        tokens = _pick_in_blocks(probs, uniforms)
+    tokens = _pick(probs, uniforms)[0] if size <= AT_ONCE else _pick_in_blocks(probs, uniforms)
     # Where scores are NaN the search finds nothing and points behind the end.
     tokens = tokens.clamp(max=size - 1)
-    return tokens, probs.gather(-1, tokens[:, None])[:, 0].log().float()
+    return tokens[:, 0], probs.gather(-1, tokens)[:, 0].log().float()
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,7 +79,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """(B,) float64 in [0, 1), a fixed function of two (B,) int64.
+    """float64 in [0, 1), a fixed function of two int64 each, which may be of shapes that broadcast.
 
     Number `positions` of the stream of splitmix64 whose state is mix(seeds + g): with g = 0x9E3779B97F4A7C15,
 
@@ -101,21 +101,19 @@ def spread(seeds: Tensor) -> Tensor:
     return _mix(seeds + _GOLDEN)
 
 
-def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) index drawn in proportion to `weights` (B, W), and (B,) how far into its share the uniform fell.
+def _pick(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, 1) index drawn in proportion to `weights` (B, W), their CDF, and (B,) the point of it that the uniform hits.
 
     Sums of integers are exact in any order, so that the CDF never decreases, and it stands still exactly where
     the weight is zero.
     """
-    cdf = (weights.double() * UNITS).long().cumsum(-1)
+    cdf = (weights * UNITS).long().cumsum(-1)  # a product with a power of two is exact
     point = uniforms * cdf[:, -1]
-    index = torch.searchsorted(cdf, point.long()[:, None], right=True)
-    bounds = torch.nn.functional.pad(cdf, (1, 1)).gather(-1, torch.cat([index, index + 1], dim=1))
-    return index[:, 0], (point - bounds[:, 0]) / (bounds[:, 1] - bounds[:, 0])
+    return torch.searchsorted(cdf, point.long()[:, None], right=True), cdf, point
 
 
 def _pick_in_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """(B,) index drawn in proportion to `probs` (B, V): first a block, then a token in it.
+    """(B, 1) index drawn in proportion to `probs` (B, V): first a block, then a token in it.
 
     A large vocabulary is read once, to sum up its blocks, instead of being converted and summed to the end.
     """
@@ -124,12 +122,14 @@ def _pick_in_blocks(probs: Tensor, uniforms: Tensor) -> Tensor:
     totals = probs[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1)
     if whole < size:
         totals = torch.cat([totals, probs[:, whole:].sum(-1, keepdim=True)], dim=-1)
-    block, rest = _pick(totals, uniforms)
+    block, cdf, point = _pick(totals, uniforms)
     block = block.clamp(max=totals.shape[-1] - 1)
-    index = block[:, None] * BLOCK + torch.arange(BLOCK, device=probs.device)
+    before, until = torch.nn.functional.pad(cdf, (1, 0)).gather(-1, torch.cat([block, block + 1], dim=1)).unbind(1)
+    rest = (point - before) / (until - before)  # how far into the share of the block
+    index = block * BLOCK + torch.arange(BLOCK, device=probs.device)
     inside = probs.gather(-1, index.clamp(max=size - 1)).masked_fill(index >= size, 0)
     # Scaled to one: the units of the integers are for sums of about one.
-    token, _ = _pick(inside / inside.sum(-1, keepdim=True), rest.clamp(0, 1 - 2.0**-53))
+    token, _, _ = _pick(inside / inside.sum(-1, keepdim=True), rest.clamp(0, 1 - 2.0**-53))
     return block * BLOCK + token
 
 

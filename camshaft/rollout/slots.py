@@ -139,11 +139,17 @@ class PromptStep:
     ):
         self.pool = pool
         self.kwargs = packed_kwargs(lengths, device)
-        self.copies: list[tuple[int, slice]] | None = None
-        if device.type == "cpu":  # elsewhere, two kernels for all rows are faster than two for each
+        self.copies: list[tuple[slice, slice]] | None = None
+        if device.type == "cpu":  # elsewhere, two kernels for all rows are faster than two for each run of slots
             stops = list(itertools.accumulate(lengths))
-            spans = [slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True)]
-            self.copies = [(target, spans[source]) for source, target in zip(sources, targets, strict=True)]
+            self.copies = []
+            for source, target in zip(sources, targets, strict=True):
+                span = slice(stops[source] - lengths[source], stops[source])
+                run, last = self.copies[-1] if self.copies else (slice(0, 0), None)
+                if span == last and run.stop == target:
+                    self.copies[-1] = slice(run.start, target + 1), span
+                else:
+                    self.copies.append((slice(target, target + 1), span))
             return
         sizes = torch.tensor(lengths)
         starts = (sizes.cumsum(0) - sizes)[sources]
@@ -160,9 +166,9 @@ class PromptStep:
         self.pool.check_window(module, sliding_window)
         keys, values = self.pool.layer(module, key, value)
         if self.copies is not None:
-            for target, span in self.copies:
-                keys[target, :, : span.stop - span.start] = key[0, :, span]
-                values[target, :, : span.stop - span.start] = value[0, :, span]
+            for run, span in self.copies:
+                keys[run, :, : span.stop - span.start] = key[0, :, span]
+                values[run, :, : span.stop - span.start] = value[0, :, span]
         else:
             keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
             values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
@@ -197,8 +203,8 @@ class TokenStep:
         grouped = query.reshape(num_rows, key.shape[1], -1, dim)
         mixed = F.scaled_dot_product_attention(
             grouped,
-            keys[:num_rows, :, : self.length],
-            values[:num_rows, :, : self.length],
+            keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride()),
+            values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride()),
             attn_mask=self._mask(sliding_window, query.dtype),
             scale=scaling,
         )

@@ -14,10 +14,13 @@ from camshaft.rollout import SamplingParams, packed
 from camshaft.rollout.lab import RolloutLab, close
 from camshaft.rollout.packed import (
     FEW,
+    FEW_LONG,
+    LONG,
     ROWS_PACKED,
     SMALL,
     STEPS,
     TINY,
+    WIDE,
     Blocked,
     Packed,
     Turned,
@@ -72,12 +75,35 @@ def test_products_are_those_of_a_plain_layer(kind: Any, bias: bool, shape: tuple
 
 @needs_onednn
 @needs_mkl
-def test_the_size_of_a_weight_decides(fast: bool) -> None:
+def test_the_size_of_a_weight_decides(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     side = int(SMALL**0.5)
     layers = model((side, side - 1), (side, side), (64, 64))
     assert (64 * 64, side * side) == (TINY, SMALL)
     with packed_linears(layers, FEW, STEPS):
         assert kinds(layers) == ([Turned, Packed, Turned] if fast else [Blocked, Blocked, nn.Linear])
+
+
+@needs_mkl
+def test_on_several_threads_large_weights_with_few_outputs_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed, "_mkl_is_fast", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    layers = model((WIDE, WIDE - 1), (WIDE, WIDE))
+    with packed_linears(layers, FEW, STEPS):
+        assert kinds(layers) == [Turned, Packed]
+
+
+@pytest.mark.parametrize(("threads", "inputs", "few"), [(1, LONG, FEW), (2, LONG - 1, FEW), (2, LONG, FEW_LONG)])
+def test_few_rows_use_the_plain_weight(threads: int, inputs: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    layer: Any = nn.Linear(inputs, 3, bias=False).requires_grad_(False)
+    layer.copied = layer.weight + 1  # to be told apart
+    layer.__class__ = Turned
+    for rows in (FEW, few - 1, few):
+        x = torch.ones(rows, 1, inputs)
+        used = layer.weight if rows < few else layer.copied
+        for product in (layer, product_of(layer, few=rows < FEW)):
+            torch.testing.assert_close(product(x), F.linear(x, used))
 
 
 def test_without_operators_of_their_own_layers_are_turned_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_the_uniform_picks_by_the_cumulative_distribution() -> None:
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.25, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25]))
 
 
-@pytest.mark.parametrize("size", [3, sampling.BLOCK, sampling.BLOCK + 1, 3 * sampling.BLOCK, 1000])
+@pytest.mark.parametrize("size", [3, sampling.AT_ONCE, sampling.AT_ONCE + 1, 10 * sampling.BLOCK, 2000])
 def test_what_was_cut_off_is_never_drawn(size: int) -> None:
     random = torch.Generator().manual_seed(size)
     scores = torch.randn(400, size, generator=random)
@@ -129,16 +129,16 @@ def test_draw_follows_the_distribution_to_the_last_token(size: int) -> None:
 
 def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(1)
-    scores = 3 * torch.randn(300, 1000, generator=random)
+    scores = 3 * torch.randn(300, 2000, generator=random)
     uniforms = torch.rand(300, generator=random, dtype=torch.float64)
     in_blocks = draw(scores, uniforms)
-    monkeypatch.setattr(sampling, "BLOCK", 1000)
+    monkeypatch.setattr(sampling, "AT_ONCE", 2000)
     at_once = draw(scores, uniforms)
     assert torch.equal(in_blocks[0], at_once[0])
     assert torch.equal(in_blocks[1], at_once[1])
 
 
-@pytest.mark.parametrize("size", [10, 1000])
+@pytest.mark.parametrize("size", [10, 2000])
 def test_scores_that_are_no_numbers_give_log_probs_that_are_none(size: int) -> None:
     scores = torch.zeros(2, size)
     scores[0, 3] = math.nan

@@ -77,6 +77,20 @@ def test_attention_of_prompts_does_not_cross_their_borders() -> None:
         torch.testing.assert_close(found[0, token], plain(query[0, :, token], k, v, 0.3, None), atol=1e-6, rtol=1e-5)
 
 
+def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
+    slots, lengths = pool(), [3, 4]
+    slots.reserve(6, 4)
+    query, keys = torch.zeros(1, HEADS, 7, DIM), torch.randn(1, KEY_HEADS, 7, DIM)
+    step = PromptStep(slots, lengths, [0, 0, 0, 1, 1], [1, 2, 3, 4, 0], CPU)
+    step.attend(layer(0), query, keys, -keys, 0.3, None)
+    first, second = slice(0, 3), slice(3, 7)
+    assert step.copies == [(slice(1, 4), first), (slice(4, 5), second), (slice(0, 1), second)]
+    for slot, span in {0: second, 1: first, 2: first, 3: first, 4: second}.items():
+        for held, given in zip(slots.layers[0], (keys, -keys), strict=True):
+            assert torch.equal(held[slot, :, : span.stop - span.start], given[0, :, span])
+    assert not slots.layers[0][0][5].any()
+
+
 def filled(num_slots: int, length: int) -> SlotPool:
     slots = pool(num_layers=2)
     slots.reserve(num_slots, length)

@@ -14,7 +14,9 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
+from camshaft.rollout.continuous import AHEAD
 from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.sampling import draw, uniform
 from camshaft.rollout.slots import GRAIN
 from camshaft.rollout.torch_rollout import TorchRollout
 
@@ -56,6 +58,20 @@ def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(lab: RolloutLab, limi
     order = [7, 2, 11, 0]
     some = lab.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
     assert [row.tolist() for row in some.responses.rows()] == [wanted[row].tolist() for row in order]
+
+
+def test_each_token_is_drawn_by_the_uniform_of_its_position(lab: RolloutLab) -> None:
+    case = lab.case(max_num_seqs=3)
+    prompts = lab.prompts(3, 7, 1, 5).select([0, 1, 1, 2, 3])
+    sampling = SamplingParams(2 * AHEAD + 8, stop_token_ids=tuple(range(10, 13)))
+    responses = case.rollout.generate_sequences(prompts, sampling, torch.arange(5)).responses
+    assert len(set(responses.lengths.tolist())) > 2  # rows join and leave in between
+    assert int(responses.lengths.max()) > AHEAD
+    for seed, (prompt, response) in enumerate(zip(prompts.rows(), responses.rows(), strict=True)):
+        row = torch.cat([prompt, response])
+        logits = case.plain(row[None]).logits[0, len(prompt) - 1 : -1]
+        tokens, _ = draw(logits, uniform(torch.tensor(seed), torch.arange(len(prompt), len(row))))
+        assert tokens.tolist() == response.tolist()
 
 
 def test_equal_prompts_with_equal_seeds_get_equal_responses_and_others_do_not(lab: RolloutLab) -> None:
