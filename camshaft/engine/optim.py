@@ -33,8 +33,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     """The optimizer that `optim` names, over what is trainable.
 
     It is given the rate, betas, eps and weight decay as far as its class has arguments of these names and kinds, and
-    what `override_optimizer_config` says in any case. It is asked for its fused form if it has one; otherwise, and where
-    parameters are sharded on CPUs, for `foreach`, which is the same mathematics.
+    what `override_optimizer_config` says in any case. It is asked for its fused form if it has one, or for `foreach`,
+    which is the same mathematics; always for the latter where parameters are sharded on CPUs.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
