@@ -45,8 +45,9 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     arguments = {name: value for name, value in given.items() if name in taken and _same_kind(value, taken[name])}
     arguments |= _overrides(optim, found.__name__, taken)
     if not {"fused", "foreach"} & arguments.keys():
-        fusable = all(p.device.type != "meta" and (p.is_cuda or not isinstance(p, DTensor)) for p in trainable)
-        form = "fused" if fusable and "fused" in taken else "foreach"
+        sharded_there = any(p.device.type == "cpu" and isinstance(p, DTensor) for p in trainable)
+        by_lists = sharded_there or "fused" not in taken or any(p.is_meta for p in trainable)
+        form = "foreach" if by_lists else "fused"
         arguments |= {form: True} if form in taken else {}
     # A group of its own for each mesh: the operations on lists of tensors take no mixture.
     groups = [{"params": members} for members in _by_mesh(trainable, lambda p: p)]
