@@ -241,7 +241,7 @@ def main() -> None:
         "",
         f"{machine()}; {threads} threads, {options.rounds} rounds. Seconds are medians of the rounds; ratios are those "
         "of wall time (median of the rounds) / of CPU time (median) / of the best rounds. Above 1 the engine of the "
-        "row is faster.",
+        f"row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
         "",
         *lines,
         "",
