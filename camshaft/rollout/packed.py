@@ -142,9 +142,7 @@ def product_of(layer: Any, few: bool) -> Callable[[Tensor], Tensor]:
         return lambda rows: product(rows, copied, bias, "none", [], "")
     if isinstance(layer, Turned) and not few:
         copied, least = layer.copied, layer.few() * layer.in_features
-        if layer.few() > FEW:
-            return lambda rows: F.linear(rows, weight if rows.numel() < least else copied, bias)
-        weight = copied
+        return lambda rows: F.linear(rows, weight if rows.numel() < least else copied, bias)
     return functools.partial(F.linear, weight=weight, bias=bias)
 
 

@@ -21,15 +21,13 @@ from typing import Any
 import torch
 
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
-from camshaft.controller.local import PRELOAD, LocalPool, processes
+from camshaft.controller.local import LocalPool, processes
 from camshaft.errors import WorkerError
 
 # A test module is known as tests.unit....; ranks find it under that name from the root of the checkout.
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
-
-PRELOAD.append("transformers.models.qwen2.modeling_qwen2")
 
 
 class _Runner(Worker):
