@@ -33,8 +33,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     """The optimizer that `optim` names, over what is trainable.
 
     It is given the rate, betas, eps and weight decay as far as its class has arguments of these names and kinds, and
-    what `override_optimizer_config` says in any case. It is asked for its fused form if it has one, else for `foreach`,
-    which is the same mathematics.
+    what `override_optimizer_config` says in any case. Adam and AdamW are asked for their fused form, which torch has
+    for sharded parameters too, the others for `foreach`; both are the same mathematics.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
@@ -45,7 +45,8 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     arguments = {name: value for name, value in given.items() if name in taken and _same_kind(value, taken[name])}
     arguments |= _overrides(optim, found.__name__, taken)
     if not {"fused", "foreach"} & arguments.keys():
-        form = "fused" if "fused" in taken and not any(p.is_meta for p in trainable) else "foreach"
+        fused = issubclass(found, torch.optim.Adam) and not any(p.is_meta for p in trainable)
+        form = "fused" if fused else "foreach"
         arguments |= {form: True} if form in taken else {}
     # A group of its own for each mesh: the operations on lists of tensors take no mixture.
     groups = [{"params": members} for members in _by_mesh(trainable, lambda p: p)]

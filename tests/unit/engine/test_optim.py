@@ -94,12 +94,12 @@ def test_without_a_name_it_is_adamw_with_all_that_the_config_says() -> None:
 def test_a_class_is_given_only_what_it_takes(name: str) -> None:
     optimizer = built(optimizer=name, lr=0.5, weight_decay=0.25, override_optimizer_config={"momentum": 0.7})
     assert type(optimizer) is torch.optim.SGD
-    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "fused": True}
+    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True, "fused": None}
     assert {key: optimizer.defaults[key] for key in told} == told
     assert "betas" not in optimizer.defaults
 
 
-def test_a_class_without_a_fused_form_is_asked_for_lists_of_tensors() -> None:
+def test_a_class_that_is_no_adam_is_asked_for_lists_of_tensors() -> None:
     assert built(optimizer="RMSprop").defaults["foreach"] is True
 
 
