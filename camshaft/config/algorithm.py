@@ -80,6 +80,10 @@ class RolloutCorrectionConfig(Section):
         description="What each rule allows, or one for all of a kind: for k1 a ratio, 2.0 for 1/2 .. 2 or 0.5-2.0; "
         "for k2 and k3 the largest divergence. A list has one for each rule."
     )
+    bypass_mode: bool = Field(
+        description="The generator's log-probs are the old ones of the loss and of the KL in the reward; the trainer's "
+        "own are not computed."
+    )
 
     def is_on(self) -> bool:
         """Whether anything is corrected."""

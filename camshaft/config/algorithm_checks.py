@@ -19,6 +19,7 @@ def algorithm(config: PPOConfig) -> Iterator[Problem]:
     yield from _critic(config)
     yield from _policy_loss(config)
     yield from _correction(config)
+    yield from _bypass(config)
     yield from _filter_groups(config)
 
 
@@ -85,6 +86,27 @@ def _correction(config: PPOConfig) -> Iterator[Problem]:
             threshold(rule, text)
         except ValueError as error:
             yield Problem(where, text, f"{error}: that is what {rule} takes.", rests_on)
+
+
+def _bypass(config: PPOConfig) -> Iterator[Problem]:
+    """The generator's log-probs can stand for the trainer's where both are of the same distribution."""
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    key = "algorithm.rollout_correction.bypass_mode"
+    if not correction.bypass_mode:
+        return
+    for leaf, value in {"rollout_is": correction.rollout_is, "rollout_rs": correction.rollout_rs}.items():
+        if value:
+            other = f"algorithm.rollout_correction.{leaf}"
+            sentence = f"leaves {leaf} nothing to compare the generator's log-probs with. Type {other}=null."
+            yield Problem(key, True, sentence, (other,))
+    partial = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
+    for instead, so in partial.items():
+        if so:
+            other = f"{ROLLOUT}.{instead.partition('=')[0]}"
+            sentence = (
+                f"needs samples of the whole distribution, and {other} leaves out a part. Type {ROLLOUT}.{instead}."
+            )
+            yield Problem(key, True, sentence, (other,))
 
 
 def _filter_groups(config: PPOConfig) -> Iterator[Problem]:

@@ -128,8 +128,9 @@ class PPOConfig(Section):
         """Whether a batch is one optimizer step of the actor, so that the update's own forward pass has the old
         log-probs, and nothing asks for them before it."""
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
+        correction = algorithm.rollout_correction
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        return one_step and not algorithm.rollout_correction.is_on() and not algorithm.use_kl_in_reward
+        return one_step and not (correction.is_on() or correction.bypass_mode or algorithm.use_kl_in_reward)
 
     def actor_mini_batch(self) -> int:
         """Sequences of one optimizer step of the actor, over all ranks."""

@@ -86,7 +86,7 @@ class ActorWorker(TrainedRole):
                 )
             plan = replace(plan, seed=None)  # what comes back is in the order of the rows
         outputs: list[Output] = ["log_probs"]
-        if self.actor.entropy_coeff or at_once:
+        if self.actor.entropy_coeff or at_once or self.correction.bypass_mode:
             outputs.append("entropy")
         if self.config.needs_full_kl_loss():
             outputs.append("full_kl")
@@ -116,6 +116,9 @@ class ActorWorker(TrainedRole):
         if actor.entropy_coeff:
             entropy = entropy_loss(of_responses(predictions, "entropy", data).values, counts, mode=mode)
             loss = loss - actor.entropy_coeff * entropy
+        if self.correction.bypass_mode:  # no pass before the update tells it
+            entropy = of_responses(predictions, "entropy", data).values.detach()
+            metrics["entropy"] = entropy_loss(entropy, counts, mode="token-mean")
         if actor.use_kl_loss:
             if self.config.needs_full_kl_loss():
                 distance = full_kl_loss(of_responses(predictions, "full_kl", data).values, counts, mode=mode)

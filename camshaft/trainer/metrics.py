@@ -104,7 +104,7 @@ def over_calls(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Rewards, advantages, lengths, and how far the rollout's log-probs are from the trainer's."""
+    """Rewards, advantages, lengths."""
     mask = batch["response_mask"].values
     responses, prompts = batch["responses"].lengths.float(), batch["prompts"].lengths.float()
     counted = batch["response_mask"].sum() > 0  # a row that was dropped has no score
@@ -122,7 +122,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         found["critic/vf_explained_var"] = _explained(batch["values"].values[mask], batch["returns"].values[mask])
     if "entropy" in batch:
         found["actor/entropy"] = float(batch["entropy"].values[mask].mean())
-    return found | mismatch(batch)
+    return found
 
 
 def mismatch(batch: DataProto) -> dict[str, float]:

@@ -30,7 +30,7 @@ from camshaft.trainer.best import BestStep
 from camshaft.trainer.correction import correct
 from camshaft.trainer.deal import deal, dealt_rows
 from camshaft.trainer.dynamic import informative
-from camshaft.trainer.metrics import StepMetrics, batch_metrics
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.parts import PPOParts
 from camshaft.trainer.resume import check_resume, remembered, told_resume
 from camshaft.trainer.scoring import with_scores
@@ -79,17 +79,21 @@ class PPOTrainer:
             metrics.add(penalty | told)
         batch = batch.union(self._update(batch.drop(*DRIVER_ONLY), metrics))
         metrics.add(batch_metrics(batch))
+        if not config.algorithm.rollout_correction.bypass_mode:
+            metrics.add(mismatch(batch))
         return metrics.finished(batch)
 
     def _evaluated(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> DataProto:
-        """The batch with scores, old log-probs unless the update has them, and what reference and critic think of it.
+        """The batch with scores, old log-probs unless the update finds them, and what reference and critic think of it.
 
         Nobody here waits for another: roles on devices of their own work at the same time, and the scoring functions,
         which run beside the driver, while all of them do. A phase's time is what the driver waited for it.
         """
         sequences = batch.select(*SEQUENCES)
         pending: dict[str, Pending[DataProto]] = {}
-        if not (self.config.learns_at_once() and self._actor_learns()):
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
+        elif not (self.config.learns_at_once() and self._actor_learns()):
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
         if self.config.needs_ref_log_prob():

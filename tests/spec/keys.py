@@ -132,6 +132,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
     "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
+    "algorithm.rollout_correction.bypass_mode": (
+        f"{_CORRECTION}::test_with_bypass_mode_the_old_log_probs_are_those_of_the_generator",
+    ),
     # -- trainer
     **_each(
         f"{_PLACE}::test_the_key_changes_which_processes_are_asked_for",

@@ -230,6 +230,18 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.rollout_is_threshold=3"], f"Type {CORRECTION}.rollout_is=token"),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], f"Type {CORRECTION}.rollout_is=token"),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=inf"], "rollout_is_threshold"),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"], f"Type {CORRECTION}.rollout_is=null."),
+        (
+            [
+                f"{CORRECTION}.bypass_mode=true",
+                f"{CORRECTION}.rollout_rs=token_k1",
+                f"{CORRECTION}.rollout_rs_threshold=2",
+            ],
+            f"Type {CORRECTION}.rollout_rs=null.",
+        ),
+        ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"], f"Type {ROLLOUT}.top_p=1.0."),
+        ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_k=5"], f"Type {ROLLOUT}.top_k=0."),
+        ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.do_sample=false"], f"Type {ROLLOUT}.do_sample=true."),
     ],
 )
 def test_a_correction_that_cannot_be_made_is_told_with_what_to_type(words, more, expected):

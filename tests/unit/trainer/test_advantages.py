@@ -20,6 +20,7 @@ def algorithm(**changes: object) -> AlgorithmConfig:
         "kl_ctrl": control,
         "filter_groups": {"enable": False, "metric": "seq_reward", "max_num_gen_batches": 0},
         "rollout_correction": {
+            "bypass_mode": False,
             "rollout_is": None,
             "rollout_is_threshold": 2.0,
             "rollout_is_batch_normalize": False,

@@ -195,3 +195,42 @@ def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) 
     (step,) = run_ppo(home, {**TOP_P, **keys}, steps=1)
     rejected = (widest + 1) / len(masses)
     assert step.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
+
+
+def test_with_bypass_mode_the_old_log_probs_are_those_of_the_generator(home: Path) -> None:
+    """Generated in bfloat16 and learned in float32: how far they are apart is what the loss tells, by transformers."""
+    keys = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
+    (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
+    model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float32)
+    found, entropies = [], []
+    for prompt, response in zip(
+        step.batch.ragged("prompts").rows(), step.batch.ragged("responses").rows(), strict=True
+    ):
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        spread = torch.distributions.Categorical(logits=logits)
+        found.append(spread.log_prob(response))
+        entropies.append(spread.entropy())
+    apart = step.batch["rollout_log_probs"].values - torch.cat(found)
+    assert float(apart.abs().max()) > 1e-4
+    assert step.metrics["actor/ppo_kl"] == pytest.approx(float(apart.mean()), rel=0.02, abs=1e-6)
+    assert step.metrics["actor/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
+    assert "timing_s/old_log_prob" not in step.metrics
+    assert not any(name.startswith("rollout/log_prob_diff") for name in step.metrics)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) -> None:
+    keys = {"algorithm.use_kl_in_reward": True, "trainer.n_gpus_per_node": ranks}
+    keys |= {} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
+    (plain,) = run_ppo(home, keys, steps=1)
+    (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
+    gone = plain.metrics.keys() - step.metrics.keys()
+    assert "timing_s/old_log_prob" in gone
+    assert all(name.startswith(("timing_s/old_log_prob", "rollout/")) for name in gone)
+    assert step.metrics.keys() <= plain.metrics.keys()
+    for name, value in step.metrics.items():
+        if not name.startswith(("timing_s", "perf")):
+            # The entropy is that of the policies that learned, the others' that of the one before.
+            within = 1e-2 if name == "actor/entropy" else 1e-3
+            assert value == pytest.approx(plain.metrics[name], rel=within, abs=1e-5), name
