@@ -1,12 +1,14 @@
 """Speed of whole steps of PPO with a critic and a reference; beside a careful loop and TRL's PPOTrainer.
 
-    python benchmarks/critic_step.py --models 1M,4M --against careful,trl --rounds 6     # trl: after `make trl`
+    python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 6     # trl: after `make trl`
 
 Prompts, responses, lengths and mini-batches are those of `ppo_step.py`: one epoch, two optimizer steps of actor and
 critic each. The critic is as large as the actor, the reference is the model that the actor starts from, the KL counts
 in the reward. What counts is the time for each token of a response.
 
 - camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
+- bypass: the same with `algorithm.rollout_correction.bypass_mode`: the log-probs of the old policy are those of the
+  generation, as they are TRL's.
 - careful: `CarefulPPO.step`, with `transformers.generate`.
 - trl: `PPOTrainer` of TRL 1.12, the last that has one, as `trl_side.py` sets it up, in an environment of its own. It
   takes the log-probs of the old policy from the generation, does not clip gradients, and scores with a module that
@@ -39,13 +41,16 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     else:
         from camshaft_side import Steps, with_critic
 
-        steps = Steps(folder, LEARNING_RATE, **with_critic(folder))
+        bypass = {"algorithm.rollout_correction.bypass_mode": name == "bypass"}
+        steps = Steps(folder, LEARNING_RATE, **with_critic(folder), **bypass)
     return lambda number: steps.step()
 
+
+BESIDE_BYPASS = {"side / bypass: CPU": "**{bypass_cpu:.2f}**", "wall ": "{bypass_wall:.2f}"}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
         both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True)
-        main(__doc__ or "", both, COLUMNS, models="1M,4M", against="careful,trl")
+        main(__doc__ or "", both, COLUMNS | BESIDE_BYPASS, models="1M,4M", against="bypass,careful,trl")

@@ -119,6 +119,7 @@ def compared(
             **roofline.reached(work[side], seconds[side], rates),
             "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
             "wall_ratio": ratio(found, side, "camshaft", "wall"),
+            **{f"bypass_{what}": ratio(found, side, "bypass", what) if "bypass" in names else None for what in SPENT},
             "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
         }
         for side in names
@@ -138,6 +139,8 @@ def work_of(shape: workload.Shape, rounds: list[list[int]], critic: bool) -> roo
             work += roofline.evaluation(shape, groups, "critic") + roofline.update(shape, groups, steps, "critic")
     return work / len(rounds)
 
+
+SPENT = ("cpu", "wall")
 
 COLUMNS = {
     "model": "{model}",

@@ -8,9 +8,9 @@ A step of generation multiplies a few rows with every weight, and what a plain l
 through each time costs more than the products. The copies are made anew in each call: nothing tells whether an
 optimizer has written to a weight since. Log-probs differ from those of plain layers in the last bits.
 
-Which order is best was measured (`benchmarks/rollout.py`): `Turned` needs nothing special, `Packed` is MKL's own and
-`Blocked` oneDNN's, by operators of torch that are not public: where they are missing or wrong, layers do without. Plain
-ones serve other devices, other dtypes, and a few rows, for which the time is that of reading the weights.
+Which order is best was measured (`benchmarks/rollout.py`): `Turned` and `Split` need nothing special, `Packed` is
+MKL's own and `Blocked` oneDNN's, by operators of torch that are not public: where they are missing or wrong, layers do
+without. Plain ones serve other devices, other dtypes, and a few rows, whose time is that of reading the weights.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ FEW = 4
 LONG, FEW_LONG = 512, 9
 """Fewer rows than `FEW_LONG` are left to the plain layer on several threads if it has at least `LONG` inputs."""
 
+MANY = 20
+"""So many rows are shared out among threads if the layer has fewer inputs."""
+
 STEPS = 16
 """A call of fewer steps is over before the copies have paid."""
 
@@ -39,7 +42,7 @@ SMALL = 2**18
 """A weight of fewer numbers is turned where MKL is fast: MKL's own order pays for larger ones."""
 
 WIDE = 768
-"""A weight with fewer outputs is turned if there are several threads: MKL's own order keeps it to one of them."""
+"""A weight with fewer outputs is split if there are several threads: MKL's own order keeps it to one of them."""
 
 TINY = 2**12
 """A weight of at most so many numbers is left plain where MKL is not fast."""
@@ -60,12 +63,8 @@ class Turned(nn.Linear):
     copied: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        few = input.numel() < self.few() * self.in_features
+        few = input.numel() < FEW * self.in_features
         return F.linear(input, self.weight if few else self.copied, self.bias)
-
-    def few(self) -> int:
-        """Fewer rows than this are faster with the plain weight."""
-        return FEW_LONG if self.in_features >= LONG and torch.get_num_threads() > 1 else FEW
 
     # There are no hooks, and what nn.Module does around a call takes as long as a small product.
     __call__ = forward
@@ -112,6 +111,38 @@ class Blocked(nn.Linear):
         return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
 
 
+class Split(nn.Linear):
+    """A linear layer with a copy of its weight that has a block of the outputs for each thread.
+
+    A product of few rows keeps MKL to one thread; of several products at once each thread takes its own. With fewer
+    rows than `many` that takes longer than it gains, and the layer is as a turned one.
+    """
+
+    copied: tuple[Tensor | None, Tensor]
+    """In the order (in, out), where that is ever faster, and (threads, in, outputs of a thread)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input, self.weight, self.bias, self.copied)
+
+    __call__ = forward
+
+    @staticmethod
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Tensor | None, Tensor]) -> Tensor:
+        turned, split = copied
+        blocks, inputs, outputs = split.shape
+        numbers = input.numel()
+        if numbers < (MANY if turned is not None else FEW_LONG) * inputs:
+            return F.linear(input, weight if turned is None or numbers < FEW * inputs else turned, bias)
+        rows = input.reshape(-1, inputs).expand(blocks, -1, -1)
+        found = torch.bmm(rows, split) if bias is None else torch.baddbmm(bias.view(blocks, 1, outputs), rows, split)
+        return found.transpose(0, 1).reshape(*input.shape[:-1], blocks * outputs)
+
+    @staticmethod
+    def copy(weight: Tensor) -> tuple[Tensor | None, Tensor]:
+        split = weight.view(torch.get_num_threads(), -1, weight.shape[1]).transpose(1, 2).contiguous()
+        return None if weight.shape[1] >= LONG else Turned.copy(weight), split
+
+
 @contextmanager
 def packed_linears(hf: nn.Module, num_rows: int, num_steps: int) -> Iterator[None]:
     """Inside, linear layers of `hf` use copies of their weights as they are now, if that pays."""
@@ -140,13 +171,14 @@ def product_of(layer: Any, few: bool) -> Callable[[Tensor], Tensor]:
     if isinstance(layer, Blocked) and not few:
         product, copied = torch.ops.mkldnn._linear_pointwise.default, layer.copied
         return lambda rows: product(rows, copied, bias, "none", [], "")
+    if isinstance(layer, Split) and not few:
+        return functools.partial(Split.product, weight=weight, bias=bias, copied=layer.copied)
     if isinstance(layer, Turned) and not few:
-        copied, least = layer.copied, layer.few() * layer.in_features
-        return lambda rows: F.linear(rows, weight if rows.numel() < least else copied, bias)
+        return functools.partial(F.linear, weight=layer.copied, bias=bias)
     return functools.partial(F.linear, weight=weight, bias=bias)
 
 
-def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] | None:
+def _kind_for(module: nn.Module) -> type[Turned] | type[Split] | type[Packed] | type[Blocked] | None:
     """What is best for this layer on this machine; None for what is no plain linear layer or should stay one."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return None
@@ -155,8 +187,10 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Packed] | type[Blocked] 
         return None
     shape = min(len(weight), TRIED), weight.shape[1]
     if _mkl_is_fast():
-        large = weight.numel() >= SMALL and (len(weight) >= WIDE or torch.get_num_threads() == 1)
-        return Packed if large and _works(Packed, *shape) else Turned
+        threads = torch.get_num_threads()
+        if weight.numel() >= SMALL and (len(weight) >= WIDE or threads == 1) and _works(Packed, *shape):
+            return Packed
+        return Turned if threads == 1 or len(weight) % threads else Split
     return Blocked if weight.numel() > TINY and _works(Blocked, *shape) else None
 
 

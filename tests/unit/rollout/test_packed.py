@@ -16,6 +16,7 @@ from camshaft.rollout.packed import (
     FEW,
     FEW_LONG,
     LONG,
+    MANY,
     ROWS_PACKED,
     SMALL,
     STEPS,
@@ -23,6 +24,7 @@ from camshaft.rollout.packed import (
     WIDE,
     Blocked,
     Packed,
+    Split,
     Turned,
     packed_linears,
     product_of,
@@ -53,12 +55,15 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "kind", [Turned, pytest.param(Packed, marks=needs_mkl), pytest.param(Blocked, marks=needs_onednn)]
+    "kind", [Turned, Split, pytest.param(Packed, marks=needs_mkl), pytest.param(Blocked, marks=needs_onednn)]
 )
 @pytest.mark.parametrize(
-    "shape", [(1,), (FEW - 1,), (FEW,), (33,), (1, 70), (ROWS_PACKED + 1,), (9, 1), (2, 3), (0,), (0, 1)]
+    "shape", [(1,), (FEW - 1,), (FEW,), (MANY - 1,), (33,), (1, 70), (ROWS_PACKED + 1,), (9, 1), (2, 3), (0,), (0, 1)]
 )
-def test_products_are_those_of_a_plain_layer(kind: Any, bias: bool, shape: tuple[int, ...]) -> None:
+def test_products_are_those_of_a_plain_layer(
+    kind: Any, bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     plain = nn.Linear(96, 160, bias).requires_grad_(False)
     wanted = nn.Linear(96, 160, bias).requires_grad_(False)
     wanted.load_state_dict(plain.state_dict())
@@ -85,23 +90,29 @@ def test_the_size_of_a_weight_decides(fast: bool, monkeypatch: pytest.MonkeyPatc
 
 
 @needs_mkl
-def test_on_several_threads_large_weights_with_few_outputs_are_turned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_several_threads_weights_with_few_outputs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_mkl_is_fast", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    layers = model((WIDE, WIDE - 1), (WIDE, WIDE))
+    layers = model((WIDE, WIDE - 2), (WIDE, WIDE), (16, 16), (16, 17))
     with packed_linears(layers, FEW, STEPS):
-        assert kinds(layers) == [Turned, Packed]
+        assert kinds(layers) == [Split, Packed, Split, Turned]
 
 
-@pytest.mark.parametrize(("threads", "inputs", "few"), [(1, LONG, FEW), (2, LONG - 1, FEW), (2, LONG, FEW_LONG)])
-def test_few_rows_use_the_plain_weight(threads: int, inputs: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    layer: Any = nn.Linear(inputs, 3, bias=False).requires_grad_(False)
-    layer.copied = layer.weight + 1  # to be told apart
-    layer.__class__ = Turned
-    for rows in (FEW, few - 1, few):
+@pytest.mark.parametrize(("inputs", "few", "many"), [(LONG - 1, FEW, MANY), (LONG, FEW_LONG, FEW_LONG)])
+def test_the_number_of_rows_decides_how_a_split_layer_multiplies(
+    inputs: int, few: int, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    layer: Any = nn.Linear(inputs, 4, bias=False).requires_grad_(False)
+    layer.copied = Split.copy(layer.weight)
+    layer.__class__ = Split
+    plain, (turned, split) = layer.weight.clone(), layer.copied
+    split += 1  # to be told apart
+    if turned is not None:
+        turned += 2
+    for rows in {FEW, few - 1, few, many - 1, many}:
         x = torch.ones(rows, 1, inputs)
-        used = layer.weight if rows < few else layer.copied
+        used = plain if rows < few else plain + 2 if rows < many else plain + 1
         for product in (layer, product_of(layer, few=rows < FEW)):
             torch.testing.assert_close(product(x), F.linear(x, used))
 
