@@ -13,6 +13,7 @@ hooks. The list holds no weights: each call binds those that the model has then.
 
 from __future__ import annotations
 
+import bisect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ from torch.fx import Graph, Node
 from transformers import PreTrainedModel
 
 from camshaft.models.attention import Slots, no_mask
-from camshaft.rollout.packed import FEW, STEPS, packed_linears, product_of
+from camshaft.rollout.packed import FEW, FROM_ROWS, STEPS, packed_linears, product_of
 from camshaft.rollout.rewrites import shorten
 from camshaft.rollout.tape import NotWritten, SeenSlots, things_of, written
 
@@ -136,14 +137,15 @@ class _List:
         held, mask = things_of(hf), no_mask("cpu")
         common = {short: held[name] for short, name in self.things.items()}
         layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
-        few, many = (
-            SimpleNamespace(**common, **{short: product_of(layer, few) for short, layer in layers.items()})
-            for few in (True, False)
-        )
+        taken = [
+            SimpleNamespace(**common, **{short: product_of(layer, rows) for short, layer in layers.items()})
+            for rows in FROM_ROWS
+        ]
 
         def forward(tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
             rows = len(tokens)
-            return self.function(few if rows < FEW else many, tokens, positions, mask, slots, rows)
+            thing = taken[bisect.bisect_right(FROM_ROWS, rows) - 1]
+            return self.function(thing, tokens, positions, mask, slots, rows)
 
         return forward
 

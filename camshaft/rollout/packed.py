@@ -35,6 +35,12 @@ LONG, FEW_LONG = 512, 9
 MANY = 20
 """So many rows are shared out among threads if the layer has fewer inputs."""
 
+FROM_ROWS = (1, FEW, FEW_LONG, MANY)
+"""Numbers of rows from which on another product may be the fastest."""
+
+SPLIT = 2**17
+"""A weight of fewer numbers is turned, and not split among threads."""
+
 STEPS = 16
 """A call of fewer steps is over before the copies have paid."""
 
@@ -57,90 +63,91 @@ TRIED = 8192
 """Outputs with which an order is tried: all those of a large vocabulary would take seconds."""
 
 
-class Turned(nn.Linear):
-    """A linear layer with a copy of its weight whose numbers lie in the order (in, out)."""
+Product = Callable[[Tensor], Tensor]
 
-    copied: Tensor
+
+class _Copied(nn.Linear):
+    """A linear layer with a copy of its weight."""
+
+    copied: Any
+    copy: Callable[[Tensor], Any]
+    product: Callable[[int], Product]
+    """What it computes, as a function for at least so many rows."""
 
     def forward(self, input: Tensor) -> Tensor:
-        few = input.numel() < FEW * self.in_features
-        return F.linear(input, self.weight if few else self.copied, self.bias)
+        return self.product(input.numel() // self.in_features)(input)
 
     # There are no hooks, and what nn.Module does around a call takes as long as a small product.
     __call__ = forward
+
+
+class Turned(_Copied):
+    """With a copy whose numbers lie in the order (in, out)."""
+
+    def product(self, rows: int) -> Product:
+        return functools.partial(F.linear, weight=self.weight if rows < FEW else self.copied, bias=self.bias)
 
     @staticmethod
     def copy(weight: Tensor) -> Tensor:
         return weight.t().contiguous().t()
 
 
-class Packed(nn.Linear):
-    """A linear layer with a copy of its weight in the order of MKL."""
+class Split(_Copied):
+    """With a copy that has a block of the outputs for each thread, (threads, in, outputs of a thread).
 
-    copied: Tensor
+    A product of few rows keeps MKL to one thread; of several products at once each thread takes its own. With fewer
+    rows than `MANY` that takes longer than it gains, so there is a turned copy too, where that is ever faster.
+    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.copied, self.weight, self.bias)
-
-    __call__ = forward
+    def product(self, rows: int) -> Product:
+        turned, split = self.copied
+        if rows >= (MANY if turned is not None else FEW_LONG):
+            return functools.partial(self._shared_out, weight=split, bias=self.bias)
+        weight = self.weight if turned is None or rows < FEW else turned
+        return functools.partial(F.linear, weight=weight, bias=self.bias)
 
     @staticmethod
-    def product(rows: Tensor, copied: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _shared_out(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        blocks, inputs, outputs = weight.shape
+        rows = input.reshape(-1, inputs).expand(blocks, -1, -1)
+        found = torch.bmm(rows, weight) if bias is None else torch.baddbmm(bias.view(blocks, 1, outputs), rows, weight)
+        return found.transpose(0, 1).reshape(*input.shape[:-1], blocks * outputs)
+
+    @staticmethod
+    def copy(weight: Tensor) -> tuple[Tensor | None, Tensor]:
+        turned = weight.t().contiguous()  # (in, out)
+        split = turned.view(len(turned), torch.get_num_threads(), -1).transpose(0, 1).contiguous()
+        return None if len(turned) >= LONG else turned.t(), split
+
+
+class Packed(_Copied):
+    """With a copy in the order of MKL."""
+
+    def product(self, rows: int) -> Product:
+        return functools.partial(self._product, copied=self.copied, weight=self.weight, bias=self.bias)
+
+    @staticmethod
+    def _product(input: Tensor, copied: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # The last number is compared with that of the rows; where it differs, the copy would not be used.
-        return torch.ops.mkl._mkl_linear.default(rows, copied, weight, bias, rows.numel() // weight.shape[1])
+        return torch.ops.mkl._mkl_linear.default(input, copied, weight, bias, input.numel() // weight.shape[1])
 
     @staticmethod
     def copy(weight: Tensor) -> Tensor:
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, ROWS_PACKED)
 
 
-class Blocked(nn.Linear):
-    """A linear layer with a copy of its weight in the order of oneDNN."""
+class Blocked(_Copied):
+    """With a copy in the order of oneDNN."""
 
-    copied: Tensor
-
-    def forward(self, input: Tensor) -> Tensor:
-        if input.numel() < FEW * self.in_features:
-            return F.linear(input, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self.copied, self.bias, "none", [], "")
-
-    __call__ = forward
+    def product(self, rows: int) -> Product:
+        if rows < FEW:
+            return functools.partial(F.linear, weight=self.weight, bias=self.bias)
+        product, copied, bias = torch.ops.mkldnn._linear_pointwise.default, self.copied, self.bias
+        return lambda input: product(input, copied, bias, "none", [], "")
 
     @staticmethod
     def copy(weight: Tensor) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
-
-
-class Split(nn.Linear):
-    """A linear layer with a copy of its weight that has a block of the outputs for each thread.
-
-    A product of few rows keeps MKL to one thread; of several products at once each thread takes its own. With fewer
-    rows than `many` that takes longer than it gains, and the layer is as a turned one.
-    """
-
-    copied: tuple[Tensor | None, Tensor]
-    """In the order (in, out), where that is ever faster, and (threads, in, outputs of a thread)."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.weight, self.bias, self.copied)
-
-    __call__ = forward
-
-    @staticmethod
-    def product(input: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[Tensor | None, Tensor]) -> Tensor:
-        turned, split = copied
-        blocks, inputs, outputs = split.shape
-        numbers = input.numel()
-        if numbers < (MANY if turned is not None else FEW_LONG) * inputs:
-            return F.linear(input, weight if turned is None or numbers < FEW * inputs else turned, bias)
-        rows = input.reshape(-1, inputs).expand(blocks, -1, -1)
-        found = torch.bmm(rows, split) if bias is None else torch.baddbmm(bias.view(blocks, 1, outputs), rows, split)
-        return found.transpose(0, 1).reshape(*input.shape[:-1], blocks * outputs)
-
-    @staticmethod
-    def copy(weight: Tensor) -> tuple[Tensor | None, Tensor]:
-        split = weight.view(torch.get_num_threads(), -1, weight.shape[1]).transpose(1, 2).contiguous()
-        return None if weight.shape[1] >= LONG else Turned.copy(weight), split
 
 
 @contextmanager
@@ -163,22 +170,16 @@ def packed_linears(hf: nn.Module, num_rows: int, num_steps: int) -> Iterator[Non
             module.__class__ = nn.Linear
 
 
-def product_of(layer: Any, few: bool) -> Callable[[Tensor], Tensor]:
-    """What a linear layer computes, of fewer rows than `FEW` or of so many and more, with its copy if it has one."""
-    weight, bias = layer.weight, layer.bias
-    if isinstance(layer, Packed):
-        return functools.partial(Packed.product, copied=layer.copied, weight=weight, bias=bias)
-    if isinstance(layer, Blocked) and not few:
-        product, copied = torch.ops.mkldnn._linear_pointwise.default, layer.copied
-        return lambda rows: product(rows, copied, bias, "none", [], "")
-    if isinstance(layer, Split) and not few:
-        return functools.partial(Split.product, weight=weight, bias=bias, copied=layer.copied)
-    if isinstance(layer, Turned) and not few:
-        return functools.partial(F.linear, weight=layer.copied, bias=bias)
-    return functools.partial(F.linear, weight=weight, bias=bias)
+def product_of(layer: Any, rows: int) -> Product:
+    """What a linear layer computes, with its copy if it has one and that is faster; for at least so many rows."""
+    return (
+        layer.product(rows)
+        if isinstance(layer, _Copied)
+        else functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
+    )
 
 
-def _kind_for(module: nn.Module) -> type[Turned] | type[Split] | type[Packed] | type[Blocked] | None:
+def _kind_for(module: nn.Module) -> type[_Copied] | None:
     """What is best for this layer on this machine; None for what is no plain linear layer or should stay one."""
     if type(module) is not nn.Linear or module._forward_hooks or module._forward_pre_hooks:
         return None
@@ -190,7 +191,7 @@ def _kind_for(module: nn.Module) -> type[Turned] | type[Split] | type[Packed] | 
         threads = torch.get_num_threads()
         if weight.numel() >= SMALL and (len(weight) >= WIDE or threads == 1) and _works(Packed, *shape):
             return Packed
-        return Turned if threads == 1 or len(weight) % threads else Split
+        return Turned if threads == 1 or weight.numel() < SPLIT or len(weight) % threads else Split
     return Blocked if weight.numel() > TINY and _works(Blocked, *shape) else None
 
 

@@ -15,10 +15,12 @@ from camshaft.rollout.lab import RolloutLab, close
 from camshaft.rollout.packed import (
     FEW,
     FEW_LONG,
+    FROM_ROWS,
     LONG,
     MANY,
     ROWS_PACKED,
     SMALL,
+    SPLIT,
     STEPS,
     TINY,
     WIDE,
@@ -71,9 +73,9 @@ def test_products_are_those_of_a_plain_layer(
     plain.__class__ = kind
     plain.copied = kind.copy(plain.weight)
     found = plain(rows)
-    if len(rows.flatten()) >= FEW * 96:  # through the product that a flat list calls
-        torch.testing.assert_close(product_of(plain, few=False)(rows), found, rtol=0, atol=0)
-    torch.testing.assert_close(product_of(plain, few=True)(rows), found, rtol=1e-5, atol=1e-5)
+    for least in FROM_ROWS:  # through the products that a flat list calls
+        if len(rows.flatten()) >= least * 96:
+            torch.testing.assert_close(product_of(plain, least)(rows), found, rtol=1e-5, atol=1e-5)
     assert found.shape == (*shape, 160)
     torch.testing.assert_close(found, F.linear(rows, wanted.weight, wanted.bias), rtol=1e-5, atol=1e-5)
 
@@ -93,9 +95,10 @@ def test_the_size_of_a_weight_decides(fast: bool, monkeypatch: pytest.MonkeyPatc
 def test_on_several_threads_weights_with_few_outputs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "_mkl_is_fast", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    layers = model((WIDE, WIDE - 2), (WIDE, WIDE), (16, 16), (16, 17))
+    side = 2 ** (SPLIT.bit_length() // 2)
+    layers = model((WIDE, WIDE - 2), (WIDE, WIDE), (SPLIT // side, side), (SPLIT // side - 1, side), (WIDE, WIDE - 1))
     with packed_linears(layers, FEW, STEPS):
-        assert kinds(layers) == [Split, Packed, Split, Turned]
+        assert kinds(layers) == [Split, Packed, Split, Turned, Turned]
 
 
 @pytest.mark.parametrize(("inputs", "few", "many"), [(LONG - 1, FEW, MANY), (LONG, FEW_LONG, FEW_LONG)])
@@ -113,7 +116,8 @@ def test_the_number_of_rows_decides_how_a_split_layer_multiplies(
     for rows in {FEW, few - 1, few, many - 1, many}:
         x = torch.ones(rows, 1, inputs)
         used = plain if rows < few else plain + 2 if rows < many else plain + 1
-        for product in (layer, product_of(layer, few=rows < FEW)):
+        least = max(least for least in FROM_ROWS if least <= rows)
+        for product in (layer, product_of(layer, least)):
             torch.testing.assert_close(product(x), F.linear(x, used))
 
 
