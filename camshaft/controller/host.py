@@ -162,7 +162,7 @@ def set_environment(place: Place, environment: dict[str, str]) -> None:
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
     os.environ.update(LOCAL_RANK=str(place.local_rank), LOCAL_WORLD_SIZE=str(place.local_world))
     cores = len(os.sched_getaffinity(0))
-    threads = int(environment.get("OMP_NUM_THREADS") or max(1, cores // place.local_world))
+    threads = int(environment.get("OMP_NUM_THREADS") or max(1, cores // (place.local_world + place.beside)))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch was imported before this and has read the variable of that time.
     torch.set_num_threads(threads)

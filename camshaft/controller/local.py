@@ -45,10 +45,10 @@ PRELOAD = [
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     pools: list[Pool] = []
-    first = 0
+    first, ranks = 0, sum(spec.world_size for spec in specs)
     try:
         for spec in specs:
-            pools.append(_begun(spec, options, first, alone=len(specs) == 1))
+            pools.append(_begun(spec, options, first, beside=ranks - spec.world_size))
             first += spec.world_size  # pools that are started together have devices of their own
         for pool in pools:
             if isinstance(pool, Processes):
@@ -60,13 +60,13 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     return pools
 
 
-def _begun(spec: PoolSpec, options: Options, first_device: int, alone: bool) -> Pool:
+def _begun(spec: PoolSpec, options: Options, first_device: int, beside: int) -> Pool:
     """A rank beside others is a process too: it has a device of its own, and works while they do."""
     if spec.nnodes > 1:
         raise ConfigError(f"pool '{spec.name}': nnodes={spec.nnodes} needs the controller backend 'ray'")
-    if spec.world_size == 1 and alone:
+    if spec.world_size == 1 and not beside:
         return InProcess(spec, device_of(0, 1, spec.device))
-    pool = LocalPool(spec, options, first_device)
+    pool = LocalPool(spec, options, first_device, beside)
     pool.begin()
     return pool
 
@@ -82,9 +82,9 @@ def processes(spec: PoolSpec, options: Options | None = None) -> LocalPool:
 class LocalPool(Processes):
     """Worker processes of this machine."""
 
-    def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0):
+    def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, beside: int = 0):
         super().__init__(spec, options or Options())
-        self._first_device = first_device
+        self._first_device, self._beside = first_device, beside
         self._folder = Path(tempfile.mkdtemp(prefix="camshaft-"))
 
     def start(self) -> None:
@@ -97,6 +97,7 @@ class LocalPool(Processes):
                 self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
                 local_rank=rank,
                 local_world=self.world_size,
+                beside=self._beside,
                 pool=self.spec.name,
                 log_folder=self.options.log_folder,
             )

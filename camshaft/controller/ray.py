@@ -83,9 +83,10 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
             "trainer.resource_pools), or a smaller trainer.cpus_per_rank; or wait for what is in use"
         )
     pools: list[RayPool] = []
+    ranks = sum(spec.world_size for spec in specs)
     try:
         for spec in specs:
-            pools.append(RayPool(spec, options))
+            pools.append(RayPool(spec, options, beside=ranks - spec.world_size))
             pools[-1].begin()
         for pool in pools:
             pool.meet()
@@ -186,8 +187,10 @@ def _watched(watch: Watch, names: set[str]) -> None:
 class RayPool(Processes):
     """Actors on a placement group with one bundle for each machine."""
 
-    def __init__(self, spec: PoolSpec, options: Options):
+    def __init__(self, spec: PoolSpec, options: Options, beside: int):
         super().__init__(spec, options)
+        # Of a cluster of several machines it is not known which pools meet on one.
+        self._beside = beside if len(_nodes()) == 1 else 0
         self._group: PlacementGroup | None = None
         self._watch = Watch()
 
@@ -236,6 +239,7 @@ class RayPool(Processes):
             self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
             local_rank=rank % spec.ranks_per_node,
             local_world=spec.ranks_per_node,
+            beside=self._beside,
             pool=spec.name,
             log_folder=self.options.log_folder,
         )

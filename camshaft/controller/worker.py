@@ -38,7 +38,9 @@ class Place:
     """Seconds that a collective may take."""
     local_rank: int = 0
     local_world: int = 1
-    """The rank among those of its machine, and how many these are."""
+    """The rank among those of its pool on its machine, and how many these are."""
+    beside: int = 0
+    """Ranks of other pools that share the cores of its machine."""
     address: str = "127.0.0.1"
     """Of its machine, as the others reach it."""
     pool: str = "workers"

@@ -184,6 +184,15 @@ def test_pools_work_at_the_same_time(several: dict[str, Any]):
         assert 2.0 <= time.monotonic() - start < 3.5
 
 
+def test_pools_on_one_machine_share_its_cores(several: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """With a thread for each core in each of them, threads would wait for those that others keep from running."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    cores = len(os.sched_getaffinity(0))
+    with pools([PoolSpec("a"), PoolSpec("b")], several["backend"], Options(timeout=60)) as started:
+        threads = [told[-1] for one in started for told in spawn(Toy, pool=one).environment()]
+    assert threads == [max(1, cores // 2)] * 2
+
+
 def test_what_a_started_call_raises_is_raised_by_its_result(two_ranks: Pool):
     toy = spawn(Toy, pool=two_ranks)
     failing, after = submit(toy.fail_everywhere), submit(toy.set_factor, 1.0)
