@@ -9,6 +9,8 @@ in the reward. What counts is the time for each token of a response.
 - camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
 - bypass: the same with `algorithm.rollout_correction.bypass_mode`: the log-probs of the old policy are those of the
   generation, as they are TRL's.
+- apart: as bypass, with the critic on a pool of its own: two processes, which have the machine's cores to themselves,
+  half of them each, instead of `--threads`.
 - careful: `CarefulPPO.step`, with `transformers.generate`.
 - trl: `PPOTrainer` of TRL 1.12, the last that has one, as `trl_side.py` sets it up, in an environment of its own. It
   takes the log-probs of the old policy from the generation, does not clip gradients, and scores with a module that
@@ -17,6 +19,7 @@ in the reward. What counts is the time for each token of a response.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +28,17 @@ from typing import Any
 
 from paired import Case, main, serve
 from ppo_step import COLUMNS, LEARNING_RATE, compared, on_prompts
+
+BYPASS = {"algorithm.rollout_correction.bypass_mode": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "camshaft": {},
+    "bypass": BYPASS,
+    "apart": {
+        **BYPASS,
+        "trainer.resource_pools": "{critic_pool: {nnodes: 1, n_gpus_per_node: 1}}",
+        "critic.resource_pool": "critic_pool",
+    },
+}
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
@@ -41,16 +55,18 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     else:
         from camshaft_side import Steps, with_critic
 
-        bypass = {"algorithm.rollout_correction.bypass_mode": name == "bypass"}
-        steps = Steps(folder, LEARNING_RATE, **with_critic(folder), **bypass)
+        if name == "apart":
+            del os.environ["OMP_NUM_THREADS"]  # each process takes its part of the cores
+        steps = Steps(folder, LEARNING_RATE, **with_critic(folder), **SETTINGS[name])
     return lambda number: steps.step()
 
 
-BESIDE_BYPASS = {"side / bypass: CPU": "**{bypass_cpu:.2f}**", "wall ": "{bypass_wall:.2f}"}
+BESIDE = {"side / bypass: CPU": "**{bypass_cpu:.2f}**", "wall ": "{bypass_wall:.2f}"}
+BESIDE |= {"side / apart: CPU": "{apart_cpu:.2f}", "wall  ": "**{apart_wall:.2f}**"}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
         both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True)
-        main(__doc__ or "", both, COLUMNS | BESIDE_BYPASS, models="1M,4M", against="bypass,careful,trl")
+        main(__doc__ or "", both, COLUMNS | BESIDE, models="1M,4M", against="bypass,careful,trl")

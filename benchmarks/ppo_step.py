@@ -14,6 +14,7 @@ one policy. Sides draw different tokens, so what counts is the time for each tok
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import tempfile
@@ -119,7 +120,10 @@ def compared(
             **roofline.reached(work[side], seconds[side], rates),
             "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
             "wall_ratio": ratio(found, side, "camshaft", "wall"),
-            **{f"bypass_{what}": ratio(found, side, "bypass", what) if "bypass" in names else None for what in SPENT},
+            **{
+                f"{own}_{what}": ratio(found, side, own, what) if own in names else None
+                for own, what in itertools.product(("bypass", "apart"), ("cpu", "wall"))
+            },
             "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
         }
         for side in names
@@ -139,8 +143,6 @@ def work_of(shape: workload.Shape, rounds: list[list[int]], critic: bool) -> roo
             work += roofline.evaluation(shape, groups, "critic") + roofline.update(shape, groups, steps, "critic")
     return work / len(rounds)
 
-
-SPENT = ("cpu", "wall")
 
 COLUMNS = {
     "model": "{model}",

@@ -89,7 +89,7 @@ class _Documents(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float | None) -> Tensor:
         cut = (_cut(tensor, calls) for tensor in (query, key, value))
         found, norms = zip(*(KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)), strict=True)
-        out, norm = _joined(found), _joined(norms)
+        out, norm = _joined(found, calls), _joined(norms, calls)
         for children, parent in calls.families:
             inputs = query[:, :, children], key[:, :, parent], value[:, :, parent]
             _merge(out[:, :, children], norm[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
@@ -104,7 +104,7 @@ class _Documents(torch.autograd.Function):
         told = (grad.transpose(1, 2), *ctx.saved_tensors)
         cut = (_cut(tensor, calls) for tensor in told)
         shares = [BACKWARD(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)]
-        total = [_joined(column) for column in zip(*shares, strict=True)]
+        total = [_joined(column, calls) for column in zip(*shares, strict=True)]
         for children, parent in calls.families:
             spans = (children, children, parent, parent, children, children)
             inputs = [tensor[:, :, span] for tensor, span in zip(told, spans, strict=True)]
@@ -123,10 +123,13 @@ def _cut(tensor: Tensor, calls: Calls) -> list[Tensor]:
     ]
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor], calls: Calls) -> Tensor:
     """What `_cut` cuts, together anew, laid out token by token as projections write and read it."""
-    rows = [part.transpose(1, 2) for part in parts]
-    return torch.cat([row if len(row) == 1 else row.flatten(0, 1)[None] for row in rows], dim=1).transpose(1, 2)
+    rows = [
+        part.transpose(1, 2) if count == 1 else part.transpose(1, 2).flatten(0, 1)[None]
+        for part, count in zip(parts, calls.counts, strict=True)
+    ]
+    return torch.cat(rows, dim=1).transpose(1, 2)
 
 
 def _merge(out: Tensor, norm: Tensor, more: Tensor, more_norm: Tensor) -> None:
