@@ -105,7 +105,7 @@ bench: $(INSTALLED)
 
 bench-trl: $(INSTALLED) trl
 	$(BIN)/python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 4
-	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against careful,trl --rounds 4
+	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 4
 
 bench-check: $(INSTALLED)
 	$(BIN)/python benchmarks/check.py

@@ -6,7 +6,7 @@ Prompts, responses, lengths and mini-batches are those of `ppo_step.py`: one epo
 critic each. The critic is as large as the actor, the reference is the model that the actor starts from, the KL counts
 in the reward. What counts is the time for each token of a response.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
+- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it.
 - bypass: the same with `algorithm.rollout_correction.bypass_mode`: the log-probs of the old policy are those of the
   generation, as they are TRL's.
 - apart: as bypass, with the critic on a pool of its own: two processes, which have the machine's cores to themselves,
@@ -61,8 +61,11 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     return lambda number: steps.step()
 
 
-BESIDE = {"side / bypass: CPU": "**{bypass_cpu:.2f}**", "wall ": "{bypass_wall:.2f}"}
-BESIDE |= {"side / apart: CPU": "{apart_cpu:.2f}", "wall  ": "**{apart_wall:.2f}**"}
+BESIDE = {
+    "side / bypass: CPU": "**{bypass_cpu:.2f}**",
+    "side / bypass: wall": "{bypass_wall:.2f}",
+    "side / apart: wall": "**{apart_wall:.2f}**",
+}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:

@@ -7,7 +7,7 @@ learns, from random text, to end a response at any token with one chance in 33: 
 have in real runs, and a loop that waits for the longest row pays for it. The rate is so low that all rounds draw from
 one policy. Sides draw different tokens, so what counts is the time for each token of a response.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it and counts in wall time alone.
+- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it.
 - careful: `CarefulLoop.step`, with `transformers.generate`.
 - trl: `GRPOTrainer` of TRL 1.16, as `trl_side.py` sets it up, in an environment of its own.
 """
