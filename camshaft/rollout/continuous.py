@@ -78,6 +78,7 @@ class ContinuousBatch:
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)
         self.ahead = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # uniforms, (steps to come, live rows)
+        self.token_step: TokenStep | None = None  # that of the last tokens, if the live rows are still those
         self.longest = 0  # the highest position of a live row, which is how many of its places are filled
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         self.out: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens, log-probs, one entry per step
@@ -171,7 +172,7 @@ class ContinuousBatch:
         positions, seeds = self.lengths[index], self.seeds[index]
         tokens = self._choose(logits, index, uniform(seeds, positions))
         self.live = torch.cat([self.live, torch.stack([tokens, positions, self.ends[index], seeds, index])], dim=1)
-        self.ahead = self.ahead.new_empty(0, self.live.shape[1])
+        self.ahead, self.token_step = self.ahead.new_empty(0, self.live.shape[1]), None
         self.longest = int(self.live[POSITION].max())
         self.num_waiting -= len(rows)
         self._let_go()
@@ -180,8 +181,9 @@ class ContinuousBatch:
         """One token more for every live row."""
         tokens, positions, _, seeds, rows = self.live
         self.pool.reserve(self.num_slots + 1, self.longest + 1)
-        step = TokenStep(self.pool, positions, self.longest + 1)
-        logits = self.forward(tokens, positions, step)
+        if self.token_step is None or not self.token_step.went_on(self.longest + 1):
+            self.token_step = TokenStep(self.pool, positions, self.longest + 1)
+        logits = self.forward(tokens, positions, self.token_step)
         self.live[POSITION] += 1
         self.longest += 1
         if not len(self.ahead):
@@ -223,6 +225,7 @@ class ContinuousBatch:
             self.pool.copy(moved, holes, self.longest)
             order[holes] = moved
         self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)
+        self.token_step = None
         self.longest = int(self.live[POSITION].max()) if len(stay) else 0
 
 

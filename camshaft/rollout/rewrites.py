@@ -22,8 +22,10 @@ def shorten(graph: Graph) -> None:
     """Rewrite `graph` in place."""
     _once(graph)
     for node in list(graph.nodes):
+        _unscaled(node)
         _root_mean_square(node)
         _rotation(node)
+        _heads(node)
     _once(graph)  # what rotations need of the sines
     graph.eliminate_dead_code()
 
@@ -109,6 +111,25 @@ def _halves_swapped(node: Any) -> Node | None:
     half = node.meta["shape"][-1] // 2
     parts = first.args[1], second.args[1]
     return first.args[0] if parts == ((..., slice(None, half)), (..., slice(half, None))) else None
+
+
+# -- one token has no order -----------------------------------------------------------------------
+
+
+def _heads(node: Node) -> None:
+    """view(B, 1, heads, dim).transpose(1, 2) as one view."""
+    if not _is(node, "transpose") or node.args[1:] != (1, 2) or not _is(node.args[0], "view"):
+        return
+    x, *sizes = node.args[0].args
+    if len(sizes) == 1 and isinstance(sizes[0], tuple) and len(sizes[0]) == 4 and sizes[0][1] == 1:
+        rows, _, heads, dim = sizes[0]
+        _replace(node, torch.Tensor.view, x, (rows, heads, 1, dim))
+
+
+def _unscaled(node: Node) -> None:
+    """Sines and cosines of rotary frequencies that nothing scales are multiplied with 1."""
+    if _is(node, "mul") and node.args[1:] == (1.0,) and (_is(node.args[0], "cos") or _is(node.args[0], "sin")):
+        node.replace_all_uses_with(node.args[0])
 
 
 # -- nodes ----------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class SlotPool:
         if targets.device.type == "cpu":  # elsewhere, two kernels for all slots are faster than one for each
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 for block in blocks:
-                    block[target, :, :length] = block[source, :, :length]
+                    block[target].narrow(1, 0, length).copy_(block[source].narrow(1, 0, length))
             return
         for block in blocks:
             block[targets, :, :length] = block[sources, :, :length]
@@ -186,9 +186,22 @@ class TokenStep:
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
         self.length = min(-(-length // SPAN) * SPAN, pool.length)
-        self.distance = positions[:, None] - torch.arange(self.length, device=positions.device)
+        self.stride = pool.length
         self.masks: dict[int | None, Tensor] = {}
         self.places: dict[int, Tensor] = {}
+
+    def went_on(self, length: int) -> bool:
+        """Make this the step of the next tokens of the same rows, whose `positions` have grown by one since, in place.
+
+        False if it cannot be: a mask has too few places, or a window's must let go of one, or the slots are others.
+        """
+        if length > self.length or self.stride != self.pool.length or self.masks.keys() - {None}:
+            return False
+        for places in self.places.values():
+            places += 1
+        for mask in self.masks.values():
+            mask.view(len(mask), -1).scatter_(1, self.positions[:, None], 0.0)
+        return True
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
@@ -220,9 +233,10 @@ class TokenStep:
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """(B, 1, 1, places) zero for what a token sees, -inf for the rest; made once for all layers."""
         if window not in self.masks:
-            hidden = self.distance < 0
+            distance = self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
+            hidden = distance < 0
             if window is not None:
-                hidden |= self.distance >= window
+                hidden |= distance >= window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
             self.masks[window] = mask[:, None, None]
         return self.masks[window]
