@@ -211,6 +211,8 @@ def test_rewrites_find_norms_and_rotations(lab: RolloutLab) -> None:
         found.append(names())
         rewrites.shorten(graph)
         found.append(names())
+        waves = [node for node in graph.nodes if getattr(node.target, "__name__", "") in ("cos", "sin")]
+        assert [user.target.__name__ for node in waves for user in node.users] == ["unsqueeze"] * 2  # not "mul"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "shorten", shorten)
@@ -220,6 +222,7 @@ def test_rewrites_find_norms_and_rotations(lab: RolloutLab) -> None:
     assert before.count("rsqrt") == after.count("to_unit_size") == norms
     assert before.count("neg") == after.count("rotated") == 2 * layers
     assert after.count("turned_signs") == 1
+    assert before.count("transpose") - after.count("transpose") == layers  # queries and keys are normed in between
     assert not {"rsqrt", "pow", "mean", "neg"} & set(after)
 
 

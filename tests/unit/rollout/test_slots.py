@@ -10,7 +10,7 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
 from camshaft.rollout import slots as slots_module
-from camshaft.rollout.slots import GRAIN, PAGE, PromptStep, SlotPool, TokenStep
+from camshaft.rollout.slots import GRAIN, PAGE, SPAN, PromptStep, SlotPool, TokenStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -51,17 +51,23 @@ def test_attention_over_slots_is_attention_over_each_row_alone(window: int | Non
     step.attend(layer(0), draw(1, HEADS, total, DIM), keys, values, 0.3, window)
     parts = list(zip(keys[0].split(lengths, dim=1), values[0].split(lengths, dim=1), strict=True))
     rows = [tuple(tensor.transpose(0, 1) for tensor in parts[prompt]) for prompt in (0, 2, 0, 1)]
-    for _ in range(3):
+    positions = torch.tensor([len(row[0]) for row in rows])
+    steps: list[TokenStep] = []
+    for _ in range(70):
         key, value, query = draw(4, KEY_HEADS, 1, DIM), draw(4, KEY_HEADS, 1, DIM), draw(4, HEADS, 1, DIM)
-        positions = torch.tensor([len(row[0]) for row in rows])
-        slots.reserve(4, int(positions.max()) + 1)
-        found = TokenStep(slots, positions, int(positions.max()) + 1).attend(layer(0), query, key, value, 0.3, window)
+        length = int(positions.max()) + 1
+        slots.reserve(4, length)
+        if not steps or not steps[-1].went_on(length):
+            steps.append(TokenStep(slots, positions, length))
+        found = steps[-1].attend(layer(0), query, key, value, 0.3, window)
+        positions += 1
         rows = [
             (torch.cat([k, key[i].transpose(0, 1)]), torch.cat([v, value[i].transpose(0, 1)]))
             for i, (k, v) in enumerate(rows)
         ]
         wanted = torch.stack([plain(query[i, :, 0], k, v, 0.3, window) for i, (k, v) in enumerate(rows)])
         torch.testing.assert_close(found[:, 0], wanted, atol=1e-6, rtol=1e-5)
+    assert len(steps) == (70 if window else 1 + (9 + 70) // SPAN)
 
 
 def test_attention_of_prompts_does_not_cross_their_borders() -> None:
