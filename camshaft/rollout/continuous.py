@@ -80,6 +80,7 @@ class ContinuousBatch:
         self.ahead = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # uniforms, (steps to come, live rows)
         self.token_step: TokenStep | None = None  # that of the last tokens, if the live rows are still those
         self.longest = 0  # the highest position of a live row, which is how many of its places are filled
+        self.left = 0  # steps until one of them is as long as it may get
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         self.out: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens, log-probs, one entry per step
         self.prompt_tokens = self.steps = self.row_steps = 0
@@ -172,8 +173,8 @@ class ContinuousBatch:
         positions, seeds = self.lengths[index], self.seeds[index]
         tokens = self._choose(logits, index, uniform(seeds, positions))
         self.live = torch.cat([self.live, torch.stack([tokens, positions, self.ends[index], seeds, index])], dim=1)
-        self.ahead, self.token_step = self.ahead.new_empty(0, self.live.shape[1]), None
-        self.longest = int(self.live[POSITION].max())
+        self.ahead = self.ahead.new_empty(0, self.live.shape[1])
+        self._changed()
         self.num_waiting -= len(rows)
         self._let_go()
 
@@ -184,11 +185,12 @@ class ContinuousBatch:
         if self.token_step is None or not self.token_step.went_on(self.longest + 1):
             self.token_step = TokenStep(self.pool, positions, self.longest + 1)
         logits = self.forward(tokens, positions, self.token_step)
-        self.live[POSITION] += 1
+        positions += 1
         self.longest += 1
+        self.left -= 1
         if not len(self.ahead):
             self.ahead = uniform(seeds, positions + torch.arange(AHEAD, device=self.device)[:, None])
-        self.live[TOKEN] = self._choose(logits, rows, self.ahead[0])
+        tokens.copy_(self._choose(logits, rows, self.ahead[0]))
         self.ahead = self.ahead[1:]
         self.steps += 1
         self.row_steps += len(rows)
@@ -209,15 +211,14 @@ class ContinuousBatch:
 
     def _let_go(self) -> None:
         """Rows that have ended leave, and the last rows move into their slots."""
-        stopped = (self.live[TOKEN][:, None] == self.stop_ids).any(dim=1)
-        if self.stop_strings is not None:
-            responses = [self.responses[row] for row in self.live[ROW].tolist()]
-            stopped |= torch.tensor([self.stop_strings.ended_by(tokens) for tokens in responses], device=self.device)
-        done = stopped | (self.live[POSITION] >= self.live[END])
-        stay = (~done).nonzero()[:, 0]  # waits for the device, once a step
-        if len(stay) == len(done):
+        stopped = self._stopped()
+        if self.left > 0 and (stopped is None or not bool(stopped.any())):  # waits for the device, once a step
             return
-        self.finished[self.live[ROW]] = stopped
+        done = self.live[POSITION] >= self.live[END]
+        if stopped is not None:
+            done |= stopped
+            self.finished[self.live[ROW]] = stopped
+        stay = (~done).nonzero()[:, 0]
         order = torch.arange(len(stay), device=self.device)
         moved = stay[stay >= len(stay)]
         if len(moved):
@@ -225,8 +226,23 @@ class ContinuousBatch:
             self.pool.copy(moved, holes, self.longest)
             order[holes] = moved
         self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)
+        self._changed()
+
+    def _stopped(self) -> Tensor | None:
+        """(live rows,) whether the last token ends the row by itself; None where no token does."""
+        stopped = (self.live[TOKEN][:, None] == self.stop_ids).any(dim=1) if len(self.stop_ids) else None
+        if self.stop_strings is None:
+            return stopped
+        responses = [self.responses[row] for row in self.live[ROW].tolist()]
+        by_text = torch.tensor([self.stop_strings.ended_by(tokens) for tokens in responses], device=self.device)
+        return by_text if stopped is None else stopped | by_text
+
+    def _changed(self) -> None:
+        """What is known of the live rows as a whole, after some came or went."""
         self.token_step = None
-        self.longest = int(self.live[POSITION].max()) if len(stay) else 0
+        places, ends = self.live[POSITION], self.live[END]
+        some = len(places) > 0
+        self.longest, self.left = (int(places.max()), int((ends - places).min())) if some else (0, 0)
 
 
 def _groups(prompts: Ragged) -> list[_Group]:
