@@ -118,9 +118,10 @@ def _halves_swapped(node: Any) -> Node | None:
 
 def _heads(node: Node) -> None:
     """view(B, 1, heads, dim).transpose(1, 2) as one view."""
-    if not _is(node, "transpose") or node.args[1:] != (1, 2) or not _is(node.args[0], "view"):
+    viewed: Any = node.args[0] if _is(node, "transpose") else None
+    if node.args[1:] != (1, 2) or not _is(viewed, "view"):
         return
-    x, *sizes = node.args[0].args
+    x, *sizes = viewed.args
     if len(sizes) == 1 and isinstance(sizes[0], tuple) and len(sizes[0]) == 4 and sizes[0][1] == 1:
         rows, _, heads, dim = sizes[0]
         _replace(node, torch.Tensor.view, x, (rows, heads, 1, dim))
@@ -128,8 +129,9 @@ def _heads(node: Node) -> None:
 
 def _unscaled(node: Node) -> None:
     """Sines and cosines of rotary frequencies that nothing scales are multiplied with 1."""
-    if _is(node, "mul") and node.args[1:] == (1.0,) and (_is(node.args[0], "cos") or _is(node.args[0], "sin")):
-        node.replace_all_uses_with(node.args[0])
+    wave: Any = node.args[0] if _is(node, "mul") else None
+    if node.args[1:] == (1.0,) and (_is(wave, "cos") or _is(wave, "sin")):
+        node.replace_all_uses_with(wave)
 
 
 # -- nodes ----------------------------------------------------------------------------------------
