@@ -172,11 +172,9 @@ def packed_linears(hf: nn.Module, num_rows: int, num_steps: int) -> Iterator[Non
 
 def product_of(layer: Any, rows: int) -> Product:
     """What a linear layer computes, with its copy if it has one and that is faster; for at least so many rows."""
-    return (
-        layer.product(rows)
-        if isinstance(layer, _Copied)
-        else functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
-    )
+    if isinstance(layer, _Copied):
+        return layer.product(rows)
+    return functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
 
 
 def _kind_for(module: nn.Module) -> type[_Copied] | None:
