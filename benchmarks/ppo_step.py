@@ -18,7 +18,7 @@ import itertools
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,9 @@ def interpreter(environment: str) -> str:
 
 def compared(
     model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl",
-    critic: bool = False,
+    critic: bool = False, own: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row of the result for each side that the script builds."""
+    """A row of the result for each side that the script builds; `own` are further ones that are camshaft."""
     from camshaft.data.parquet import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
@@ -121,8 +121,8 @@ def compared(
             "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
             "wall_ratio": ratio(found, side, "camshaft", "wall"),
             **{
-                f"{own}_{what}": ratio(found, side, own, what) if own in names else None
-                for own, what in itertools.product(("bypass", "apart"), ("cpu", "wall"))
+                f"{name}_{what}": ratio(found, side, name, what) if name in names else None
+                for name, what in itertools.product(own, ("cpu", "wall"))
             },
             "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
         }

@@ -113,6 +113,13 @@ def _halves_swapped(node: Any) -> Node | None:
     return first.args[0] if parts == ((..., slice(None, half)), (..., slice(half, None))) else None
 
 
+def _unscaled(node: Node) -> None:
+    """Sines and cosines of rotary frequencies that nothing scales are multiplied with 1."""
+    wave: Any = node.args[0] if _is(node, "mul") else None
+    if node.args[1:] == (1.0,) and (_is(wave, "cos") or _is(wave, "sin")):
+        node.replace_all_uses_with(wave)
+
+
 # -- one token has no order -----------------------------------------------------------------------
 
 
@@ -125,13 +132,6 @@ def _heads(node: Node) -> None:
     if len(sizes) == 1 and isinstance(sizes[0], tuple) and len(sizes[0]) == 4 and sizes[0][1] == 1:
         rows, _, heads, dim = sizes[0]
         _replace(node, torch.Tensor.view, x, (rows, heads, 1, dim))
-
-
-def _unscaled(node: Node) -> None:
-    """Sines and cosines of rotary frequencies that nothing scales are multiplied with 1."""
-    wave: Any = node.args[0] if _is(node, "mul") else None
-    if node.args[1:] == (1.0,) and (_is(wave, "cos") or _is(wave, "sin")):
-        node.replace_all_uses_with(wave)
 
 
 # -- nodes ----------------------------------------------------------------------------------------
