@@ -54,16 +54,15 @@ class SlotPool:
         shorter = window is not None and window < max_model_len
         self.windows = [window if shorter and kind == "sliding_attention" else None for kind in types]
         self.layers: dict[int, Layer] = {}
-        self.num_slots = self.length = self.length_before = 0
+        self.num_slots = self.length = 0
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Have at least so many slots of at least so many places; what they hold stays."""
         if num_slots <= self.num_slots and length <= self.length:
             return
         if length > self.length:
-            # Half as much again: each place is copied a few times at most while responses grow; and not at all where
-            # they grow as before.
-            grown = max(length, self.length * 3 // 2, self.length_before)
+            # Half as much again: each place is copied a few times at most while responses grow.
+            grown = max(length, self.length * 3 // 2)
             self.length = min(-(-grown // GRAIN) * GRAIN, self.max_length)
         self.num_slots = max(self.num_slots, num_slots)
         for index, (keys, values) in self.layers.items():
@@ -113,9 +112,8 @@ class SlotPool:
             block[targets, :, :length] = block[sources, :, :length]
 
     def clear(self) -> None:
-        """Free the memory; what grows next will have as many places at once."""
+        """Free the memory."""
         self.layers.clear()
-        self.length_before = self.length
         self.num_slots = self.length = 0
 
 

@@ -127,20 +127,6 @@ def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
     assert slots.length == 4 * GRAIN
 
 
-def test_what_was_freed_grows_at_once_to_what_it_had_and_no_further() -> None:
-    slots = filled(2, 2 * GRAIN)
-    slots.clear()
-    slots.reserve(2, 10)
-    assert slots.length == 2 * GRAIN
-    slots.clear()
-    slots.reserve(2, 2 * GRAIN + 1)
-    assert slots.length == 3 * GRAIN
-    slots.clear()
-    slots.clear()
-    slots.reserve(2, 10)
-    assert slots.length == GRAIN
-
-
 def test_a_smaller_wish_changes_nothing() -> None:
     slots = filled(3, 100)
     keys = slots.layers[0][0]
