@@ -62,7 +62,6 @@ def make_tiny_model(
     intermediate: int | None = None,
     tie_embeddings: bool = True,
     seed: int = 0,
-    max_positions: int = 1024,
     **config: Any,
 ) -> Path:
     """Write a random causal language model and its tokenizer to `folder`, and return the folder.
@@ -81,7 +80,7 @@ def make_tiny_model(
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": hidden // heads,
-        "max_position_embeddings": max_positions,
+        "max_position_embeddings": 1024,
         "tie_word_embeddings": tie_embeddings,
     }
     tokenizer = make_tiny_tokenizer(folder)

@@ -50,7 +50,7 @@ def test_sizes_and_token_ids_reach_the_model(tmp_path: Path):
         kv_heads=3,
         intermediate=40,
         tie_embeddings=False,
-        max_positions=77,
+        max_position_embeddings=77,
     )
     config = AutoModelForCausalLM.from_pretrained(folder).config
     assert (config.hidden_size, config.num_hidden_layers, config.num_attention_heads) == (48, 3, 6)

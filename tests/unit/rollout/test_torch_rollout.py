@@ -252,7 +252,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
         RolloutError,
         "'dynamic' rotary frequencies, .* max_model_len=32 or less, it is 64",
         "llama",
-        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_positions": 32},
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 32},
     ),
 ]
 
@@ -270,7 +270,7 @@ def test_a_model_that_it_would_get_wrong_is_refused_by_name(
 
 def test_rotary_frequencies_that_do_not_grow_yet_are_fine() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    folder = tiny_folder("llama", max_positions=64)
+    folder = tiny_folder("llama", max_position_embeddings=64)
     TorchRollout(
         RolloutEngineConfig(model_path=str(folder), max_model_len=64, override_config={"rope_parameters": rope})
     )
