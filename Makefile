@@ -1,6 +1,7 @@
 # make demo    warm up a tiny model, then train it with PPO (about five minutes on two CPU cores)
-# make test    every check that needs no accelerator: check, test-main, test-vllm
+# make test    every check that needs no accelerator: check, test-main, test-kernels, test-vllm
 # make test-main     everything that needs no library beyond the package's own
+# make test-kernels  the kernels for GPUs, run by Triton's interpreter, and compiled
 # make test-vllm     the vLLM rollout, in an environment that has vLLM for CPUs
 # make test-server   the contract of the vLLM server rollout, in the same environment (a server for each model: slow)
 # make test-sglang   the SGLang rollout, in an environment that has SGLang, on a CPU (slow, and in no other target)
@@ -12,7 +13,7 @@
 # make trl           the two environments with TRL that bench-trl needs
 # make bench-check   fails where a ratio of these fell by more than a margin below the committed one
 # make check   format, lint, types
-# `.venv`, and `.venv-vllm`, `.venv-sglang` and `.venv-trl` beside it, are made when they are missing or when the pinned versions change.
+# `.venv`, and `.venv-vllm`, `.venv-sglang`, `.venv-triton` and `.venv-trl` beside it, are made when they are missing or when the pinned versions change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -20,6 +21,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+TRITON := .venv-triton
+TRITON_INSTALLED := $(TRITON)/.installed
 SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 TRL_INSTALLED := .venv-trl/.installed
@@ -27,9 +30,9 @@ TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Empty is unset: tests start hundreds of Python processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
-HERE := not matrix and not vllm and not sglang and not cluster
+HERE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
 
-.PHONY: demo test test-main test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install
+.PHONY: demo test test-main test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install
 
 install: $(INSTALLED)
 
@@ -49,6 +52,11 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps -r requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $(VLLM_INSTALLED)
+
+# A folder beside the environment: torch imports Triton at each start where it finds it, and most tests are for CPUs.
+$(TRITON_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(TRITON) triton==3.7.1
+	touch $(TRITON_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -70,12 +78,16 @@ trl: $(TRL_INSTALLED) $(TRL_PPO_INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
-test: check test-main test-vllm
+test: check test-main test-kernels test-vllm
 
 # On two cores: two tests at a time, and then those that bound a time, one by one.
 test-main: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(HERE) and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(HERE) and alone"
+
+test-kernels: $(TRITON_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted tests/kernels
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m compiled tests/kernels
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
@@ -107,10 +119,10 @@ bench-trl: $(INSTALLED) trl
 	$(BIN)/python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 4
 	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 4
 
-bench-check: $(INSTALLED)
+bench-check: $(INSTALLED) $(TRITON_INSTALLED)
 	$(BIN)/python benchmarks/check.py
 
-check: $(INSTALLED)
+check: $(INSTALLED) $(TRITON_INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
@@ -125,4 +137,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/spec/table.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

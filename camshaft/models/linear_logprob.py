@@ -6,7 +6,7 @@
 
 The projection on the vocabulary runs over tiles, some tokens by some words, forward and again in the backward pass,
 where the logits are computed anew. At most a few buffers of the size of a tile exist at a time, and that size does not
-depend on the vocabulary. Used by `packed.py`.
+depend on the vocabulary. On a GPU the operators on a tile are one kernel each (`tile_kernels.py`). Used by `packed.py`.
 
 With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the target y of each token:
 
@@ -23,8 +23,11 @@ together; and with `part=VocabularyPart(group, first_row)`, where each rank of t
 so are the ranks, which tell each other these numbers once for all tokens.
 """
 
+import importlib.util
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from camshaft.errors import EngineError
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 class Tile(NamedTuple):
@@ -106,7 +111,9 @@ def log_distribution(
     part: VocabularyPart | None = None,
 ) -> Tensor:
     """(M, V): the log-prob of every word of the vocabulary, without gradient. With `part`, on every rank of it."""
-    logits = _scaled_logits(hidden, weight, bias, temperature)
+    logits = _logits(hidden, weight, bias)
+    if temperature != 1.0:
+        logits.div_(temperature)
     if part is not None and len(hidden):
         logits = _all_rows(logits.t(), part.group).t()
     return logits.log_softmax(dim=1)
@@ -144,8 +151,12 @@ class _LinearLogProb(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         head = _Head(hidden, weight, bias, how)
+        kernels = _kernels(head)
 
         def look(logits: Tensor, rows: slice, words: slice) -> list[Tensor]:
+            if kernels is not None:
+                return kernels.looked(logits, head.places(targets[rows], words), how.temperature, need_entropy)
+            logits = head.scaled(logits)
             columns, here = head.columns(targets[rows], words)
             picked = logits.gather(1, columns[:, None])[:, 0]
             found = [logits.logsumexp(dim=1), picked if here is None else picked.where(here, 0)]
@@ -171,22 +182,43 @@ class _LinearLogProb(torch.autograd.Function):
             return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.how)
+        kernels = _kernels(head)
         found = _Gradients(ctx.needs_input_grad, head)
-        for logits, rows, words in head.tiles():
-            log_p = logits.sub_(normalisers[rows, None])
-            if grad_entropy is None:
-                assert grad_log_probs is not None
-                grad = log_p.exp_().mul_(-grad_log_probs[rows, None])
+        told = [None if each is None else each / ctx.how.temperature for each in (grad_log_probs, grad_entropy)]
+        for logits, rows, words in head.tiles(backward=True):
+            of_rows = normalisers[rows], *(None if each is None else each[rows] for each in (entropy, *told))
+            if kernels is not None:
+                places = head.places(targets[rows], words)
+                found.add(rows, words, kernels.slopes(logits, places, *of_rows, ctx.how.temperature, weight.dtype))
             else:
-                grad = log_p.exp()
-                slope = log_p.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
-                grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[rows, None])).neg_()
-            if grad_log_probs is not None:
-                columns, here = head.columns(targets[rows], words)
-                of_target = grad_log_probs[rows] if here is None else grad_log_probs[rows].where(here, 0)
-                grad.scatter_add_(1, columns[:, None], of_target[:, None])
-            found.add(rows, words, grad)
+                columns = head.columns(targets[rows], words)
+                found.add(rows, words, _slopes(head.scaled(logits), *columns, *of_rows))
         return *found.whole(), None, None, None
+
+
+def _slopes(
+    logits: Tensor,
+    columns: Tensor,
+    here: Tensor | None,
+    normalisers: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient of a tile's scaled logits, in their place."""
+    log_p = logits.sub_(normalisers[:, None])
+    if grad_entropy is None:
+        assert grad_log_probs is not None
+        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
+    else:
+        assert entropy is not None
+        grad = log_p.exp()
+        slope = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[:, None])).neg_()
+    if grad_log_probs is not None:
+        of_target = grad_log_probs if here is None else grad_log_probs.where(here, 0)
+        grad.scatter_add_(1, columns[:, None], of_target[:, None])
+    return grad
 
 
 class _LinearFullKL(torch.autograd.Function):
@@ -197,7 +229,10 @@ class _LinearFullKL(torch.autograd.Function):
         if how.part is not None:
             log_q = log_q[:, how.part.first_row : how.part.first_row + len(weight)]
 
+        head = _Head(hidden, weight, bias, how)
+
         def look(logits: Tensor, tokens: slice, words: slice) -> list[Tensor]:
+            logits = head.scaled(logits)
             normalisers = logits.logsumexp(dim=1)
             p = logits.sub_(normalisers[:, None]).exp()
             return [normalisers, logits.sub_(log_q[:, words].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
@@ -205,7 +240,7 @@ class _LinearFullKL(torch.autograd.Function):
         def together(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
             return [(shares * of_parts[0] - torch.special.entr(shares)).sum(dim=0)]
 
-        normalisers, found = _Head(hidden, weight, bias, how).over_vocabulary(look, together)
+        normalisers, found = head.over_vocabulary(look, together)
         ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, found)
         ctx.how = how
         return found
@@ -216,8 +251,9 @@ class _LinearFullKL(torch.autograd.Function):
         hidden, weight, bias, log_q, rows, normalisers, divergence = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.how)
         found = _Gradients(ctx.needs_input_grad, head)
-        for logits, tokens, words in head.tiles():
-            log_p = logits.sub_(normalisers[tokens, None])
+        grad_kl = grad_kl / ctx.how.temperature
+        for logits, tokens, words in head.tiles(backward=True):
+            log_p = head.scaled(logits).sub_(normalisers[tokens, None])
             p = log_p.exp()
             slope = log_p.sub_(log_q[:, words].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
             found.add(tokens, words, slope.mul_(p).mul_(grad_kl[tokens, None]))
@@ -232,13 +268,18 @@ class _Head(NamedTuple):
     bias: Tensor | None
     how: _How
 
-    def tiles(self) -> Iterator[tuple[Tensor, slice, slice]]:
-        """The scaled logits of each tile, a buffer that may be written into; its tokens; its words. Word by word first,
-        so that the rows of the weight are read once for many tokens."""
-        for rows in _spans(len(self.hidden), self.how.tile.tokens):
-            for words in _spans(len(self.weight), self.how.tile.words):
-                bias = None if self.bias is None else self.bias[words]
-                yield _scaled_logits(self.hidden[rows], self.weight[words], bias, self.how.temperature), rows, words
+    def tiles(self, backward: bool = False) -> Iterator[tuple[Tensor, slice, slice]]:
+        """The logits of each tile before the temperature, a buffer that may be written into; its tokens; its words.
+        Forward all words of some tokens come after each other, backward all tokens of some words."""
+        spans = _spans(len(self.hidden), self.how.tile.tokens), _spans(len(self.weight), self.how.tile.words)
+        for one, other in itertools.product(*(reversed(spans) if backward else spans)):
+            rows, words = (other, one) if backward else (one, other)
+            bias = None if self.bias is None else self.bias[words]
+            yield _logits(self.hidden[rows], self.weight[words], bias), rows, words
+
+    def scaled(self, logits: Tensor) -> Tensor:
+        """In place."""
+        return logits if self.how.temperature == 1.0 else logits.div_(self.how.temperature)
 
     def over_vocabulary(
         self,
@@ -261,46 +302,52 @@ class _Head(NamedTuple):
             found = _mixed(torch.stack(every, dim=1), together)
         return list(found)
 
+    def places(self, targets: Tensor, words: slice) -> Tensor:
+        """The column of each target among these words of this rank; below 0 or too large where there is none."""
+        return targets - (words.start + (0 if self.how.part is None else self.how.part.first_row))
+
     def columns(self, targets: Tensor, words: slice) -> tuple[Tensor, Tensor | None]:
-        """The column of each target among these words of this rank, and where there is one; None: everywhere."""
-        first = words.start + (0 if self.how.part is None else self.how.part.first_row)
+        """The same, some column where there is none; and where there is one, None: everywhere."""
         count = words.stop - words.start
         if self.how.part is None and count == len(self.weight):
             return targets, None
-        columns = targets - first
+        columns = self.places(targets, words)
         return columns.clamp(0, count - 1), (columns >= 0) & (columns < count)
 
 
 class _Gradients:
-    """Of hidden states, weight and bias, those that are wanted: added up from the gradients of scaled logits."""
+    """Of hidden states, weight and bias, those that are wanted: added up from the gradients of logits."""
 
     def __init__(self, wanted: Sequence[bool], head: _Head):
         hidden, weight, bias, _ = self._head = head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self._hidden = torch.empty_like(hidden, dtype=wide) if wanted[0] else None
-        self._weight = torch.empty_like(weight, dtype=wide) if wanted[1] else None
+        self._weight = torch.empty_like(weight) if wanted[1] else None
+        self._sum: Tensor  # of the rows of the weight that a tile has: added up in float32 or wider, rounded once
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
 
     def add(self, rows: slice, words: slice, grad: Tensor) -> None:
-        """Those of a tile; `grad` is written into."""
-        hidden, weight, _, how = self._head
-        if how.temperature != 1.0:
-            grad.div_(how.temperature)
+        """Those of a tile, after those of all earlier tokens with the same words."""
+        hidden, weight, _, _ = self._head
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[words], first=words.start == 0)
         if self._weight is not None:
-            _add_product(self._weight[words], grad.t(), hidden[rows], first=rows.start == 0)
+            if rows.start == 0:
+                found = self._weight[words]
+                self._sum = torch.empty_like(found, dtype=torch.float32) if found.dtype in HALF else found
+            _add_product(self._sum, grad.t(), hidden[rows], first=rows.start == 0)
+            if self._sum.dtype != weight.dtype and rows.stop == len(hidden):
+                self._weight[words] = self._sum
         if self._bias is not None:
             self._bias[words].add_(grad.sum(dim=0))
 
     def whole(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of all tokens, and for the hidden states of the whole vocabulary, in the dtypes of the inputs."""
-        hidden, weight, bias, how = self._head
+        hidden, _, bias, how = self._head
         if self._hidden is not None and how.part is not None and len(hidden):
             dist.all_reduce(self._hidden, group=how.part.group)
         of_hidden = None if self._hidden is None else self._hidden.to(hidden.dtype)
-        of_weight = None if self._weight is None else self._weight.to(weight.dtype)
-        return of_hidden, of_weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
+        return of_hidden, self._weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
 
 
 def _mixed(numbers: Tensor, together: Callable[[Tensor, Tensor], list[Tensor]]) -> Tensor:
@@ -315,15 +362,24 @@ def _spans(count: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _kernels(head: _Head) -> ModuleType | None:
+    """Those of Triton on a GPU, for all but float64 and an output head with a bias."""
+    if not head.hidden.is_cuda or head.hidden.dtype == torch.float64 or head.bias is not None:
+        return None
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from camshaft.models import tile_kernels
+
+    return tile_kernels
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """(C, V) in float32 or wider: a buffer of our own, so that the caller may write into it."""
     if _half_on_cuda(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     else:
         logits = torch.mm(hidden, weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
-    if bias is not None:
-        logits.add_(bias)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> None:
@@ -337,4 +393,4 @@ def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> No
 
 def _half_on_cuda(tensor: Tensor) -> bool:
     """Where the matrix product can give float32 from half-precision inputs, with no rounding between."""
-    return tensor.is_cuda and tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.is_cuda and tensor.dtype in HALF

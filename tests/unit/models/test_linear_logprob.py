@@ -1,6 +1,8 @@
 """The fused output head against the plain formula on whole logits in float64."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -120,18 +122,18 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
 
 
 class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor that any operation made."""
+    """The number of entries of the largest tensor, of one dtype if that is given, that any operation made."""
 
-    def __init__(self):
+    def __init__(self, dtype: torch.dtype | None = None):
         super().__init__()
-        self.entries = 0
+        self.dtype, self.entries = dtype, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given, made = ([one for one in tree_leaves(tree) if isinstance(one, Tensor)] for tree in (args, result))
         known = {one.untyped_storage().data_ptr() for one in given}
         new = [one for one in made if one.untyped_storage().data_ptr() not in known]  # the others are views
-        self.entries = max([self.entries, *(one.numel() for one in new)])
+        self.entries = max([self.entries, *(one.numel() for one in new if self.dtype in (None, one.dtype))])
         return result
 
 
@@ -150,6 +152,24 @@ def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
     with Largest() as largest:
         naive(hidden, weight, None, targets, 0.9)[0].sum().backward()
     assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
+
+
+def test_the_gradient_of_half_a_weight_is_added_up_in_float32_a_tile_at_a_time():
+    rows, wide, vocabulary, tile = 96, 50, 500, Tile(32, 100)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (
+        torch.randn(count, wide, generator=generator).bfloat16().requires_grad_() for count in (rows, vocabulary)
+    )
+    targets = torch.randint(0, vocabulary, (rows,), generator=generator)
+    with Largest(torch.float32) as largest:
+        linear_logprob(hidden, weight, targets, tile=tile)[0].sum().backward()
+    assert largest.entries == tile.words * wide < weight.numel()
+    wider = weight.detach().double().requires_grad_()
+    naive(hidden.detach().double(), wider, None, targets, 1.0)[0].sum().backward()
+    assert weight.grad is not None
+    assert wider.grad is not None
+    # Rounded once at the end; the logits of a CPU come rounded from the product.
+    assert float((weight.grad - wider.grad).norm() / wider.grad.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
@@ -316,3 +336,13 @@ def test_no_tokens_on_several_ranks():
     for divergence, gradients in run_ranks(divergence_by_parts, 2, [0, 15, V], 0, 1.0):
         assert divergence.shape == (0,)
         assert all(not gradient.any() for gradient in gradients)
+
+
+def test_kernels_for_gpus_are_not_imported_on_a_cpu():
+    """Builds of torch for CPUs come without Triton."""
+    code = (
+        "import sys, torch; from camshaft.models.linear_logprob import linear_logprob as found;"
+        "found(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64));"
+        "sys.exit('camshaft.models.tile_kernels' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

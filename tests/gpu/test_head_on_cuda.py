@@ -1,0 +1,55 @@
+"""The fused output head on a GPU, where tiles go through kernels of Triton, against the plain formula in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from camshaft.models.linear_logprob import linear_logprob
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+ROWS, HIDDEN = 1000, 256
+
+
+def inputs(words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    hidden, weight = (numbers(*shape).to(dtype).requires_grad_() for shape in ((ROWS, HIDDEN), (words, HIDDEN)))
+    targets = torch.randint(0, words, (ROWS,), generator=generator, device="cuda")
+    return hidden, weight, targets, numbers(2, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
+)
+@pytest.mark.parametrize("words", [1000, 151_936])
+def test_values_and_gradients(dtype: torch.dtype, within: float, words: int):
+    hidden, weight, targets, mixture = inputs(words, dtype)
+    fused = linear_logprob(hidden, weight, targets, None, 0.7, need_entropy=True)
+    assert fused[1] is not None
+    got = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
+    plain = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    wanted = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), wide)
+    for found, expected in zip((*fused, *got), (*plain, *wanted), strict=True):
+        assert found is not None
+        assert float((found.double() - expected).norm() / expected.norm()) < within
+
+
+def test_memory_does_not_grow_with_the_vocabulary():
+    """Beyond the gradient of the weight: the tiles."""
+    taken = []
+    for words in (50_000, 150_000):
+        hidden, weight, targets, mixture = inputs(words, torch.bfloat16)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        log_probs, _ = linear_logprob(hidden, weight, targets, None, 1.0)
+        gradients = torch.autograd.grad((log_probs * mixture[0]).sum(), [hidden, weight])
+        of_weight = gradients[1].numel() * gradients[1].element_size()
+        taken.append(torch.cuda.max_memory_allocated() - before - of_weight)
+    assert taken[1] < 1.1 * taken[0]

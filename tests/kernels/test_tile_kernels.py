@@ -1,0 +1,140 @@
+"""The kernels of the fused output head, run by Triton's interpreter, against the plain formula in float64."""
+
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from camshaft.models import linear_logprob as head
+from camshaft.models.linear_logprob import Tile, linear_logprob
+
+pytestmark = pytest.mark.interpreted
+
+
+@pytest.fixture
+def kernels(interpreted: None) -> ModuleType:
+    from camshaft.models import tile_kernels
+
+    return tile_kernels
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs of all words, logsumexp and entropy, in float64."""
+    scaled = logits.double() / temperature
+    log_p = scaled.log_softmax(1)
+    return log_p, scaled.logsumexp(1), -(log_p.exp() * log_p).sum(1)
+
+
+@pytest.mark.parametrize("words", [1, 2, 77, 4096, 4097, 9000])
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_a_tile_is_looked_at(kernels: ModuleType, words: int, temperature: float):
+    logits = 4 * numbers(9, words)
+    columns = torch.arange(9) * words // 9
+    normalisers, chosen, entropy = kernels.looked(logits, columns, temperature, True)
+    _, lse, expected = plain(logits, temperature)
+    torch.testing.assert_close(normalisers.double(), lse, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(chosen, logits.gather(1, columns[:, None])[:, 0] / temperature)
+    torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)
+    assert [each.tolist() for each in kernels.looked(logits, columns, temperature, False)] == [
+        normalisers.tolist(),
+        chosen.tolist(),
+    ]
+
+
+def test_a_target_of_another_tile_counts_nothing(kernels: ModuleType):
+    logits = numbers(4, 50)
+    columns = torch.tensor([-1, 50, 49, -(2**40)])
+    _, chosen = kernels.looked(logits, columns, 1.0, False)
+    assert chosen.tolist() == [0, 0, logits[2, 49].item(), 0]
+    normalisers, ones = logits.logsumexp(1), torch.ones(4)
+    grad = kernels.slopes(logits, columns, normalisers, None, ones, None, 1.0, torch.float32)
+    expected = -logits.softmax(1)
+    expected[2, 49] += 1
+    torch.testing.assert_close(grad, expected)
+
+
+def test_words_that_cannot_be_said(kernels: ModuleType):
+    """A score of -inf, in a part of the words, in all of the first ones looked at, and in all words of a tile."""
+    logits = numbers(3, 5000)
+    logits[0, ::2] = -torch.inf
+    logits[1, :4500] = -torch.inf
+    logits[2] = -torch.inf
+    columns = torch.tensor([1, 4999, 0])
+    normalisers, _, entropy = kernels.looked(logits, columns, 1.0, True)
+    assert normalisers[2] == -torch.inf
+    for row, said in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
+        _, lse, expected = plain(said, 1.0)
+        torch.testing.assert_close((normalisers[row].double(), entropy[row].double()), (lse[0], expected[0]))
+    ones = torch.ones(2)
+    grad = kernels.slopes(logits[:2], columns[:2], normalisers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
+    assert grad.isfinite().all()
+    assert (grad[logits[:2] == -torch.inf] == 0).all()
+
+
+def test_what_is_not_a_number_stays_none(kernels: ModuleType):
+    logits = numbers(3, 300)
+    logits[1, 7] = torch.nan
+    found = kernels.looked(logits, torch.zeros(3, dtype=torch.int64), 1.0, True)
+    assert [found[i].isnan().tolist() for i in (0, 2)] == [[False, True, False]] * 2
+
+
+def test_large_logits_lose_no_digits(kernels: ModuleType):
+    """The entropy is a sum of two terms of one sign: an offset of all logits changes nothing but their own rounding."""
+    logits = numbers(5, 600)
+    shifted = (logits * 1024).round() / 1024 + 4096  # exact in float32
+    _, _, entropy = kernels.looked(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
+    torch.testing.assert_close(entropy.double(), plain(shifted, 1.0)[2], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("of_log_probs", "of_entropy"), [(True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy: bool, dtype: torch.dtype):
+    logits, columns, temperature = 3 * numbers(7, 5000), torch.arange(7) * 800, 0.7
+    log_p, lse, entropy = plain(logits, temperature)
+    of = (numbers(7, seed=1) if of_log_probs else None, numbers(7, seed=2) if of_entropy else None)
+    grad = kernels.slopes(logits, columns, lse.float(), entropy.float(), *of, temperature, dtype)
+    scaled = (logits.double() / temperature).requires_grad_()
+    log_p = scaled.log_softmax(1)
+    wanted = torch.zeros(())
+    if of[0] is not None:
+        wanted = wanted + (log_p.gather(1, columns[:, None])[:, 0] * of[0]).sum()
+    if of[1] is not None:
+        wanted = wanted - ((log_p.exp() * log_p).sum(1) * of[1]).sum()
+    (expected,) = torch.autograd.grad(wanted, scaled)
+    assert grad.dtype == dtype
+    within = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}[dtype]  # bfloat16 is cut off, not rounded
+    torch.testing.assert_close(grad.double(), expected, rtol=within, atol=2e-7 if dtype == torch.float32 else 1e-6)
+
+
+@pytest.mark.parametrize("tile", [(5, 7), (37, 29), (10, 4)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_whole_head(
+    kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int], temperature: float
+):
+    """Values and gradients through all tiles, as on a GPU; what operators of torch would have done is not done."""
+    monkeypatch.setattr(head, "_kernels", lambda _: kernels)
+    monkeypatch.setattr(head, "_slopes", None)
+    hidden, weight = numbers(37, 8).requires_grad_(), numbers(29, 8, seed=1).requires_grad_()
+    targets = torch.randint(0, 29, (37,), generator=torch.Generator().manual_seed(2))
+    mixture = numbers(2, 37, seed=3)
+    fused = linear_logprob(hidden, weight, targets, None, temperature, need_entropy=True, tile=Tile(*tile))
+    got = torch.autograd.grad((torch.stack(fused) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
+    wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
+    log_p = (wide[0] @ wide[1].t() / temperature).log_softmax(1)
+    expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    torch.testing.assert_close([each.double() for each in fused], list(expected), rtol=1e-5, atol=1e-5)
+    wanted = torch.autograd.grad((torch.stack(expected) * mixture).sum(), wide)
+    torch.testing.assert_close([each.double() for each in got], list(wanted), rtol=1e-4, atol=1e-5)
+
+
+def test_no_tokens(kernels: ModuleType):
+    empty = torch.empty(0, 50)
+    nowhere = torch.empty(0, dtype=torch.int64)
+    assert [each.shape for each in kernels.looked(empty, nowhere, 1.0, True)] == [(0,)] * 3
+    grad = kernels.slopes(empty, nowhere, empty[:, 0], None, empty[:, 0], None, 1.0, torch.bfloat16)
+    assert grad.shape == (0, 50)
