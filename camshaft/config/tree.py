@@ -108,12 +108,14 @@ def remove(tree: dict[str, Any], key: str) -> None:
 def nearest(key: str, known: Iterable[str], limit: int = 2) -> list[str]:
     """The known keys that look most like `key`: as a whole and in the last name, or equal from some level on."""
     last = key.rpartition(".")[2]
+    initials = "".join(word[:1] for word in last.split("_"))  # learning_rate for lr
 
     def likeness(candidate: str) -> float:
         if candidate.endswith(f".{key}"):
             return 1.0
         whole = difflib.SequenceMatcher(None, key, candidate).ratio()
-        end = difflib.SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
+        name = candidate.rpartition(".")[2]
+        end = 1.0 if name == initials != last[:1] else difflib.SequenceMatcher(None, last, name).ratio()
         return (whole + 2 * end) / 3
 
     scored = sorted(((likeness(candidate), candidate) for candidate in known), reverse=True)

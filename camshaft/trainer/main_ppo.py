@@ -39,6 +39,7 @@ def run_ppo(config: PPOConfig) -> int:
         with run.tracking(config, parts.total_steps, resumed, bar) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
+            parts.finish_saving()  # before trackers are told that the run has finished
             if stop.status:
                 tracking.ending = "stopped"
     return stop.status

@@ -79,7 +79,11 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._exit:
-            finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed=kind is not None)
+            self.finish_saving(failed=kind is not None)
+
+    def finish_saving(self, failed: bool = False) -> None:
+        """Wait for what is written in the background."""
+        finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
         """All that the run has."""

@@ -78,7 +78,11 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._exit:
-            finish_saving([self.model], failed=kind is not None)
+            self.finish_saving(failed=kind is not None)
+
+    def finish_saving(self, failed: bool = False) -> None:
+        """Wait for what is written in the background."""
+        finish_saving([self.model], failed)
 
     # -- what differs -----------------------------------------------------------------------------
 
@@ -177,6 +181,7 @@ def run(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
         with around.tracking(config, trainer.total_steps, saved) as tracking:
             stop = around.listen()
             trainer.fit(tracking, stop)
+            trainer.finish_saving()  # before trackers are told that the run has finished
             if stop.status:
                 tracking.ending = "stopped"
         if not stop.status:

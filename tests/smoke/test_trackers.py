@@ -1,10 +1,12 @@
 """Whole runs with the trackers of the ecosystem, and with trackers that fail."""
 
+import functools
 import json
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -15,6 +17,8 @@ from support.ppo_runs import ppo_words
 from support.wandb_file import exit_codes, history
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from camshaft.errors import CheckpointError
+from camshaft.roles import ActorRolloutRefWorker, SupervisedWorker
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.jsonl import read_metrics
 
@@ -99,6 +103,25 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
     assert "RewardError" in ended.err
     assert runs_of(tmp_path / "run") == ["FAILED"]
     assert exit_codes(tmp_path / "run") == [1]
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words_of", "role"),
+    [("ppo", ppo_words, ActorRolloutRefWorker), ("sft", sft_words, SupervisedWorker)],
+)
+def test_a_run_whose_last_save_fails_in_the_background_has_failed(
+    trainer: str, words_of: Callable[..., list[str]], role: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @functools.wraps(role.wait_for_checkpoint)
+    def fails(self: object) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr(role, "wait_for_checkpoint", fails)
+    more = {"trainer.default_local_dir": tmp_path / "run", "trainer.total_training_steps": 1}
+    ended = camshaft(trainer, *words_of(tmp_path, {**more, "trainer.logger": "[mlflow]"}))
+    assert ended.status == 1
+    assert "the disk is full" in ended.err
+    assert runs_of(tmp_path / "run") == ["FAILED"]
 
 
 @pytest.mark.parametrize(("trainer", "words_of"), [("ppo", ppo_words), ("sft", sft_words)])

@@ -176,6 +176,15 @@ def test_a_key_at_the_wrong_level_is_told_with_the_right_one(words):
     assert "Did you mean actor_rollout_ref.actor.optim.lr?" in _error([*words, "actor_rollout_ref.actor.lr=1e-6"])
 
 
+@pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
+def test_a_key_spelt_out_is_told_with_its_initials(role, words):
+    assert f"Did you mean {role}.optim.lr?" in _error([*words, f"{role}.optim.learning_rate=1e-6"])
+
+
+def test_one_letter_is_no_initials(words):
+    assert "rollout.n?" not in _error([*words, "actor_rollout_ref.rollout.nodes=2"])
+
+
 def test_a_key_like_no_other_is_told_with_the_sections(words):
     assert "Keys begin with data, actor_rollout_ref, critic" in _error([*words, "quux.zork=1"])
 
