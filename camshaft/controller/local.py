@@ -9,6 +9,7 @@ a second. `processes.py` does what is the same for every backend; here are the p
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import queue
@@ -33,6 +34,8 @@ from camshaft.controller.worker import Place
 from camshaft.errors import ConfigError, how_it_ended
 from camshaft.stop import held_back
 
+logger = logging.getLogger(__name__)
+
 PRELOAD = [
     "torch",
     "torch._dynamo",
@@ -46,6 +49,8 @@ PRELOAD = [
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     pools: list[Pool] = []
     first, ranks = 0, sum(spec.world_size for spec in specs)
+    if all(spec.device in (None, "cpu") for spec in specs):
+        _tell_of_threads(ranks, len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", ""))
     try:
         for spec in specs:
             pools.append(_begun(spec, options, first, beside=ranks - spec.world_size))
@@ -58,6 +63,17 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
             pool.shutdown()
         raise
     return pools
+
+
+def _tell_of_threads(ranks: int, cores: int, asked: str) -> None:
+    """Threads that outnumber the cores wait for each other in turns, and there are many turns in a step."""
+    threads = int(asked) if asked.isdigit() else 0
+    if ranks > 1 and threads > 1 and ranks * threads > cores:
+        logger.warning(
+            "OMP_NUM_THREADS=%d: %d ranks have %d threads in all, and there are %d cores: a step can take ten times as "
+            "long. Unset it, and the ranks share the cores; or set OMP_NUM_THREADS=%d",
+            *(threads, ranks, ranks * threads, cores, max(1, cores // ranks)),
+        )
 
 
 def _begun(spec: PoolSpec, options: Options, first_device: int, beside: int) -> Pool:

@@ -107,6 +107,20 @@ def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pyt
         assert toy.environment() == [("today", "0", 3), ("today", "1", 3)]
 
 
+def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
+    with workers(Toy, world_size=2), workers(Toy, world_size=1):
+        (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"OMP_NUM_THREADS={cores + 1}: 2 ranks have {2 * cores + 2} threads in all, and there are")
+    assert told.endswith(f"or set OMP_NUM_THREADS={max(1, cores // 2)}")
+    caplog.clear()
+    for enough in ("1", ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", enough)
+        with workers(Toy, world_size=2):
+            assert not caplog.records
+
+
 def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(processes, "NOTICE_SECONDS", 0.3)
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
