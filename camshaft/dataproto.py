@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from camshaft.columns import COLUMNS
+from camshaft.device import to_device
 from camshaft.errors import BatchError
 from camshaft.ragged import Buffer, Ragged, Rows, from_buffer, row_index, to_buffer
 
@@ -196,7 +197,7 @@ class DataProto:
 
     def to(self, device: torch.device | str) -> DataProto:
         """Tensor columns on `device`; object columns stay."""
-        moved = {n: c if isinstance(c, np.ndarray) else c.to(device) for n, c in self.columns.items()}
+        moved = {name: _on(column, device) for name, column in self.columns.items()}
         return DataProto(moved, self.meta_info)
 
     def save_to_disk(self, folder: str | Path) -> None:
@@ -270,6 +271,12 @@ def _take(column: Column, rows: slice | Tensor) -> Column:
     if isinstance(rows, slice):
         return column[rows]
     return column[rows.to(column.device)] if isinstance(column, Tensor) else column[rows.numpy()]
+
+
+def _on(column: Column, device: torch.device | str) -> Column:
+    if isinstance(column, np.ndarray):
+        return column
+    return column.to(device) if isinstance(column, Ragged) else to_device(column, device)
 
 
 def _concat(name: str, parts: Sequence[Column]) -> Column:

@@ -49,6 +49,21 @@ def here(device: str) -> torch.device:
     return torch.device(found.type, torch.accelerator.current_device_index())
 
 
+def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
+    """`tensor` on `device`. What goes from host memory to an accelerator does so in a pinned copy, behind the work that
+    is queued there: a copy of pageable memory would wait until all of that is done."""
+    target = torch.device(device)
+    if tensor.device.type != "cpu" or not tensor.numel() or not pins_for(target):
+        return tensor.to(target)
+    return tensor.pin_memory().to(target, non_blocking=True)
+
+
+def pins_for(device: torch.device) -> bool:
+    """Whether it is the kind of device that host memory is pinned for here."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and accelerator.type == device.type
+
+
 def world_size() -> int:
     """Ranks that this one has met."""
     return dist.get_world_size() if dist.is_initialized() else 1

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from camshaft.device import to_device
 from camshaft.errors import BatchError
 
 Rows = slice | Sequence[int] | Tensor
@@ -85,8 +86,8 @@ class Ragged:
         starts = lengths.cumsum(0) - lengths
         shape = (len(left.values) + len(right.values), *left.values.shape[1:])
         values = left.values.new_empty(shape, dtype=torch.promote_types(left.values.dtype, right.values.dtype))
-        values[_spans(starts, left.lengths).to(values.device)] = left.values.to(values.dtype)
-        values[_spans(starts + left.lengths, right.lengths).to(values.device)] = right.values.to(values.dtype)
+        values[to_device(_spans(starts, left.lengths), values.device)] = left.values.to(values.dtype)
+        values[to_device(_spans(starts + left.lengths, right.lengths), values.device)] = right.values.to(values.dtype)
         return Ragged(values, lengths)
 
     def like(self, values: Tensor) -> Ragged:
@@ -112,11 +113,11 @@ class Ragged:
 
     def row_ids(self) -> Tensor:
         """(N,) the row each token belongs to, on the device of the values."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.lengths).to(self.values.device)
+        return to_device(torch.repeat_interleave(torch.arange(len(self)), self.lengths), self.values.device)
 
     def positions(self) -> Tensor:
         """(N,) the place of each token in its row, counted from 0, on the device of the values."""
-        return _spans(torch.zeros_like(self.lengths), self.lengths).to(self.values.device)
+        return to_device(_spans(torch.zeros_like(self.lengths), self.lengths), self.values.device)
 
     # -- rearranging ------------------------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class Ragged:
         lengths = self.lengths[rows]
         if isinstance(rows, slice):
             return Ragged(self.values[int(self.offsets[rows.start]) : int(self.offsets[rows.stop])], lengths)
-        return Ragged(self.values[_spans(self.offsets[rows], lengths).to(self.values.device)], lengths)
+        return self._at(self.offsets[rows], lengths)
 
     def split(self, sizes: Sequence[int]) -> list[Ragged]:
         """Consecutive groups of rows; `sizes` must add up to the number of rows."""
@@ -138,12 +139,16 @@ class Ragged:
     def suffix(self, lengths: Tensor) -> Ragged:
         """The last `lengths[i]` tokens of each row (the response part of a whole sequence)."""
         lengths = self._within("suffix", lengths)
-        return Ragged(self.values[_spans(self.offsets[1:] - lengths, lengths).to(self.values.device)], lengths)
+        return self._at(self.offsets[1:] - lengths, lengths)
 
     def prefix(self, lengths: Tensor) -> Ragged:
         """The first `lengths[i]` tokens of each row."""
         lengths = self._within("prefix", lengths)
-        return Ragged(self.values[_spans(self.offsets[:-1], lengths).to(self.values.device)], lengths)
+        return self._at(self.offsets[:-1], lengths)
+
+    def _at(self, starts: Tensor, lengths: Tensor) -> Ragged:
+        """`lengths[i]` tokens from each of these places on."""
+        return Ragged(self.values[to_device(_spans(starts, lengths), self.values.device)], lengths)
 
     def _within(self, what: str, lengths: Tensor) -> Tensor:
         lengths = lengths.to("cpu", torch.int64)
@@ -156,7 +161,7 @@ class Ragged:
         return lengths
 
     def to(self, device: torch.device | str) -> Ragged:
-        return Ragged(self.values.to(device), self.lengths)
+        return Ragged(to_device(self.values, device), self.lengths)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
         """Apply `fn` to the flat values; it must keep the number of tokens."""
@@ -177,13 +182,13 @@ class Ragged:
         width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
         columns = torch.arange(width)
         columns = columns if side == "right" else columns.flip(0)
-        return (columns[None] < self.lengths[:, None]).to(self.values.device)
+        return to_device(columns[None] < self.lengths[:, None], self.values.device)
 
     # -- adding up --------------------------------------------------------------------------------
 
     def sum(self) -> Tensor:
         """(B, ...) the sum of each row, int64 for integers and bool, at least float32 else; 0 for an empty row."""
-        values, lengths = self.values, self.lengths.to(self.values.device)
+        values, lengths = self.values, to_device(self.lengths, self.values.device)
         if not len(self):
             return values.clone()
         if not values.is_floating_point():
@@ -194,7 +199,7 @@ class Ragged:
 
     def mean(self) -> Tensor:
         """(B, ...) the mean of each row, float32 unless the values are float64; an empty row gives 0."""
-        counts = self.lengths.clamp(min=1).to(self.values.device)
+        counts = to_device(self.lengths.clamp(min=1), self.values.device)
         return self.sum() / counts.reshape(-1, *[1] * (self.values.ndim - 1))
 
     # -- moving -----------------------------------------------------------------------------------

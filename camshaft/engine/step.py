@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import to_device
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
 from camshaft.engine.families import families, pack
 from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
@@ -90,18 +91,27 @@ def packed_forward(
     ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
     at = mask.values.nonzero().squeeze(-1).cpu()
     packed = pack(ids, at, families(ids, mask) if share else ())
-    tokens, where = packed.tokens.to(device), Untouched(packed.at)  # the model looks at it without waiting for a device
+    tokens = to_device(packed.tokens, device)
+    where = Untouched(packed.at)  # the model looks at it without waiting for a device
     log_q = None
     if "full_kl" in ctx["outputs"]:
-        log_q = Untouched(packed.of_tokens(inputs.ragged("log_q").values).to(device))
+        log_q = Untouched(to_device(packed.of_tokens(inputs.ragged("log_q").values), device))
     flat = module(tokens, packed.lengths, where, ctx["outputs"], ctx["temperature"], log_q, packed.parents)
-    at = at.to(device, non_blocking=True)
+    at = to_device(at, device)
     outputs: dict[str, Any] = {}
     for name, value in flat.items():
         if name in _PER_TOKEN:
             value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, at, value))
         outputs[name] = value
     return outputs
+
+
+class _Hooks(NamedTuple):
+    """What a caller puts into a pass."""
+
+    loss: LossFn | None
+    before: PreprocessFn | None
+    after: PostprocessFn | None
 
 
 @dataclass(frozen=True)
@@ -143,26 +153,15 @@ class MicroBatchRun:
         total = torch.zeros((), device=self.device)
         metrics: dict[str, Tensor] = {}
         parts: list[Predictions] = []
-        shortest = int(lengths.argmin())
+        shortest, hooks = int(lengths.argmin()), _Hooks(loss_fn, preprocess_fn, postprocess_fn)
         with torch.set_grad_enabled(loss_fn is not None):
             for rows in plan:
-                data, ctx["metrics"] = whole.reorder(rows or [shortest]), {}
-                inputs = data
-                if preprocess_fn is not None:
-                    inputs, ctx = preprocess_fn(data, ctx)
-                    inputs = as_batch(inputs)
-                predictions: Any = self.forward(inputs, ctx)
-                if postprocess_fn is not None:
-                    predictions, ctx = postprocess_fn(predictions, ctx)
-                if rows:
-                    parts.append(_detached(predictions))
-                if loss_fn is not None:
-                    loss, ctx = loss_fn(data.to(self.device), predictions, ctx)
-                    if not rows:  # other ranks still have rows: take part in what they exchange, add nothing
-                        self.backward(loss * 0)
-                        continue
-                    self.backward(loss)
-                    total = total + loss.detach()
+                predictions, loss, ctx = self.micro_batch(whole.reorder(rows or [shortest]), ctx, hooks, bool(rows))
+                if not rows:
+                    continue
+                parts.append(predictions)
+                if loss is not None:
+                    total = total + loss
                     for name, share in ctx.get("metrics", {}).items():
                         metrics[name] = metrics.get(name, 0) + share.detach()
         together = {name: restore_order(plan, [part[name] for part in parts]) for name in parts[0]}
@@ -170,6 +169,29 @@ class MicroBatchRun:
             total, metrics = self._over_ranks(total, metrics)
         ctx["metrics"] = metrics
         return together, total, ctx
+
+    def micro_batch(
+        self, data: DataProto, ctx: StepContext, hooks: _Hooks, counts: bool
+    ) -> tuple[Predictions, Tensor | None, StepContext]:
+        """One pass over these rows: (predictions, its share of the loss, ctx), both without gradient.
+
+        With rows in host memory nothing here waits for an accelerator: the next pass is queued behind this one. A pass
+        that does not `count` takes part in what ranks exchange, and adds nothing.
+        """
+        ctx["metrics"] = {}
+        inputs = data
+        if hooks.before is not None:
+            inputs, ctx = hooks.before(data, ctx)
+            inputs = as_batch(inputs)
+        predictions: Any = self.forward(inputs, ctx)
+        if hooks.after is not None:
+            predictions, ctx = hooks.after(predictions, ctx)
+        found, loss = _detached(predictions), None
+        if hooks.loss is not None:
+            loss, ctx = hooks.loss(data.to(self.device), predictions, ctx)
+            self.backward(loss if counts else loss * 0)
+            loss = loss.detach()
+        return found, loss, ctx
 
     def _counted(self, batch: DataProto, ctx: StepContext) -> StepContext:
         mask = batch.ragged("loss_mask").map(Tensor.double)

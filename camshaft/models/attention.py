@@ -29,6 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.attention_cpu import cpu_can, cpu_documents
 
@@ -110,10 +111,10 @@ def packed_kwargs(
     if parents is not None:
         firsts = firsts - torch.tensor([0 if parent is None else lengths[parent] for parent in parents])
     positions = torch.arange(sum(lengths)) - torch.repeat_interleave(firsts, counts)
-    cumulative = F.pad(ends, (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    cumulative = to_device(F.pad(ends, (1, 0)).to(torch.int32), device)
     return {
         "attention_mask": no_mask(device),
-        "position_ids": positions[None].to(device, non_blocking=True),
+        "position_ids": to_device(positions[None], device),
         "cu_seq_lens_q": cumulative,
         "cu_seq_lens_k": cumulative,
         "max_length_q": max(lengths),

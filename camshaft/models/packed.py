@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
@@ -143,7 +144,7 @@ class PackedModel(nn.Module):
             tokens, inputs["position_ids"] = tokens[own], inputs["position_ids"][:, own]
             inputs["exchange"] = self.sequence
         hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
-        return hidden.index_select(0, rows.to(tokens.device, non_blocking=True))
+        return hidden.index_select(0, to_device(rows, tokens.device))
 
     def _numbers(
         self,
@@ -171,7 +172,7 @@ class PackedModel(nn.Module):
         found: dict[str, Tensor | None] = {}
         if "distribution" in outputs:
             found["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
-        at = at.to(tokens.device, non_blocking=True)
+        at = to_device(at, tokens.device)
         if "full_kl" in outputs:
             wanted = (len(tokens), len(output.weight))
             if log_q is None or log_q.shape != wanted:

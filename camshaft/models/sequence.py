@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import to_device
 from camshaft.errors import EngineError
 
 ROPE_BY_LONGEST = ("dynamic", "longrope")
@@ -108,7 +109,7 @@ class SequenceSplit:
         every = _Gather.apply(self, share.counts, *own)
         if share.back is None:
             return list(every)  # pyright: ignore[reportArgumentType]
-        back = share.back.to(own[0].device, non_blocking=True)
+        back = to_device(share.back, own[0].device)
         return [tensor.index_select(0, back) for tensor in every]  # pyright: ignore
 
     def all_gathered(self, own: Tensor, counts: Sequence[int]) -> Tensor:

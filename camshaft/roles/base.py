@@ -20,6 +20,7 @@ from camshaft.algorithms import Counts
 from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import to_device
 from camshaft.engine import BaseEngine, StepContext
 from camshaft.engine.base import LossFn, PreprocessFn
 from camshaft.seat import Seat
@@ -40,7 +41,7 @@ def of_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> 
 def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
     """What a loss divides by: the mask of this micro-batch, the counts of the whole mini-batch."""
     mask = data.ragged("response_mask")
-    lengths = mask.lengths.to(mask.values.device)
+    lengths = to_device(mask.lengths, mask.values.device)
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 
 

@@ -27,6 +27,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"),
     ("fetch", "storage"), ("fetch", "errors"), ("__main__", "cli"), ("cli", "check"), ("ragged", "columns"),
+    ("ragged", "device"), ("dataproto", "device"),
 }  # fmt: skip
 """Within the two lowest levels, what is built from what; `python -m camshaft` is the command line."""
 

@@ -1,0 +1,186 @@
+"""What would make the host wait for an accelerator, found on a machine that has none.
+
+    with accelerated(monkeypatch) as device:                # "meta": tensors there pass for those of an accelerator
+        actor = ...                                         # built there
+        with HostWaits() as waits:
+            actor.update_actor(batch)
+    assert not waits.found, waits.found                     # ["aten._local_scalar_dense at engine/optim.py:185"]
+
+Tensors on "meta" have shapes and no numbers, so whatever has to know a number is seen: each operator passes by here,
+those of the backward pass too. A wait that asks for numbers is answered with ones, and the work goes on.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "meta"
+ROOT = Path(__file__).parents[2] / "camshaft"
+
+MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")
+"""They fill a tensor in host memory and copy it, below what a dispatch mode sees."""
+
+READS_NUMBERS = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::allclose",
+        "aten::bincount",
+        "aten::equal",
+        "aten::is_nonzero",
+        "aten::masked_select",
+        "aten::nonzero",
+        "aten::unique_consecutive",
+        "aten::unique_dim",
+        "aten::_unique",
+        "aten::_unique2",
+    }
+)
+"""Operators whose result, or whose size, the host has to know before it goes on."""
+
+_pinned: list[Tensor] = []
+"""Kept for as long as the patches are, so that no other storage has the number of one of them."""
+
+
+@contextmanager
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Engines are built on "meta", whose tensors say that they are CUDA's; host memory can be pinned."""
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        _pinned.append(tensor.clone())
+        return _pinned[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE), raising=False)
+        patch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        patch.setattr("camshaft.device.pins_for", lambda device: device.type == DEVICE)
+        patch.setattr("camshaft.engine.packed_engine.place", lambda _: torch.device(DEVICE))
+        yield DEVICE
+    _pinned.clear()
+
+
+class HostWaits(TorchDispatchMode):
+    """Inside, waits are added to `found`, and the names of all operators to `operators`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.operators: set[str] = set()
+        self._makers = _Makers(self.found)
+
+    def __enter__(self) -> Any:
+        self._makers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._makers.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        name = func._schema.name
+        self.operators.add(f"{name}.{func._overloadname}")
+        if not _waits(name, args, options):
+            return func(*args, **options)
+        self.found.append(f"{name} at {_place()}")
+        return _answer(name, func, args, options)
+
+
+class _Makers(TorchFunctionMode):
+    """Tensors that are made on the device of numbers that Python has."""
+
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in MAKERS:
+            own = args[0].device if name == "new_tensor" else "cpu"
+            # What is a tensor already is copied as tensors are, which the dispatch mode sees.
+            if _there(options.get("device") or own) and not isinstance(args[name == "new_tensor"], Tensor):
+                self.found.append(f"torch.{name} at {_place()}")
+        return func(*args, **options)
+
+
+def _waits(name: str, args: Any, options: dict[str, Any]) -> bool:
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if name == "aten::_to_copy":
+        target = options.get("device")
+        return target is not None and _copy_waits(args[0], _there(target), bool(options.get("non_blocking")))
+    if name == "aten::copy_":
+        not_waiting = bool(options.get("non_blocking", args[2] if len(args) > 2 else False))
+        return _copy_waits(args[1], _there(args[0].device), not_waiting) and bool(
+            args[1].ndim or _there(args[1].device)
+        )
+    if not any(_there(x.device) for x in tensors):
+        return False
+    if name == "aten::repeat_interleave":
+        return options.get("output_size") is None
+    if name == "aten::segment_reduce":
+        return not options.get("unsafe")
+    if name.startswith("aten::index") and isinstance(
+        args[1], (list, tuple)
+    ):  # a mask is counted, a host's index copied
+        return any(x is not None and (x.dtype in (torch.bool, torch.uint8) or not _there(x.device)) for x in args[1])
+    return name in READS_NUMBERS
+
+
+def _copy_waits(source: Tensor, to_device: bool, not_waiting: bool) -> bool:
+    if _there(source.device) == to_device or not source.numel():
+        return False
+    host_is_pinned = not to_device or any(_same_storage(source, pinned) for pinned in _pinned)
+    return not (not_waiting and host_is_pinned)
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _there(device: torch.device | str) -> bool:
+    return torch.device(device).type == DEVICE
+
+
+def _answer(name: str, func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """What the work goes on with; an error where nothing can be made up."""
+    if name == "aten::_local_scalar_dense":
+        return torch.ones((), dtype=args[0].dtype).item()
+    if name == "aten::_to_copy" and not _there(options["device"]):
+        return torch.ones(args[0].shape, dtype=options.get("dtype") or args[0].dtype)
+    if name == "aten::copy_" and not _there(args[0].device):
+        return args[0].fill_(1)
+    if name == "aten::equal":
+        return True
+    return func(*args, **options)
+
+
+def _place() -> str:
+    """The innermost line of the package, but for the function that all copies to a device go through."""
+    frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT) and f.name != "to_device"]
+    return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "a test"
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> tuple[list[int], HostWaits]:
+    """The waits inside each call of a method, from now on: (a number for each call, all of them)."""
+    waits, calls = HostWaits(), list[int]()
+    plain: Callable[..., Any] = getattr(owner, method)
+
+    def watched(self: Any, *args: Any, **options: Any) -> Any:
+        before = len(waits.found)
+        with waits:
+            result = plain(self, *args, **options)
+        calls.append(len(waits.found) - before)
+        return result
+
+    monkeypatch.setattr(owner, method, watched)
+    return calls, waits

@@ -1,0 +1,222 @@
+"""The host does not wait for an accelerator inside a micro-batch: it queues one behind the other.
+
+Seen without an accelerator, on tensors that have no numbers (`support/host_waits.py`), which take the way that CUDA's
+take: the variable-length flash kernel, half-precision products with float32 results, copies of pinned memory.
+"""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.host_waits import DEVICE, HostWaits, accelerated, inside
+from support.ppo_runs import ppo_config
+
+from camshaft.config import Topology
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.step import MicroBatchRun
+from camshaft.roles import ActorWorker, CriticWorker
+
+ROWS = 8
+PROMPTS, RESPONSES = [3, 5, 2, 4, 4, 1, 6, 2], [4, 6, 1, 3, 3, 7, 2, 5]
+
+ACTOR = "actor_rollout_ref.actor"
+LOSSES: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "entropy": {f"{ACTOR}.entropy_coeff": 0.01},
+    "kl": {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    "gspo": {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"},
+    "cispo": {f"{ACTOR}.policy_loss.loss_mode": "cispo"},
+    "checkpointing": {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
+    "temperature": {"actor_rollout_ref.rollout.temperature": 0.7},
+    "tokens": {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 24},
+    "weights": {"algorithm.rollout_correction.rollout_is": "token"},
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("waits")
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with accelerated(monkeypatch) as device:
+        yield device
+
+
+def batch_of() -> DataProto:
+    def numbers(lengths: list[int]) -> Ragged:
+        return Ragged.from_rows([torch.arange(3, 3 + n) for n in lengths])
+
+    responses = numbers(RESPONSES)
+    named = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "values", "returns"]
+    columns = {name: responses.map(torch.Tensor.float) for name in named}
+    mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+    return DataProto.from_dict({"prompts": numbers(PROMPTS), "responses": responses, "response_mask": mask, **columns})
+
+
+def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool = True) -> ActorWorker:
+    settings = {
+        f"{ACTOR}.ppo_mini_batch_size": ROWS,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro_batch,
+        "data.train_batch_size": ROWS,
+    }
+    actor = ActorWorker(ppo_config(home, settings | more), Topology(), total_steps=5)
+    actor.init_model()
+    if half:  # as a sharded engine computes whose weights are float32
+        actor.engine.module.to(torch.bfloat16)  # pyright: ignore[reportAttributeAccessIssue]
+    return actor
+
+
+@pytest.mark.parametrize("half", [True, False], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_micro_batch_of_an_actor_waits(
+    home: Path, there: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
+) -> None:
+    actor = actor_of(home, LOSSES[loss], half=half)
+    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    with HostWaits():  # answers the waits outside of micro-batches
+        actor.update_actor(batch_of())
+    assert not waits.found, waits.found
+    assert len(calls) >= 3
+    kernels = {"torch_attn::_varlen_attn.default", "torch_attn::_varlen_attn_backward.default", "aten::mm.dtype"}
+    assert kernels <= waits.operators if half else not kernels & waits.operators
+
+
+def test_no_micro_batch_of_a_critic_waits(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": ROWS, "data.train_batch_size": ROWS}
+    critic = CriticWorker(ppo_config(home, settings), Topology(), total_steps=5)
+    critic.init_model()
+    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    with HostWaits():
+        critic.update_critic(batch_of())
+    assert not waits.found, waits.found
+    assert len(calls) == ROWS // 2
+
+
+def test_no_micro_batch_without_gradients_waits(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = actor_of(home, {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2})
+    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    with HostWaits():
+        actor.compute_log_prob(batch_of())
+    assert not waits.found, waits.found
+    assert len(calls) == ROWS // 2
+
+
+def test_an_update_waits_as_often_however_many_micro_batches_it_has(home: Path, there: str) -> None:
+    counted: dict[int, Counter[str]] = {}
+    for size in (ROWS, 2, 1):
+        actor = actor_of(home, {}, micro_batch=size)
+        with HostWaits() as waits:
+            actor.update_actor(batch_of())
+        counted[size] = Counter(waits.found)
+    assert counted[ROWS] == counted[2] == counted[1]
+    # The counts that losses are divided by go there and back; the norm is read, then the loss with its metrics.
+    files = sorted(wait.partition(" at ")[2].partition(":")[0] for wait in counted[1].elements())
+    assert files == ["engine/base.py", "engine/optim.py", "engine/step.py", "engine/step.py"], counted[1]
+
+
+# -- what would be found --------------------------------------------------------------------------
+
+
+def mask_of(x: torch.Tensor) -> torch.Tensor:
+    return x > 0
+
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "float": lambda x: float(x[0]),
+    "int": lambda x: int(x[0]),
+    "truth": lambda x: bool(x.sum() > 0),
+    "list": lambda x: x.tolist(),
+    "to the host": lambda x: x.cpu(),
+    "into the host": lambda x: torch.empty(4).copy_(x),
+    "not asked to wait, into pageable memory that is read": lambda x: x.to("cpu"),
+    "nonzero": lambda x: x.nonzero(),
+    "one argument of where": lambda x: torch.where(mask_of(x)),
+    "a mask as an index": lambda x: x[mask_of(x)],
+    "a mask that is assigned to": lambda x: x.index_put_((mask_of(x),), x[:1]),
+    "masked_select": lambda x: x.masked_select(mask_of(x)),
+    "unique": lambda x: x.unique(),
+    "repeats of unknown sum": lambda x: x.repeat_interleave(x.long()),
+    "sums of lengths that are checked": lambda x: torch.segment_reduce(x, "sum", lengths=x.long()),
+    "an index of the host": lambda x: x[torch.tensor([0, 1])],
+    "equality": lambda x: torch.equal(x, x),
+    "numbers of Python": lambda x: torch.tensor([1.0, 2.0], device=x.device),
+    "new numbers of Python": lambda x: x.new_tensor([1.0, 2.0]),
+    "pageable memory": lambda x: torch.ones(4).to(x.device),
+    "pageable memory, asked not to wait": lambda x: torch.ones(4).to(x.device, non_blocking=True),
+    "pinned memory, waiting": lambda x: torch.ones(4).pin_memory().to(x.device),
+    "pageable memory copied into": lambda x: x.copy_(torch.ones(4), non_blocking=True),
+}
+QUIET: dict[str, Callable[[torch.Tensor], Any]] = {
+    "pinned memory": lambda x: torch.ones(4).pin_memory().to(x.device, non_blocking=True),
+    "a part of pinned memory": lambda x: torch.ones(4).pin_memory()[1:].to(x.device, non_blocking=True),
+    "an index of the device": lambda x: x[x.long()],
+    "repeats of known sum": lambda x: x.repeat_interleave(x.long(), output_size=4),
+    "a number": lambda x: torch.where(mask_of(x), x, 0) + 1,
+    "the host's own numbers": lambda x: float(torch.ones(4).sum()) + len(torch.ones(4).nonzero()),
+    "an empty tensor": lambda x: torch.ones(0).to(x.device),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_a_wait_is_found(there: str, name: str) -> None:
+    x = torch.empty(4, device=there)
+    # There are no numbers to go on with.
+    with HostWaits() as waits, contextlib.suppress(NotImplementedError, RuntimeError):
+        WAITS[name](x)
+    assert waits.found, name
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_what_does_not_wait_is_let_through(there: str, name: str) -> None:
+    x = torch.empty(4, device=there)
+    with HostWaits() as waits:
+        QUIET[name](x)
+    assert not waits.found, waits.found
+
+
+PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "item": lambda loss: loss.detach().item(),
+    "copy": lambda loss: loss.detach().to("cpu"),
+    "pageable": lambda loss: torch.ones(3).to(loss.device),
+    "backward": lambda loss: loss.register_hook(lambda gradient: gradient * float(gradient)),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_in_a_loss_is_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    actor = actor_of(home, {})
+    plain = actor.policy_loss
+
+    def planted(*args: Any, **options: Any) -> Any:
+        loss, metrics = plain(*args, **options)
+        PLANTED[name](loss)
+        return loss, metrics
+
+    monkeypatch.setattr(actor, "policy_loss", planted)
+    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    with HostWaits():
+        actor.update_actor(batch_of())
+    assert calls == [1] * (ROWS // 2), waits.found
+
+
+def test_what_is_planted_in_a_model_is_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = actor_of(home, {})
+    norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
+    norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)
+    calls, _ = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    with HostWaits():
+        actor.update_actor(batch_of())
+    assert calls == [1] * (ROWS // 2)
+
+
+def test_tensors_pass_for_those_of_an_accelerator_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with accelerated(monkeypatch) as device:
+        assert torch.empty(1, device=device).is_cuda
+    assert not torch.empty(1, device=DEVICE).is_cuda
