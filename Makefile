@@ -11,6 +11,7 @@
 # make bench         updates and whole steps beside a careful loop by hand and the textbook loop (some five minutes)
 # make bench-trl     whole steps of GRPO and of PPO with a critic beside TRL's and a careful loop (a quarter of an hour)
 # make trl           the two environments with TRL that bench-trl needs
+# make bench-gpu     MFU, memory, decoding and host waits on one CUDA device (some minutes; docs/gpu.md)
 # make bench-check   fails where a ratio of these fell by more than a margin below the committed one
 # make check   format, lint, types
 # `.venv`, and `.venv-vllm`, `.venv-sglang`, `.venv-triton` and `.venv-trl` beside it, are made when they are missing or when the pinned versions change.
@@ -32,7 +33,7 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 HERE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
 
-.PHONY: demo test test-main test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-check trl check format docs clean install
+.PHONY: demo test test-main test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
 
 install: $(INSTALLED)
 
@@ -120,6 +121,10 @@ bench-trl: $(INSTALLED) trl
 	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 4
 
 bench-check: $(INSTALLED) $(TRITON_INSTALLED)
+bench-gpu: $(INSTALLED)
+	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/gpu
+
+bench-check: $(INSTALLED)
 	$(BIN)/python benchmarks/check.py
 
 check: $(INSTALLED) $(TRITON_INSTALLED)

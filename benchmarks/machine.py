@@ -1,4 +1,7 @@
-"""What a benchmark ran on, as its page says it: `machine()`; and the CPU time that has passed: `cpu_seconds()`."""
+"""What a benchmark ran on, as its page says it, and the CPU time that has passed.
+
+machine(), machine("cuda"), cpu_seconds()
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def machine() -> str:
-    """The processor, without a name of its own, and the versions."""
+def machine(device: str = "cpu") -> str:
+    """The processor, without a name of its own, and the versions; a GPU first, where that is the `device`."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
@@ -44,4 +47,13 @@ def machine() -> str:
 
         versions += f", vllm {vllm.__version__}"
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {capability}, {versions}"
+    return f"{gpu(device)}{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {capability}, {versions}"
+
+
+def gpu(device: str) -> str:
+    """The name, memory and number of multiprocessors of a CUDA device, and CUDA's version; nothing of others."""
+    if not device.startswith("cuda"):
+        return ""
+    about = torch.cuda.get_device_properties(device)
+    memory = f"{about.total_memory / 2**30:.0f} GiB"
+    return f"{about.name}, {memory}, {about.multi_processor_count} SMs, CUDA {torch.version.cuda}; "

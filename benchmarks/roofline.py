@@ -9,11 +9,12 @@ counts: padding, a prompt computed for each of its responses, a logit that nobod
 - Operations: products with the weights for every token of a prompt, once for all of its responses, and of a response
   but its last; the projection on the vocabulary for what predicts a response token; attention of each token to itself
   and those before it. A backward pass is twice as much. On a GPU the share of the matmul rate is called MFU.
-- Bytes: those of float32 numbers that pass between memory and processor if its caches keep what is computed inside a
-  block of layers, and nothing from one block to the next. Every pass reads the weights once, writes the hidden states
-  that enter a block or the head, and reads them. An update does so for each optimizer step; its backward pass reads
-  weights and hidden states again, and writes and reads the gradients of the latter. It writes the weights' gradients,
-  reads them for their norm and once more for the step, and reads and writes both moments and the weights.
+- Bytes: those of numbers of `number` bytes, float32 unless told, that pass between memory and processor if its caches
+  keep what is computed inside a block of layers, and nothing from one block to the next. Every pass reads the weights
+  once, writes the hidden states that enter a block or the head, and reads them. An update does so for each optimizer
+  step; its backward pass reads weights and hidden states again, and writes and reads the gradients of the latter. It
+  writes the weights' gradients, reads them for their norm and once more for the step, and reads and writes both moments
+  and the weights.
   Generation is a pass over the prompts, and one for each further token of the longest response, with all rows at once.
   These read the weights, and the keys and values of rows that go on, those of a prompt once for all of its rows; each
   token's are written once.
@@ -94,27 +95,30 @@ def groups_of(prompts: Sequence[int], responses: Sequence[int]) -> list[Group]:
     return [Group(prompts[start], responses[start : start + SAMPLES]) for start in starts]
 
 
-def evaluation(shape: Shape, groups: Sequence[Group], role: str = "actor") -> Work:
+def evaluation(shape: Shape, groups: Sequence[Group], role: str = "actor", number: int = NUMBER) -> Work:
     """A forward pass: log-probs, or values of a critic, which projects on one number instead of the vocabulary."""
     numbers = _read(shape, role) + 2 * _hidden(shape, sum(group.tokens() for group in groups))
-    return Work(_forward(shape, groups, role), NUMBER * numbers)
+    return Work(_forward(shape, groups, role), number * numbers)
 
 
-def update(shape: Shape, groups: Sequence[Group], steps: int, role: str = "actor") -> Work:
-    """Forward and backward passes, and optimizer steps of AdamW with the norm of the gradients clipped."""
+def update(shape: Shape, groups: Sequence[Group], steps: int, role: str = "actor", number: int = NUMBER) -> Work:
+    """Forward and backward passes, and optimizer steps of AdamW with the norm of the gradients clipped.
+
+    The passes compute with numbers of `number` bytes; weights, gradients and moments of the optimizer are float32.
+    """
     weights = shape.weights_of_layers() + shape.vocab_size * shape.hidden
     hidden = _hidden(shape, sum(group.tokens() for group in groups))
-    numbers = steps * (2 * _read(shape, role) + 9 * weights) + 5 * hidden
-    return Work(3 * _forward(shape, groups, role), NUMBER * numbers)
+    of_passes, of_steps = 2 * steps * _read(shape, role) + 5 * hidden, 9 * steps * weights
+    return Work(3 * _forward(shape, groups, role), number * of_passes + NUMBER * of_steps)
 
 
-def generation(shape: Shape, groups: Sequence[Group]) -> Work:
+def generation(shape: Shape, groups: Sequence[Group], number: int = NUMBER) -> Work:
     """Of the responses, with the keys and values of what was computed kept."""
     passes = max(max(group.responses) for group in groups)
     cached = 2 * shape.layers * shape.hidden * shape.kv_heads // shape.heads
     positions = sum(group.tokens() + group.read_again() for group in groups)
     hidden = 2 * _hidden(shape, sum(group.prompt for group in groups))
-    return Work(_forward(shape, groups), NUMBER * (passes * _read(shape) + hidden + cached * positions))
+    return Work(_forward(shape, groups), number * (passes * _read(shape) + hidden + cached * positions))
 
 
 def _forward(shape: Shape, groups: Sequence[Group], role: str = "actor") -> float:
@@ -141,11 +145,14 @@ def _hidden(shape: Shape, tokens: int) -> int:
     return (shape.layers + 1) * shape.hidden * tokens
 
 
-def measured_rates(threads: int = 1, device: str = "cpu", seconds: float = 1.0) -> Rates:
-    """Of the best of many square float32 products, and of many copies that no cache holds. torch keeps the threads."""
+def measured_rates(
+    threads: int = 1, device: str = "cpu", seconds: float = 1.0, dtype: torch.dtype = torch.float32
+) -> Rates:
+    """Of the best of many square products in this format, and of many float32 copies that no cache holds. torch keeps
+    the threads. Numbers are random: of equal ones a GPU multiplies more in a second."""
     torch.set_num_threads(threads)
     size, numbers = (1 << 10, 1 << 25) if device == "cpu" else (1 << 13, 1 << 28)
-    left, right, product = (torch.ones(size, size, device=device) for _ in range(3))
+    left, right, product = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
     source, target = (torch.ones(numbers, device=device) for _ in range(2))
     return Rates(
         threads,
@@ -156,15 +163,27 @@ def measured_rates(threads: int = 1, device: str = "cpu", seconds: float = 1.0) 
 
 def _best(run: Callable[[], Any], device: str, seconds: float) -> float:
     """The fewest seconds that it took."""
-    wait = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    timed = _on_cuda if device.startswith("cuda") else _on_cpu
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
-        wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        best = min(best, time.perf_counter() - start)
+        best = min(best, timed(run))
     return best
+
+
+def _on_cpu(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def _on_cuda(run: Callable[[], Any]) -> float:
+    """By the clock of the device: the start of a kernel is no part of its rate."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1000
 
 
 def reached(work: Work, seconds: float, rates: Rates) -> dict[str, Any]:

@@ -62,6 +62,15 @@ def test_generation_is_counted_by_hand() -> None:
     assert both.bytes == 4 * (numbers + 2 * 3 * 4 + 8 * 3)
 
 
+def test_half_precision_halves_what_passes_read_and_nothing_of_the_optimizers() -> None:
+    weights = LAYERS + 40
+    assert roofline.evaluation(SHAPE, [GROUP], number=2).bytes == 2 * (weights + 2 * HIDDEN)
+    assert roofline.generation(SHAPE, [GROUP], number=2).bytes == roofline.generation(SHAPE, [GROUP]).bytes / 2
+    half = roofline.update(SHAPE, [GROUP], steps=2, number=2)
+    # Weights are read as float32 by no pass; gradients, moments and the weights of the step stay float32.
+    assert half == Work(3 * FORWARD, 2 * (2 * 2 * weights + 5 * HIDDEN) + 4 * 2 * 9 * weights)
+
+
 def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     shape = workload.Shape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, vocab_size=112)
     make_tiny_model(tmp_path, **shape.options())
@@ -129,3 +138,11 @@ def test_rates_are_measured_on_the_threads_that_are_named() -> None:
         torch.set_num_threads(before)
     assert 1e8 < found.matmul < 1e14
     assert 1e7 < found.copy < 1e12
+
+
+def test_the_rate_of_products_is_that_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied = []
+    plain = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: multiplied.append(out.dtype) or plain(a, b, out=out))
+    roofline.measured_rates(threads=torch.get_num_threads(), seconds=0.001, dtype=torch.bfloat16)
+    assert set(multiplied) == {torch.bfloat16}

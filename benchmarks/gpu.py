@@ -1,0 +1,188 @@
+"""How near to the device one GPU comes: updates, memory of the log-probs, generation, and whether the host waits.
+
+    python benchmarks/gpu.py --out benchmarks/results/gpu                      # on a CUDA machine, some minutes
+    python benchmarks/gpu.py --parts update --against textbook --datasheet 989
+    python benchmarks/gpu.py --model tiny --device cpu                         # that the script works, on any machine
+
+- update: `ActorWorker.update_actor` on one rank of the sharded engine: AdamW on float32 weights, passes in bfloat16,
+  whole layers computed anew in the backward pass; `textbook` beside it is `gpu_model.Padded`, in a process of its own,
+  in turns, on the same rows. Each round has an update that does not count before the one that does. MFU is the time
+  that the counted operations take at a rate, of the time they took: the rate of square products in the same format,
+  measured here, or that of the datasheet (`--datasheet`, TFLOP/s). What is computed twice counts once.
+- memory: `linear_logprob` with entropy at three vocabularies. Forward: the peak less what was there before and the
+  outputs. With the backward pass: less the gradients too, as the float32 sums that they are while there are tiles.
+- decode: the built-in generator, all tokens but the first. Its bound is the time that the weights, once a step, and the
+  keys and values of the rows at their lengths take at the rate of copies that was measured here.
+- syncs: what the host waits for between the marks around a micro-batch, by the profiler's trace; and an update in which
+  CUDA refuses to wait inside of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu_model
+import roofline
+import torch
+from gpu_model import DTYPES, SIZES
+from machine import machine
+from paired import Case, Sides, arguments, middle, serve, table
+
+GOALS = {
+    "update": "MFU of at least 45 %",
+    "memory": "the same at every vocabulary",
+    "decode": "at least 50 % of the bound",
+    "syncs": "none",
+}
+PARTS = tuple(GOALS)
+COLUMNS = {"part": "{part}", "what": "{what}", "measured": "{measured}", "goal": "{goal}"}
+AGAINST = ("textbook",)
+
+
+# -- updates, a process for each side -------------------------------------------------------------
+
+
+def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
+    """One side, ready for its rounds."""
+    from camshaft_side import ActorUpdate
+
+    size, folder, device, dtype = SIZES[case["model"]], Path(case["folder"]), case["device"], case["dtype"]
+    if name == "textbook":
+        loop: Any = gpu_model.Padded(folder, size, device, dtype)
+    else:
+        loop = ActorUpdate(folder, **gpu_model.settings(size, device, dtype))
+    return lambda number: timed_update(loop, gpu_model.rows_of(size, number), device)
+
+
+def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
+    """The first of two updates of the rows does not count: it asks the device for memory that was given back."""
+    told = loop.update(rows)
+    on_cuda = device.startswith("cuda")
+    if on_cuda:
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+    start = time.perf_counter()
+    loop.update(rows)
+    if on_cuda:
+        torch.cuda.synchronize(device)
+    told["seconds"] = time.perf_counter() - start
+    if on_cuda:
+        told["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        torch.cuda.empty_cache()  # for the other side
+    return told
+
+
+def update_rows(job: Any, names: list[str], model: str, datasheet: float | None) -> list[dict[str, Any]]:
+    """A row for each side."""
+    case = {"model": model, "folder": str(job.folder), "device": job.device, "dtype": job.dtype}
+    with Sides("gpu.py", names, case, threads=torch.get_num_threads()) as sides:
+        rounds = sides.rounds(job.rounds)
+    rows = [gpu_model.rows_of(job.size, number + 1) for number in range(job.rounds)]
+    work = sum((gpu_model.work_of(job.size, each, job.dtype) for each in rows), roofline.NOTHING) / len(rows)
+    told = [{name: each[name]["told"] for name in names} for each in rounds]
+    tokens = gpu_model.mean_tokens(rows)
+    return [_update_row(name, told, work, tokens, job.rates, datasheet) for name in names]
+
+
+def _update_row(
+    name: str, told: Any, work: roofline.Work, tokens: float, rates: roofline.Rates, datasheet: float | None
+) -> dict[str, Any]:
+    seconds = middle(told, name, "seconds")
+    row: dict[str, Any] = {"what": name, "seconds": seconds, "tokens_per_second": tokens / seconds}
+    row |= roofline.reached(work, seconds, rates)
+    row["matmul_tflops"] = rates.matmul / 1e12
+    if name in AGAINST:
+        row["goal"] = ""
+    parts = ["{of_matmul_rate:.1%} MFU of the {matmul_tflops:.2f} TFLOP/s measured"]
+    if datasheet is not None:
+        row |= {"datasheet_tflops": datasheet, "of_datasheet": work.operations / (datasheet * 1e12) / seconds}
+        parts.append("{of_datasheet:.1%} of the datasheet's {datasheet_tflops:.0f} TFLOP/s")
+    parts.append("{seconds:.3f} s, {tokens_per_second:.0f} tokens/s")
+    if "peak_gib" in told[0][name]:
+        row["peak_gib"] = middle(told, name, "peak_gib")
+        parts.append("{peak_gib:.1f} GiB")
+    row |= {key: middle(told, name, key) for key in ("loss", "grad_norm")}
+    parts.append("loss {loss:.4f}, norm {grad_norm:.4f}")
+    return row | {"measured": "; ".join(parts).format(**row)}
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def options_of() -> argparse.Namespace:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--model", default="1.5B", choices=SIZES)
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on CUDA, float32 elsewhere")
+    parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
+    parser.add_argument("--against", default="textbook", help="textbook, or nothing")
+    parser.add_argument("--datasheet", type=float, help="TFLOP/s in that format, without sparsity, as the maker states")
+    parser.set_defaults(rounds=3)
+    options = parser.parse_args()
+    for given, known in ((options.parts, PARTS), (options.against, AGAINST)):
+        unknown = set(filter(None, given.split(","))) - set(known)
+        if unknown:
+            parser.error(f"there is no {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("there is no CUDA device here; --model tiny --device cpu tries the script itself")
+    options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
+    return options
+
+
+def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """All rows of the table."""
+    import gpu_parts
+
+    size, found = SIZES[options.model], []
+    rates = roofline.measured_rates(torch.get_num_threads(), options.device, dtype=DTYPES[options.dtype])
+    if options.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        gpu_model.make_model(folder, size)
+        job = gpu_parts.Job(size, folder, options.device, options.dtype, rates, options.rounds)
+        names = ["camshaft", *filter(None, options.against.split(","))]
+        ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
+            "update": lambda: update_rows(job, names, options.model, options.datasheet),
+            "memory": lambda: gpu_parts.memory_rows(job),
+            "decode": lambda: gpu_parts.decode_rows(job),
+            "syncs": lambda: gpu_parts.syncs_rows(job),
+        }
+        for part in (part for part in PARTS if part in options.parts.split(",")):
+            print(f"{part} ...", file=sys.stderr, flush=True)
+            found += [{"part": part, "goal": GOALS[part], **row} for row in ways[part]()]
+    return found
+
+
+def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
+    """The result as a page and as JSON, with what it was measured on."""
+    about = machine(options.device)
+    command = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
+    title, _, rest = (__doc__ or "").partition("\n\n")
+    how = f"{about}; model {options.model}, {options.dtype}, medians of {options.rounds} rounds. `{command}`"
+    page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), how, table(rows, COLUMNS)]
+    Path(f"{options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
+    told = {"machine": about, "command": command, "model": options.model, "dtype": options.dtype, "rows": rows}
+    Path(f"{options.out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    options = options_of()
+    rows = measured(options)
+    print(table(rows, COLUMNS), flush=True)
+    if options.out is not None:
+        report(options, rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        serve(build)
+    else:
+        main()

@@ -1,0 +1,245 @@
+"""The parts of `gpu.py` that need one process: memory of the head, generation, waits inside a micro-batch.
+
+    memory_rows(job), decode_rows(job), syncs_rows(job)     # lists of {"what": ..., "measured": ..., numbers}
+
+What only CUDA can tell is reported as `NEEDS_CUDA` elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import roofline
+import torch
+import transformers
+from camshaft_side import ActorUpdate
+from gpu_model import DTYPES, Size, rows_of, settings
+from roofline import Group, Rates
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.engine.step import MicroBatchRun
+from camshaft.models.linear_logprob import linear_logprob
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.torch_rollout import TorchRollout
+
+NEEDS_CUDA = "needs CUDA"
+
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
+"""How the profiler calls what the host waits for."""
+
+MARK = "micro_batch"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the parts are given."""
+
+    size: Size
+    folder: Path
+    device: str
+    dtype: str
+    rates: Rates
+    rounds: int
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.startswith("cuda")
+
+
+def synchronize(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+# -- memory of the log-probs ----------------------------------------------------------------------
+
+
+def memory_rows(job: Job) -> list[dict[str, Any]]:
+    """The most memory of log-probs and entropy beyond what has to be there, by vocabulary."""
+    found = []
+    for words in job.size.vocabularies:
+        row: dict[str, Any] = {"what": f"{words} words, {job.size.head_tokens} tokens", "vocabulary": words}
+        row |= _head_memory(job, words)
+        form = (
+            "{forward_mib:.0f} MiB forward, {backward_mib:.0f} with backward, beside gradients of {gradients_mib:.0f}"
+        )
+        row["measured"] = form.format(**row) if job.on_cuda else NEEDS_CUDA
+        found.append(row)
+    return found
+
+
+def _head_memory(job: Job, words: int) -> dict[str, float]:
+    options: Any = {"device": job.device, "dtype": DTYPES[job.dtype]}
+    hidden = torch.randn(job.size.head_tokens, job.size.shape.hidden, **options).requires_grad_()
+    weight = torch.randn(words, job.size.shape.hidden, **options).mul_(0.02).requires_grad_()
+    targets = torch.randint(words, (len(hidden),), device=job.device)
+
+    def forward() -> Tensor:
+        log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+        return torch.stack([log_probs, log_probs if entropy is None else entropy])
+
+    forward().sum().backward()  # what libraries keep for themselves is there from now on
+    hidden.grad = weight.grad = None
+    outputs = 2 * 4 * len(hidden)
+    with torch.no_grad():
+        once = _peak(job, forward)
+    both = _peak(job, lambda: forward().sum().backward())
+    sums = 4 * (hidden.numel() + weight.numel())
+    if not job.on_cuda:
+        return {}
+    return {
+        "forward_mib": (once - outputs) / 2**20,
+        "backward_mib": (both - outputs - sums) / 2**20,
+        "gradients_mib": sums / 2**20,
+    }
+
+
+def _peak(job: Job, run: Callable[[], Any]) -> int:
+    """The most bytes beyond those that were there before; 0 where nobody counts them."""
+    if not job.on_cuda:
+        run()
+        return 0
+    torch.cuda.reset_peak_memory_stats(job.device)
+    before = torch.cuda.memory_allocated(job.device)
+    run()
+    return torch.cuda.max_memory_allocated(job.device) - before
+
+
+# -- generation -----------------------------------------------------------------------------------
+
+
+def decode_rows(job: Job) -> list[dict[str, Any]]:
+    """Steps of one token for each row, by the built-in generator: the time of all tokens less that of the first."""
+    return [_decoded(job, eager) if eager or job.on_cuda else _not_here() for eager in (True, False)]
+
+
+def _not_here() -> dict[str, Any]:
+    return {"what": "enforce_eager=False", "measured": NEEDS_CUDA}
+
+
+def _decoded(job: Job, eager: bool) -> dict[str, Any]:
+    size = job.size
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(job.folder, dtype=DTYPES[job.dtype]).to(job.device)
+    rollout = TorchRollout(
+        RolloutEngineConfig(
+            model_path=str(job.folder),
+            dtype=job.dtype,  # pyright: ignore[reportArgumentType]
+            device=job.device,
+            max_model_len=size.prompt + size.answer,
+            max_num_seqs=size.batch,
+            enforce_eager=eager,
+        )
+    )
+    rollout.load_weights((name, weight.detach()) for name, weight in model.named_parameters())
+    random = torch.Generator().manual_seed(7)
+    prompts = torch.randint(3, size.shape.vocab_size, (size.batch, size.prompt), generator=random)
+    rows = Ragged.from_rows(list(prompts))
+
+    def seconds(tokens: int) -> float:
+        synchronize(job.device)
+        start = time.perf_counter()
+        out = rollout.generate_sequences(rows, SamplingParams(tokens, ignore_eos=True))
+        synchronize(job.device)
+        assert len(out.log_probs.values) == tokens * size.batch
+        return time.perf_counter() - start
+
+    for tokens in (1, size.answer):
+        seconds(tokens)  # allocations, and graphs if there are any
+    spent = [seconds(size.answer) - seconds(1) for _ in range(job.rounds)]
+    return _told_of_decode(job, eager, statistics.median(spent))
+
+
+def decode_work(size: Size, dtype: str) -> roofline.Work:
+    """Of all tokens but the first: the weights once a step, the keys and values of each row at its length then."""
+
+    def upto(tokens: int) -> roofline.Work:
+        groups = [Group(size.prompt, [tokens])] * size.batch
+        return roofline.generation(size.shape, groups, number=DTYPES[dtype].itemsize)
+
+    whole, first = upto(size.answer), upto(1)
+    return roofline.Work(whole.operations - first.operations, whole.bytes - first.bytes)
+
+
+def _told_of_decode(job: Job, eager: bool, seconds: float) -> dict[str, Any]:
+    size, steps = job.size, job.size.answer - 1
+    told = roofline.reached(decode_work(size, job.dtype), seconds, job.rates)
+    told |= {"seconds": seconds, "ms": 1000 * seconds / steps, "tokens_per_second": steps * size.batch / seconds}
+    form = "{of_copy_rate:.1%} of the bound by bytes, {ms:.2f} ms a step, {tokens_per_second:.0f} tokens/s"
+    return {"what": f"enforce_eager={eager}", "measured": form.format(**told), **told}
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+
+def syncs_rows(job: Job) -> list[dict[str, Any]]:
+    """What the host waits for inside micro-batches of an update: by the profiler's trace, and by CUDA's own check."""
+    names = ("profiler", 'set_sync_debug_mode("error")')
+    actor = ActorUpdate(job.folder, **settings(job.size, job.device, job.dtype))
+    rows = rows_of(job.size, seed=1)
+    actor.update(rows)  # allocations wait
+    if not job.on_cuda:
+        with marked() as passes:
+            actor.update(rows)
+        return [{"what": name, "micro_batches": len(passes), "measured": NEEDS_CUDA} for name in names]
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with marked() as passes, torch.profiler.profile(activities=activities) as profile:
+        actor.update(rows)
+    found = waits_inside(profile.events() or [])
+    first = {"what": names[0], "measured": f"{len(found)} in {len(passes)} micro-batches", "waits": found}
+    return [first | {"micro_batches": len(passes)}, {"what": names[1], **_refused(lambda: actor.update(rows))}]
+
+
+@contextlib.contextmanager
+def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[int]]:
+    """Micro-batches are ranges of the profiler's trace, each inside of `around()`; a number for each."""
+    plain, passes = MicroBatchRun.micro_batch, list[int]()
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        passes.append(len(passes))
+        with torch.profiler.record_function(MARK), around():
+            return plain(self, *args, **options)
+
+    with mock.patch.object(MicroBatchRun, "micro_batch", run):
+        yield passes
+
+
+def waits_inside(events: Any) -> list[str]:
+    """Those of the host's events that lie in a marked range and wait, or started a copy to the host."""
+    ranges = [e.time_range for e in events if e.name == MARK and e.device_type == torch.autograd.DeviceType.CPU]
+    found = []
+    for event in events:
+        if not any(r.start <= event.time_range.start <= r.end for r in ranges):
+            continue
+        if event.device_type == torch.autograd.DeviceType.CPU:
+            names = [event.name, *(kernel.name for kernel in event.kernels)]
+            found += [name for name in names if name.startswith(WAITS)]
+    return found
+
+
+def _refused(update: Callable[[], Any]) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def strict() -> Iterator[None]:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        with marked(strict) as passes:
+            update()
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return {"measured": f"refused: {str(error).splitlines()[0]}"}
+    return {"measured": f"nothing refused in {len(passes)} micro-batches", "micro_batches": len(passes)}

@@ -1,0 +1,259 @@
+"""`benchmarks/gpu.py` where there is no GPU: it runs, its two sides agree, and what needs CUDA says so."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+
+import gpu
+import gpu_model
+import gpu_parts
+import machine
+import roofline
+
+from camshaft.roles import ActorWorker
+
+BENCHMARKS = Path(gpu_parts.__file__).parent
+TINY, LARGE = gpu_model.SIZES["tiny"], gpu_model.SIZES["1.5B"]
+
+
+def started(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, str(BENCHMARKS / "gpu.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """JSON and page of a run of all parts."""
+    out = tmp_path_factory.mktemp("gpu") / "found"
+    small = ["--model", "tiny", "--device", "cpu", "--rounds", "1", "--datasheet", "2"]
+    done = started(*small, "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    page = out.with_suffix(".md").read_text(encoding="utf-8")
+    assert done.stdout.strip() in page
+    return json.loads(out.with_suffix(".json").read_text(encoding="utf-8")), page
+
+
+def test_an_update_tells_its_shares_of_both_rates(found: tuple[dict[str, Any], str]) -> None:
+    rows = {row["what"]: row for row in found[0]["rows"] if row["part"] == "update"}
+    assert rows.keys() == {"camshaft", "textbook"}
+    for row in rows.values():
+        assert row["of_matmul_rate"] * row["matmul_tflops"] == pytest.approx(row["of_datasheet"] * 2)
+        assert 0 < row["of_matmul_rate"] < 1
+    assert (rows["camshaft"]["goal"], rows["textbook"]["goal"]) == ("MFU of at least 45 %", "")
+
+
+def test_both_sides_compute_the_same(found: tuple[dict[str, Any], str]) -> None:
+    ours, theirs = (row for row in found[0]["rows"] if row["part"] == "update")
+    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
+    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+
+
+def test_what_needs_cuda_is_not_made_up(found: tuple[dict[str, Any], str]) -> None:
+    rows = [row for row in found[0]["rows"] if row["part"] in ("memory", "syncs")]
+    rows += [row for row in found[0]["rows"] if row["what"] == "enforce_eager=False"]
+    assert len(rows) == len(TINY.vocabularies) + 2 + 1
+    assert all(row["measured"] == gpu_parts.NEEDS_CUDA for row in rows)
+    assert not any(key.endswith("mib") or key == "seconds" for row in rows for key in row)
+    assert sum(row.get("micro_batches", 0) > 1 for row in rows) == 2  # the marks are there on every device
+
+
+def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str]) -> None:
+    (row,) = (row for row in found[0]["rows"] if row["what"] == "enforce_eager=True")
+    assert row["ms"] * (TINY.answer - 1) == pytest.approx(1000 * row["seconds"])
+    assert row["gigabytes"] == pytest.approx(gpu_parts.decode_work(TINY, "float32").bytes / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [(["--device", "cpu", "--parts", "update,speed"], "speed"), (["--device", "cpu", "--against", "trl"], "trl")],
+)
+def test_a_word_that_is_not_known_is_refused(arguments: list[str], word: str) -> None:
+    done = started("--model", "tiny", *arguments)
+    assert done.returncode == 2
+    assert f"there is no {word}" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_it_says_what_can_be_run() -> None:
+    done = started()
+    assert done.returncode == 2
+    assert "--model tiny --device cpu" in done.stderr
+
+
+# -- sums -----------------------------------------------------------------------------------------
+
+
+def test_the_large_model_is_shaped_as_the_goal_says() -> None:
+    shape = LARGE.shape
+    assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads) == (1536, 28, 12, 2)
+    assert (shape.intermediate, shape.vocab_size) == (8960, 151_936)
+    rows = [gpu_model.rows_of(LARGE, seed) for seed in range(20)]
+    assert gpu_model.mean_tokens(rows) / LARGE.rows == pytest.approx(4096, rel=0.05)
+    assert (LARGE.batch, LARGE.prompt, LARGE.answer) == (256, 512, 256)
+
+
+def test_the_settings_of_the_large_model_are_a_config(tmp_path: Path) -> None:
+    from camshaft_side import config
+
+    gpu_model.make_model(tmp_path, replace(TINY, longest_response=LARGE.longest))
+    found = config(tmp_path, **gpu_model.settings(LARGE, "cuda", "bfloat16"))
+    actor = found.actor_rollout_ref.actor
+    assert (actor.strategy, actor.fsdp_config.model_dtype, actor.fsdp_config.computes_in()) == (
+        "fsdp",
+        "float32",
+        "bfloat16",
+    )
+    assert found.actor_mini_batch() == LARGE.rows == len(gpu_model.rows_of(LARGE, seed=1))
+
+
+def test_the_work_of_an_update_counts_each_row_with_its_own_prompt() -> None:
+    rows = gpu_model.rows_of(TINY, seed=3)
+    groups = [roofline.Group(len(p), [len(r)]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
+    one_by_one = sum((roofline.evaluation(TINY.shape, [group]) for group in groups), roofline.NOTHING)
+    assert gpu_model.work_of(TINY, rows, "bfloat16").operations == pytest.approx(3 * one_by_one.operations)
+
+
+def test_the_bytes_of_generation_are_weights_and_the_keys_and_values_of_real_lengths() -> None:
+    size, shape = LARGE, LARGE.shape
+    weights = shape.weights_of_layers() + shape.hidden * shape.vocab_size
+    of_position = 2 * shape.layers * shape.hidden * shape.kv_heads // shape.heads
+    expected = 0
+    for step in range(1, size.answer):  # the first token comes with the prompt
+        length = size.prompt + step  # of the row with the token that this step computes
+        expected += weights + size.batch * of_position * length  # those before it are read, its own are written
+    assert gpu_parts.decode_work(size, "bfloat16").bytes == pytest.approx(2 * expected, rel=1e-9)
+
+
+def test_waits_are_those_inside_of_marks() -> None:
+    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+
+    def event(name: str, start: float, stop: float, *kernels: str, device: Any = cpu) -> Any:
+        told = [SimpleNamespace(name=kernel) for kernel in kernels]
+        where = SimpleNamespace(start=start, end=stop)
+        return SimpleNamespace(name=name, time_range=where, kernels=told, device_type=device)
+
+    events = [
+        event("micro_batch", 10, 20),
+        event("micro_batch", 30, 40),
+        event("micro_batch", 0, 100, device=cuda),
+        event("cudaStreamSynchronize", 15, 16),
+        event("aten::copy_", 35, 36, "Memcpy DtoH (Device -> Pageable)"),
+        event("aten::copy_", 37, 38, "Memcpy HtoD (Pinned -> Device)"),
+        event("cudaLaunchKernel", 12, 13),
+        event("cudaStreamSynchronize", 25, 26),
+        event("Memcpy DtoH (Device -> Pageable)", 36, 37, device=cuda),
+    ]
+    assert gpu_parts.waits_inside(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
+
+
+def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
+    from camshaft_side import ActorUpdate
+
+    gpu_model.make_model(tmp_path, TINY)
+    plain = {"actor_rollout_ref.actor.strategy": "reference"}  # which leaves no process group behind
+    actor = ActorUpdate(tmp_path, **(gpu_model.settings(TINY, "cpu", "float32") | plain))
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with gpu_parts.marked() as passes, torch.profiler.profile(activities=activities) as profile:
+        actor.update(gpu_model.rows_of(TINY, seed=1))
+    events: Any = profile.events()
+    assert sum(event.name == gpu_parts.MARK for event in events) == len(passes) > 1
+    assert gpu_parts.waits_inside(events) == []
+
+
+# -- the ways that only CUDA takes, with counters and switches of the test ------------------------
+
+
+class There(gpu_parts.Job):
+    """Says that it is on CUDA, and computes on the CPU."""
+
+    on_cuda = True
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> gpu_parts.Job:
+    gpu_model.make_model(tmp_path, TINY)
+    return There(TINY, tmp_path, "cpu", "bfloat16", roofline.Rates(1, 1e9, 1e9), rounds=1)
+
+
+def test_memory_is_the_peak_less_what_has_to_be_there(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = iter([7 << 20, 90 << 20, 7 << 20, 190 << 20])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
+    outputs = 2 * 4 * TINY.head_tokens
+    for row, words, backward in zip(gpu_parts.memory_rows(job), TINY.vocabularies, (85, 185), strict=True):
+        sums = 4 * TINY.shape.hidden * (TINY.head_tokens + words)
+        assert row["gradients_mib"] == sums / 2**20
+        assert row["forward_mib"] == 2 - outputs / 2**20
+        assert row["backward_mib"] == pytest.approx(backward - (outputs + sums) / 2**20)
+        assert row["measured"].startswith(f"2 MiB forward, {row['backward_mib']:.0f} with backward")
+
+
+def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> None:
+    rows = gpu_parts.decode_rows(job)
+    assert [row["what"] for row in rows] == ["enforce_eager=True", "enforce_eager=False"]
+    assert all(row["measured"].endswith(" tokens/s") for row in rows)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_wait_that_cuda_refuses_is_told(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    plain = ActorWorker._loss
+
+    def loss(self: Any, *arguments: Any) -> Any:
+        if waits and modes and modes[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return plain(self, *arguments)
+
+    monkeypatch.setattr(ActorWorker, "_loss", loss)
+    settings = gpu_model.settings(TINY, "cpu", "float32") | {"actor_rollout_ref.actor.strategy": "reference"}
+    monkeypatch.setattr(gpu_parts, "settings", lambda *_: settings)
+    by_trace, by_cuda = gpu_parts.syncs_rows(job)
+    passes = by_trace["micro_batches"]
+    assert passes > 1
+    assert by_trace["measured"] == f"0 in {passes} micro-batches"
+    told = "refused: called a synchronizing" if waits else f"nothing refused in {passes} micro-batches"
+    assert by_cuda["measured"].startswith(told)
+    assert modes == ["error", "default"] * (1 if waits else passes)
+
+
+def test_an_update_on_cuda_is_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: calls.append(name))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    loop = SimpleNamespace(update=lambda rows: calls.append("update") or {"loss": 1.0})
+    told = gpu.timed_update(loop, None, "cuda")
+    assert calls == ["update", "synchronize", "reset_peak_memory_stats", "update", "synchronize", "empty_cache"]
+    assert (told["loss"], told["peak_gib"]) == (1.0, 3.0)
+
+
+def test_the_page_has_every_goal_and_names_tests_that_there_are() -> None:
+    page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
+    for part, goal in gpu.GOALS.items():
+        told = [row for row in rows if row[0].startswith(f"| {part}: ")]
+        assert told, part
+        assert {row[1] for row in told} == {goal}
+    named = re.findall(r"`(tests/[\w/]+\.py)`", page)
+    assert len(named) >= 6
+    assert all((BENCHMARKS.parent / name).is_file() for name in named), named
+
+
+def test_a_gpu_is_named_before_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    about = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    assert machine.machine("cuda:0").startswith("NVIDIA H100, 80 GiB, 132 SMs, CUDA ")
+    assert machine.machine("cuda").endswith(machine.machine())
