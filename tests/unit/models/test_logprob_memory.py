@@ -1,0 +1,104 @@
+"""The log-probs' memory does not grow with the vocabulary: counted at full size, on tensors without numbers.
+
+Tensors on "meta" have sizes and no storage, so that eight thousand tokens meet 150 thousand words here; they take the
+way that CUDA's take, with its tiles (`support/host_waits.py`). What is counted is every tensor that an operator gives,
+for as long as it lives; what an operator needs for itself while it runs is not.
+"""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from support.host_waits import accelerated
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from camshaft.models.linear_logprob import linear_logprob
+
+TOKENS, HIDDEN = 8192, 1536
+VOCABULARIES = (32_000, 75_000, 150_000)
+BUFFER = 4 << 26
+"""Bytes of a tile of float32 logits on an accelerator."""
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that were made inside: now, and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self._known = weakref.WeakSet[Any]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [storage._cdata for storage in _storages((args, kwargs))]
+        result = func(*args, **(kwargs or {}))
+        for storage in _storages(result):
+            self._count(storage, given)
+        return result
+
+    def _count(self, storage: Any, given: list[int]) -> None:
+        if storage in self._known or storage._cdata in given:
+            return
+        self._known.add(storage)
+        weakref.finalize(storage, self._gone, storage.nbytes())
+        self.now += storage.nbytes()
+        self.most = max(self.most, self.now)
+
+    def _gone(self, count: int) -> None:
+        self.now -= count
+
+
+def _storages(tree: Any) -> list[Any]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
+    """Bytes beyond outputs, and with a backward pass beyond the float32 sums of the gradients."""
+    with accelerated(monkeypatch) as device:
+        options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
+        hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(words, HIDDEN, **options)
+        targets = torch.empty(TOKENS, dtype=torch.int64, device=device)
+        with Alive() as alive:
+            log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+            assert entropy is not None
+            known = log_probs.nbytes + entropy.nbytes
+            if backward:
+                torch.autograd.backward([log_probs, entropy], [torch.empty_like(log_probs), torch.empty_like(entropy)])
+                known += 4 * (hidden.numel() + weight.numel())
+        return alive.most - known
+
+
+def test_the_counter_counts_what_lives() -> None:
+    with Alive() as alive:
+        one = torch.empty(4, device="meta", dtype=torch.float32)
+        two = one + 1
+        assert alive.now == 32
+        view = two[1:]
+        del two
+        assert alive.now == 32
+        del view
+        assert alive.now == 16
+        assert (one * 2).shape == (4,)
+    assert (alive.now, alive.most) == (16, 32)
+
+
+def test_a_forward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [beyond(monkeypatch, words, backward=False) for words in VOCABULARIES]
+    assert max(found) < 1.01 * min(found)  # of each tile three numbers a token are kept
+    assert max(found) < 4 * BUFFER
+
+
+def test_a_backward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [beyond(monkeypatch, words, backward=True) for words in VOCABULARIES]
+    assert min(found) == max(found) < 5 * BUFFER
+
+
+def test_the_logits_of_all_words_would_be_counted() -> None:
+    hidden = torch.empty(TOKENS, HIDDEN, device="meta", dtype=torch.bfloat16)
+    found = []
+    for words in VOCABULARIES:
+        with Alive() as alive:
+            (hidden @ hidden.new_empty(words, HIDDEN).t()).float().log_softmax(dim=-1)
+        found.append(alive.most)
+    assert found[-1] > 4 * found[0] > 16 * BUFFER
