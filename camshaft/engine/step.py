@@ -195,8 +195,8 @@ class MicroBatchRun:
 
     def _counted(self, batch: DataProto, ctx: StepContext) -> StepContext:
         mask = batch.ragged("loss_mask").map(Tensor.double)
-        local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()]).to(self.device)
-        tokens, sequences = self.sum_over_ranks(local).tolist()
+        local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
+        tokens, sequences = self.sum_over_ranks(to_device(local, self.device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
         return ctx
 

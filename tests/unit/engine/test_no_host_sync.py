@@ -115,9 +115,9 @@ def test_an_update_waits_as_often_however_many_micro_batches_it_has(home: Path, 
             actor.update_actor(batch_of())
         counted[size] = Counter(waits.found)
     assert counted[ROWS] == counted[2] == counted[1]
-    # The counts that losses are divided by go there and back; the norm is read, then the loss with its metrics.
+    # The counts that losses are divided by, the norm, the loss with its metrics.
     files = sorted(wait.partition(" at ")[2].partition(":")[0] for wait in counted[1].elements())
-    assert files == ["engine/base.py", "engine/optim.py", "engine/step.py", "engine/step.py"], counted[1]
+    assert files == ["engine/base.py", "engine/optim.py", "engine/step.py"], counted[1]
 
 
 # -- what would be found --------------------------------------------------------------------------

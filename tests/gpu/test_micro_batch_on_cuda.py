@@ -1,0 +1,87 @@
+"""CUDA's own word on what `tests/unit/engine/test_no_host_sync.py` finds without it.
+
+`make test-gpu` runs these; without a CUDA device they are skipped.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from support.ppo_runs import ppo_config
+
+from camshaft.config import Topology
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.step import MicroBatchRun
+from camshaft.roles import ActorWorker
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+ACTOR = "actor_rollout_ref.actor"
+SIDES: dict[str, dict[str, Any]] = {
+    "fsdp-bfloat16": {
+        f"{ACTOR}.strategy": "fsdp",
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "bfloat16",
+    },
+    "fsdp-float32": {f"{ACTOR}.strategy": "fsdp"},
+    "reference": {f"{ACTOR}.strategy": "reference"},
+}
+
+
+def batch_of() -> DataProto:
+    prompts = Ragged.from_rows([torch.arange(3, 3 + n) for n in (3, 5, 2, 4, 4, 1, 6, 2)])
+    responses = Ragged.from_rows([torch.arange(3, 3 + n) for n in (4, 6, 1, 3, 3, 7, 2, 5)])
+    numbers = responses.map(lambda ids: -ids.float())
+    mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+    columns = {"prompts": prompts, "responses": responses, "response_mask": mask}
+    return DataProto.from_dict({**columns, "old_log_probs": numbers, "advantages": numbers})
+
+
+def actor_of(folder: Path, side: str) -> ActorWorker:
+    """After an update: what is set up once may wait."""
+    settings = {f"{ACTOR}.ppo_mini_batch_size": 8, "trainer.device": "cuda", **SIDES[side]}
+    actor = ActorWorker(ppo_config(folder, settings), Topology(), total_steps=5)
+    actor.init_model()
+    actor.update_actor(batch_of())
+    return actor
+
+
+@contextmanager
+def strict() -> Iterator[list[int]]:
+    """CUDA raises inside micro-batches where the host would wait; a number for each of them."""
+    plain, passes = MicroBatchRun.micro_batch, list[int]()
+
+    def run(self: Any, *args: Any, **options: Any) -> Any:
+        passes.append(len(passes))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return plain(self, *args, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    with mock.patch.object(MicroBatchRun, "micro_batch", run):
+        yield passes
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_cuda_sees_no_micro_batch_wait(tmp_path: Path, side: str) -> None:
+    actor = actor_of(tmp_path, side)
+    with strict() as passes:
+        actor.update_actor(batch_of())
+    assert len(passes) == 4
+
+
+def test_cuda_sees_a_wait_that_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = actor_of(tmp_path, "reference")
+    plain = actor.policy_loss
+
+    def planted(*args: Any, **options: Any) -> Any:
+        loss, metrics = plain(*args, **options)
+        return loss * float(loss), metrics
+
+    monkeypatch.setattr(actor, "policy_loss", planted)
+    with strict(), pytest.raises(RuntimeError, match="synchronizing"):
+        actor.update_actor(batch_of())
