@@ -93,13 +93,13 @@ def _head_memory(job: Job, words: int) -> dict[str, float]:
     with torch.no_grad():
         once = _peak(job, forward)
     both = _peak(job, lambda: forward().sum().backward())
-    sums = 4 * (hidden.numel() + weight.numel())
+    gradients = 4 * hidden.numel() + weight.nbytes  # that of the hidden states is a sum in float32
     if not job.on_cuda:
         return {}
     return {
         "forward_mib": (once - outputs) / 2**20,
-        "backward_mib": (both - outputs - sums) / 2**20,
-        "gradients_mib": sums / 2**20,
+        "backward_mib": (both - outputs - gradients) / 2**20,
+        "gradients_mib": gradients / 2**20,
     }
 
 

@@ -54,7 +54,7 @@ def _storages(tree: Any) -> list[Any]:
 
 
 def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
-    """Bytes beyond outputs, and with a backward pass beyond the float32 sums of the gradients."""
+    """Bytes beyond outputs, and with a backward pass beyond the gradients: that of the hidden states is a float32 sum."""
     with accelerated(monkeypatch) as device:
         options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
         hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(words, HIDDEN, **options)
@@ -65,7 +65,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
             known = log_probs.nbytes + entropy.nbytes
             if backward:
                 torch.autograd.backward([log_probs, entropy], [torch.empty_like(log_probs), torch.empty_like(entropy)])
-                known += 4 * (hidden.numel() + weight.numel())
+                known += 4 * hidden.numel() + weight.nbytes
         return alive.most - known
 
 
