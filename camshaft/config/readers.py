@@ -1,6 +1,6 @@
 """Which keys of a generator the generators that are built in read, where not all of them do.
 
-    unread_by("torch")         # ("enable_prefix_caching", "enforce_eager", ...)
+    unread_by("torch")         # ("enable_prefix_caching", "load_format", ...)
     unread_by("my.mod:Mine")   # (): one of your own may read any
 
 Used by `loader.py`, which tells who typed such a key, and by `camshaft generate`, which does not compare them.
@@ -11,7 +11,7 @@ _LIBRARIES = ("process", "server", "sglang", "vllm")
 READERS = {
     "tensor_model_parallel_size": _LIBRARIES,
     "gpu_memory_utilization": _LIBRARIES,
-    "enforce_eager": _LIBRARIES,
+    "enforce_eager": ("process", "server", "sglang", "torch", "vllm"),
     "load_format": _LIBRARIES,
     "enable_prefix_caching": _LIBRARIES,
     "update_weights_bucket_megabytes": ("process", "server", "sglang"),

@@ -121,7 +121,9 @@ class GeneratorConfig(Section):
         gt=0, le=1, description="Share of the device's memory for the generator; vllm and sglang only."
     )
     ignore_eos: bool = Field(description="Generate on after the end-of-sequence token.")
-    enforce_eager: bool = Field(description="Generate without CUDA graphs and compilation; vllm and sglang only.")
+    enforce_eager: bool = Field(
+        description="Generate without CUDA graphs and compilation; vllm, sglang, and torch on a GPU."
+    )
     free_cache_engine: bool = Field(description="Free the key-value cache after generation.")
     load_format: LoadFormat = Field(
         description="Start without weights (dummy_...), or with those of the folder; vllm and sglang only."

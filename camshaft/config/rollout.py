@@ -22,12 +22,12 @@ class RolloutEngineConfig(Frozen):
     """Prompt tokens computed together, at most (one longer prompt goes alone)."""
     free_cache_engine: bool = True
     """Free the memory of keys and values in `sleep()`."""
+    enforce_eager: bool = True
+    """Without CUDA graphs and compilation; for vllm, sglang, and torch on a GPU."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that are one generator; this and the next four are for vllm and sglang."""
+    """Ranks that are one generator; this and the next three are for vllm and sglang."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Share of the device's memory for weights, keys and values."""
-    enforce_eager: bool = True
-    """Without CUDA graphs and compilation."""
     load_format: str = "dummy"
     """`dummy...`: start without reading weights; anything else reads those of the folder first."""
     enable_prefix_caching: bool = True

@@ -4,7 +4,8 @@
 
 `torch` is the built-in generator (`torch_rollout.py`: continuous batching on the training weights), `hf` is
 `transformers.generate`, the plain one. Both run a model whose weights are somebody else's (`borrowed.py`). Keys and
-values of the built-in one are in `slots.py`, its steps in `flat.py`, copies of weights in `packed.py`.
+values of the built-in one are in `slots.py`, its steps in `flat.py` and, on a GPU, `recorded.py`, copies of weights in
+`packed.py`.
 `process` is any of them in a process of its own. vLLM (`vllm_rollout`), its server (`server_rollout`) and SGLang
 (`sglang_rollout`) are libraries of their own and share `external.py`. What goes over is checked by `arrivals.py` and
 `digest.py`, and between processes moved by `transport.py`. `sampling.py` chooses tokens. `contract.py` proves any

@@ -19,6 +19,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.flat import Decoder, Forward
+from camshaft.rollout.recorded import RecordedSteps
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.slots import PromptStep, SlotPool, TokenStep
 from camshaft.rollout.stops import StopStrings
@@ -60,7 +61,7 @@ class _Group:
 class ContinuousBatch:
     """The state of one request: rows that wait, rows that live in slots, tokens that were chosen."""
 
-    def __init__(self, decoder: Decoder, pool: SlotPool, request: Request, config: RolloutEngineConfig):
+    def __init__(self, decoder: Decoder | RecordedSteps, pool: SlotPool, request: Request, config: RolloutEngineConfig):
         self.hf, self.decoder, self.pool, self.sampling = decoder.hf, decoder, pool, request.sampling
         prompts = request.prompts
         self.forward: Forward = decoder.own

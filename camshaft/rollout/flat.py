@@ -55,8 +55,7 @@ class Decoder:
     @contextmanager
     def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
         """Inside, a forward for the weights as they are now; what is copied of them is freed behind."""
-        hooked = any(module._forward_hooks or module._forward_pre_hooks for module in self.hf.modules())
-        flat = num_rows >= FEW and num_steps >= STEPS and not hooked
+        flat = num_rows >= FEW and num_steps >= STEPS and not hooked(self.hf)
         if flat:
             self._write_once()
         with packed_linears(self.hf, num_rows, num_steps):
@@ -103,6 +102,11 @@ class Decoder:
                 if wanted.shape != given.shape or not apart <= TOLERANCE * largest:
                     raise NotWritten(f"logits of the list are {apart:.1e} from those of the model for {rows} rows")
         return found
+
+
+def hooked(hf: nn.Module) -> bool:
+    """Whether somebody wants to see the model's forward run."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
 
 
 class _List:

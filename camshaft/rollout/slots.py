@@ -55,6 +55,8 @@ class SlotPool:
         self.windows = [window if shorter and kind == "sliding_attention" else None for kind in types]
         self.layers: dict[int, Layer] = {}
         self.num_slots = self.length = 0
+        self.changes = 0
+        """How often slots have become other memory."""
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Have at least so many slots of at least so many places; what they hold stays."""
@@ -65,6 +67,7 @@ class SlotPool:
             grown = max(length, self.length * 3 // 2)
             self.length = min(-(-grown // GRAIN) * GRAIN, self.max_length)
         self.num_slots = max(self.num_slots, num_slots)
+        self.changes += 1
         for index, (keys, values) in self.layers.items():
             self.layers[index] = self._larger(keys), self._larger(values)
 
@@ -115,6 +118,7 @@ class SlotPool:
         """Free the memory."""
         self.layers.clear()
         self.num_slots = self.length = 0
+        self.changes += 1
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

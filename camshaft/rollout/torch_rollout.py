@@ -6,7 +6,8 @@
 
 It has no code of its own for any model family: the model's forward runs with the "packed" attention, and keys
 and values live in `slots.py`. Weights of the right dtype and device are shared with the engine, not copied.
-`continuous.py` is the loop, and `flat.py` runs the steps in which each row gets one token.
+`continuous.py` is the loop; `flat.py`, or on a GPU that is told to `recorded.py`, runs the steps in which each row gets
+one token.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,6 +24,7 @@ from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.borrowed import BorrowedModel
 from camshaft.rollout.continuous import ContinuousBatch, Request
 from camshaft.rollout.flat import Decoder
+from camshaft.rollout.recorded import recorded_steps
 from camshaft.rollout.slots import SlotPool
 from camshaft.rollout.stops import StopStrings
 
@@ -38,6 +40,7 @@ class TorchRollout(BaseRollout):
         _refuse_growing_rope(self.model.hf.config, config.max_model_len)
         self.decoder = Decoder(self.model.hf)
         self.pool = SlotPool(self.model.hf.config, config.max_model_len)
+        self.recorded = recorded_steps(self.decoder, self.pool, config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load(weights)
@@ -57,7 +60,7 @@ class TorchRollout(BaseRollout):
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
         request = Request(prompts, limits, seeds, sampling, stop_ids, strings)
-        generation = ContinuousBatch(self.decoder, self.pool, request, self.config).generate()
+        generation = ContinuousBatch(self.recorded or self.decoder, self.pool, request, self.config).generate()
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):
             self.pool.clear()  # what is not a number must not stay in the slots
@@ -68,6 +71,8 @@ class TorchRollout(BaseRollout):
         self.model.sleep()
         if self.config.free_cache_engine:
             self.pool.clear()
+            if self.recorded is not None:
+                self.recorded.forget()
 
     def wake_up(self) -> None:
         self.model.wake_up()

@@ -268,11 +268,12 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/unit/reshard/test_adapters.py::test_the_base_goes_over_once_and_the_adapter_each_time",
         ),
         "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weights_go_in_buckets_of_the_size_that_is_told",),
+        "enforce_eager": (
+            f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",
+            "tests/unit/rollout/test_recorded.py::test_steps_are_recorded_on_a_gpu_that_is_told_to",
+        ),
         **dict.fromkeys(
-            (
-                "gpu_memory_utilization", "enforce_eager", "load_format", "tensor_model_parallel_size",
-                "enable_prefix_caching",
-            ),
+            ("gpu_memory_utilization", "load_format", "tensor_model_parallel_size", "enable_prefix_caching"),
             (f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",),
         ),
     },

@@ -285,6 +285,7 @@ LIBRARIES = "process, server, sglang, vllm"
         ("tensor_model_parallel_size=2", "torch", LIBRARIES),
         ("gpu_memory_utilization=0.5", "hf", LIBRARIES),
         ("load_format=auto", "torch", LIBRARIES),
+        ("enforce_eager=false", "hf", "process, server, sglang, torch, vllm"),
         ("update_weights_bucket_megabytes=8", "torch", "process, server, sglang"),
         ("update_weights_bucket_megabytes=8", "vllm", "process, server, sglang"),
     ],

@@ -80,7 +80,6 @@ def test_what_scores_depend_on_counts_where_there_are_scores(home: Path, tmp_pat
         {"custom_reward_function.timeout": 3.0},
         {"custom_reward_function.num_workers": 3},
         {"rollout.max_num_seqs": 3},
-        {"rollout.enforce_eager": False},
         {"rollout.load_format": "auto"},
         {"trainer.n_gpus_per_node": 2},
         {"+ray_kwargs.ray_init.address": "auto"},
@@ -119,5 +118,6 @@ def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:
         assert key in differing(before, found(home, {**SCORED, key: value}))
     # With a generator that reads it, it counts.
     vllm = {"rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1}
-    eager = [found(home, vllm | {"rollout.enforce_eager": value}) for value in (True, False)]
-    assert differing(*eager) == ["rollout.enforce_eager"]
+    for name, differ in (({}, True), (vllm, True), ({"rollout.name": "hf"}, False)):
+        eager = [found(home, name | {"rollout.enforce_eager": value}) for value in (True, False)]
+        assert differing(*eager) == ["rollout.enforce_eager"] * differ

@@ -1,0 +1,91 @@
+"""Recorded steps as CUDA graphs, with the kernels as a GPU runs them; without one, these are skipped."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams, recorded
+from camshaft.rollout.contract import RULES
+from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rules import Rule
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_embeddings": False},
+    "mistral": {"sliding_window": 5},
+    "gpt2": {},
+}
+
+
+class Recorded(TorchRollout):
+    """The built-in generator, told to record."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config.model_copy(update={"enforce_eager": False}))
+
+
+def prompts_of(lab: RolloutLab) -> Ragged:
+    return lab.prompts(3, 11, 1, 5, 62).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
+
+
+def replays(case: Case) -> dict[int, Any]:
+    rollout: Any = case.rollout
+    return dict(rollout.recorded.replays)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Path) -> None:
+    lab, sampling = RolloutLab(TorchRollout, tmp_path, "cuda"), SamplingParams(24, temperature=0)
+    found = []
+    for eager in (True, False):
+        case = lab.case(family, FAMILIES[family], max_num_seqs=7, enforce_eager=eager)
+        out = case.rollout.generate_sequences(prompts_of(lab), sampling)
+        close(out.log_probs, case.log_probs(prompts_of(lab), out.responses, sampling), 1e-3, "log-probs")
+        found.append([row.tolist() for row in out.responses.rows()])
+        assert eager or replays(case)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
+    """As near as the contract wants it of steps as they are, which round elsewhere."""
+    lab, sampling = RolloutLab(Recorded, tmp_path, "cuda"), SamplingParams(24)
+    case = lab.empty_case(family, FAMILIES[family], dtype="bfloat16", max_num_seqs=7)
+    for weight in case.plain.parameters():
+        weight.data /= 4 if weight.ndim > 1 else 1
+    case.rollout.load_weights(case.weights())
+    out = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    wanted = case.log_probs(prompts_of(lab), out.responses, sampling)
+    assert replays(case)
+    assert (out.log_probs.values.double() - wanted.values).abs().mean() < 2e-2
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+def test_recorded_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "STEPS", 1)
+    lab = RolloutLab(Recorded, tmp_path, "cuda")
+    rule.check(lab)
+
+
+def test_a_second_generation_records_nothing_and_sleep_frees_all(tmp_path: Path) -> None:
+    lab = RolloutLab(Recorded, tmp_path, "cuda")
+    case, sampling = lab.case(max_num_seqs=7), SamplingParams(24, temperature=0, ignore_eos=True)
+    case.rollout.generate_sequences(prompts_of(lab), sampling)
+    first = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    before = replays(case)
+    again = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    assert replays(case) == before
+    assert torch.equal(first.responses.values, again.responses.values)
+    case.rollout.sleep()
+    assert not replays(case)
+    case.rollout.wake_up()
+    case.rollout.load_weights(case.weights())
+    asleep_between = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    assert torch.equal(first.responses.values, asleep_between.responses.values)

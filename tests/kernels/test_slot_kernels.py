@@ -1,0 +1,173 @@
+"""The kernels of attention over slots, run by Triton's interpreter, against plain attention in float64."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen2Config
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.rollout import SamplingParams, recorded
+from camshaft.rollout.lab import RolloutLab, close
+from camshaft.rollout.recorded import RecordedSteps
+from camshaft.rollout.slots import SlotPool
+from camshaft.rollout.torch_rollout import TorchRollout
+
+pytestmark = pytest.mark.interpreted
+
+LAYER: Any = SimpleNamespace(layer_idx=0)
+POSITIONS = [0, 3, 15, 16, 70, 127, 128, 255]
+SHAPES = {
+    "shared heads": (4, 2, 16, 16),
+    "one for all": (6, 1, 64, 64),
+    "each its own": (3, 3, 32, 32),
+    "odd sizes": (4, 2, 40, 24),
+    "more than a tile": (40, 2, 8, 8),
+}
+"""Heads, key heads, size of keys, size of values."""
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1, as `make test-kernels` does"
+    from triton.runtime import interpreter
+
+    real = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        """The interpreter keeps bfloat16 as integers of its bits, and multiplies these; here they are numbers."""
+        return real(self, _numbers(interpreter, a), _numbers(interpreter, b), *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    from camshaft.rollout import slot_kernels
+
+    return slot_kernels
+
+
+def _numbers(interpreter: Any, handle: Any) -> Any:
+    if not handle.dtype.scalar.is_bf16():
+        return handle
+    bits = handle.data.astype("uint32") << 16
+    return interpreter.TensorHandle(bits.view("float32"), interpreter.tl.float32)
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Between rows as a model gives them: heads are the second dimension of a (B, 1, H, D)."""
+    return torch.randn(*shape).to(dtype).transpose(1, 2)
+
+
+def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+    """(H, D) what one row's token sees in its slot's keys and values, head by head in float64."""
+    first = 0 if window is None else max(0, position + 1 - window)
+    shared = len(query) // len(keys)
+    mixed = []
+    for head, one in enumerate(query.double()):
+        seen = slice(first, position + 1)
+        weights = (keys[head // shared, seen].double() @ one * 0.3).softmax(0)
+        mixed.append(weights @ values[head // shared, seen].double())
+    return torch.stack(mixed)
+
+
+@pytest.mark.parametrize("processors", [1, 40])
+@pytest.mark.parametrize("window", [None, 1, 50])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_is_plain_attention_of_each_row(
+    kernels: ModuleType, shape: str, window: int | None, processors: int
+) -> None:
+    check(kernels, torch.float32, SHAPES[shape], window, processors, 1e-5)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("processors", [1, 40])
+def test_half_precision_is_near(kernels: ModuleType, dtype: torch.dtype, tolerance: float, processors: int) -> None:
+    check(kernels, dtype, SHAPES["shared heads"], None, processors, tolerance)
+    check(kernels, dtype, SHAPES["odd sizes"], 50, processors, tolerance)
+
+
+def check(
+    kernels: ModuleType,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    window: int | None,
+    processors: int,
+    tolerance: float,
+) -> None:
+    """One call beside plain attention; nothing but the new places of slots is written, and no row is looked beyond."""
+    torch.manual_seed(0)
+    heads, key_heads, dim, value_dim = shape
+    rows = len(POSITIONS)
+    pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+    pool.reserve(rows + 2, 256)
+    query = drawn(rows, 1, heads, dim, dtype=dtype)
+    key, value = (drawn(rows, 1, key_heads, size, dtype=dtype) for size in (dim, value_dim))
+    held = pool.layer(LAYER, key, value)
+    for block in held:
+        block.normal_()
+        for row, position in enumerate(POSITIONS):
+            block[row, :, position + 1 :] = torch.nan
+    wanted = [block.clone() for block in held]
+    for block, new in zip(wanted, (key, value), strict=True):
+        for row, position in enumerate(POSITIONS):
+            block[row, :, position] = new[row, :, 0]
+    step = kernels.KernelStep(pool, torch.tensor(POSITIONS), processors)
+    assert (step._splits(rows * key_heads, 16, window) > 1) == (processors == 40 and window != 1)
+    found = step.attend(LAYER, query, key, value, 0.3, window)
+    assert (found.shape, found.dtype) == ((rows, 1, heads, value_dim), dtype)
+    for block, expected in zip(held, wanted, strict=True):
+        assert torch.equal(block.nan_to_num(99), expected.nan_to_num(99))
+    for row, position in enumerate(POSITIONS):
+        expected = attended(query[row, :, 0], *(block[row] for block in wanted), position, window)
+        torch.testing.assert_close(found[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
+
+
+class EachTime:
+    """Records nothing: the function is called again."""
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function
+
+    def forget(self) -> None: ...
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
+def test_a_model_generates_with_the_kernels_what_it_should(
+    kernels: ModuleType, family: str, sizes: dict[str, Any], tmp_path: Path
+) -> None:
+    class WithKernels(TorchRollout):
+        def __init__(self, config: RolloutEngineConfig):
+            super().__init__(config)
+            make_step = lambda pool, positions: kernels.KernelStep(pool, positions, 8)  # noqa: E731
+            self.recorded = RecordedSteps(self.decoder, self.pool, EachTime(), make_step)
+
+    lab = RolloutLab(WithKernels, tmp_path)
+    case, prompts = lab.case(family, sizes, max_num_seqs=3), lab.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
+    sampling = SamplingParams(16, stop_token_ids=(10, 11, 12))
+    out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
+    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+
+
+def test_what_the_kernels_cannot_is_told(kernels: ModuleType) -> None:
+    for dtype, dim, can in ((torch.float64, 8, False), (torch.float32, 257, False), (torch.bfloat16, 256, True)):
+        pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+        pool.reserve(1, 1)
+        key = torch.zeros(1, 1, 1, dim, dtype=dtype)
+        pool.layer(LAYER, key, key)
+        assert kernels.can(pool) == can
+
+
+def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "processors_of", lambda device: 3)
+    monkeypatch.setattr(recorded, "whole_step", lambda pool, positions: "whole")
+    positions: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+    assert isinstance(recorded.device_step(pool, positions), kernels.KernelStep)
+    assert recorded.device_step(pool, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
+    for name, value in (("can", lambda pool: False), ("importlib.util.find_spec", lambda name: None)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"{(kernels if name == 'can' else recorded).__name__}.{name}", value)
+            assert recorded.device_step(pool, positions) == "whole"

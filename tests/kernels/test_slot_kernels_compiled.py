@@ -1,0 +1,71 @@
+"""The kernels of attention over slots as a GPU would run them: compiled, which needs none."""
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.compiled
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [("bf16", 64), ("bf16", 128), ("bf16", 256), ("fp16", 80), ("fp32", 64), ("fp32", 128)]
+)
+def test_kernels_compile_and_keep_to_registers(
+    dtype: str, dim: int, splits: int, capability: int, tmp_path: Path
+) -> None:
+    from camshaft.rollout import slot_kernels as kernels
+
+    some, sums = f"*{dtype}", "*fp32" if splits > 1 else f"*{dtype}"
+    padded = kernels._padded(dim)
+    dims = {"DIM": dim, "VALUE_DIM": dim, "DIMS": padded, "VALUE_DIMS": padded}
+    shape = kernels.shape_of(DTYPES[dtype], padded)
+    options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
+    blocks = {"positions": "*i64", **dict.fromkeys(("query", "key", "value", "keys", "values"), some)}
+    heads = {"WINDOW": 0, "GROUP": 6, "GROUPS": 16, "SPLITS": splits}
+    cases: list[tuple[Any, dict[str, str], dict[str, int], dict[str, int]]] = [
+        (kernels._store, blocks, dims, {}),
+        (kernels._attend, blocks | {"parts": sums, "sizes": sums, "scale": "fp32"}, heads | dims | shape, options),
+    ]
+    if splits > 1:
+        merge = {"VALUE_DIM": dim, "VALUE_DIMS": padded, "SPLITS": splits, "PADDED": splits}
+        cases.append((kernels._merge, {"parts": "*fp32", "sizes": "*fp32", "out": some}, merge, {}))
+    for kernel, types, constants, chosen in cases:
+        used = resources(kernel, types, constants, chosen, capability, tmp_path)
+        assert used["STACK"] == 0, used  # what does not find room in registers
+        # Two programs at a time at least: 65536 registers, and on the smallest of these 164 kilobytes.
+        assert used["REG"] * 32 * chosen.get("num_warps", 4) <= 65536 // 2, used
+        assert used["SHARED"] <= 82 * 1024, used
+
+
+def resources(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, int],
+    options: dict[str, int],
+    capability: int,
+    folder: Path,
+) -> dict[str, int]:
+    """What a kernel takes of a multiprocessor; numbers that are no constants are strides."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    aligned: Any = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] in "*i"}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
+    compiled: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    path = folder / "kernel.cubin"
+    path.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    found = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", told)}
+    return found | {"SHARED": compiled.metadata.shared}

@@ -1,0 +1,386 @@
+"""Recorded steps, by a recorder that freezes what a CUDA graph freezes: they generate what steps as they are do."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.recorders import OperatorRecorder
+from support.tiny import tiny_folder
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams, recorded
+from camshaft.rollout.base import Generation
+from camshaft.rollout.contract import RULES
+from camshaft.rollout.flat import Decoder
+from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.recorded import CudaGraphRecorder, MakeStep, RecordedSteps, recorded_steps, rounded, whole_step
+from camshaft.rollout.slots import GRAIN, SlotPool, TokenStep
+from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rules import Rule, Violation
+
+SLOTS = 7
+"""One less than a number of rows that is recorded: the next slot keeps a prompt."""
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_embeddings": False},
+    "qwen3": {"kv_heads": 4},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 8},
+    "gpt2": {},
+    "mixtral": {"num_local_experts": 4},
+}
+"""Heads of their own and shared ones, windows, norms and rotations of several kinds, experts."""
+
+
+class Recorded(TorchRollout):
+    """The built-in generator with recorded steps, on a CPU."""
+
+    make_step: MakeStep = staticmethod(whole_step)
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.recorded: RecordedSteps = RecordedSteps(self.decoder, self.pool, OperatorRecorder(), type(self).make_step)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="module")
+def lab(folder: Path) -> RolloutLab:
+    return RolloutLab(Recorded, folder)
+
+
+def steps_of(case: Case) -> Any:
+    rollout: Any = case.rollout
+    return rollout.recorded
+
+
+def count(case: Case) -> int:
+    return steps_of(case).recorder.count
+
+
+def many(lab: RolloutLab) -> Ragged:
+    """More rows than slots; prompts that are kept for rows that find none."""
+    return lab.prompts(3, 11, 1, 5, GRAIN - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
+
+
+SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
+"""Rows end at any time, and those of a long prompt outgrow their slots."""
+
+
+def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:
+    """A generation whose log-probs are those of the plain model."""
+    out = case.rollout.generate_sequences(prompts, sampling, torch.arange(len(prompts)))
+    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    return out
+
+
+def same(found: Generation, wanted: Generation) -> bool:
+    return torch.equal(found.responses.lengths, wanted.responses.lengths) and torch.equal(
+        found.responses.values, wanted.responses.values
+    )
+
+
+# -- what recorded steps generate -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 1.1])
+def test_tokens_are_those_of_steps_as_they_are(lab: RolloutLab, folder: Path, family: str, temperature: float) -> None:
+    sampling = SamplingParams(24, temperature=temperature, stop_token_ids=(10, 11, 12))
+    case = lab.case(family, FAMILIES[family], max_num_seqs=SLOTS)
+    plain = RolloutLab(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
+    wanted = plain.rollout.generate_sequences(many(lab), sampling, torch.arange(18))
+    found = right(case, many(lab), sampling)
+    assert same(found, wanted)
+    assert not temperature or len(set(found.responses.lengths.tolist())) > 2  # rows end and join at any time
+    assert steps_of(case).pool.length > GRAIN  # slots have grown
+    assert count(case) > len(steps_of(case).replays)  # and all was recorded anew then
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+def test_recorded_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "STEPS", 1)
+    rule.check(RolloutLab(Recorded, folder))
+
+
+def test_a_second_generation_records_nothing(lab: RolloutLab) -> None:
+    case = lab.case(max_num_seqs=SLOTS)
+    first = right(case, many(lab))
+    right(case, many(lab))  # in slots of their full length from the start
+    before = count(case)
+    assert same(right(case, many(lab)), first)
+    assert count(case) == before
+
+
+def test_more_rows_than_ever_before_are_recorded_anew_and_fewer_are_not(lab: RolloutLab) -> None:
+    case, few = lab.case(max_num_seqs=16), lab.prompts(3, 4, 5)
+    first = right(case, few)
+    right(case, many(lab))
+    right(case, many(lab))
+    before = steps_of(case).recorder.forgotten
+    assert same(right(case, few), first)
+    assert steps_of(case).recorder.forgotten == before
+    assert {3, 16} <= set(steps_of(case).replays)
+
+
+def test_an_update_in_place_is_seen_by_what_was_recorded(lab: RolloutLab) -> None:
+    case, prompts = lab.case(), lab.prompts(4, 9)
+    sampling = SamplingParams(16, ignore_eos=True)
+    before = right(case, prompts, sampling)
+    made = count(case)
+    for weight in case.plain.parameters():
+        weight.data.mul_(0.8)
+    after = right(case, prompts, sampling)
+    assert count(case) == made
+    assert not torch.equal(before.log_probs.values, after.log_probs.values)
+
+
+def test_other_weights_are_recorded_anew(lab: RolloutLab) -> None:
+    case, prompts = lab.case(), lab.prompts(4, 9)
+    sampling = SamplingParams(16, ignore_eos=True)
+    right(case, prompts, sampling)
+    made = count(case)
+    for weight in case.plain.parameters():
+        weight.data.mul_(0.8)
+    case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
+    right(case, prompts, sampling)
+    assert count(case) > made
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(lab: RolloutLab, free: bool) -> None:
+    case, prompts = lab.case(free_cache_engine=free), lab.prompts(4, 9)
+    sampling = SamplingParams(16, ignore_eos=True)
+    first, steps = right(case, prompts, sampling), steps_of(case)
+    made, forgotten = count(case), steps.recorder.forgotten
+    case.rollout.sleep()
+    assert bool(steps.replays) != free
+    assert steps.recorder.forgotten == forgotten + free
+    case.rollout.wake_up()
+    case.rollout.load_weights(case.weights())
+    assert same(right(case, prompts, sampling), first)
+    assert (count(case) > made) == free  # the weights are the same tensors again
+
+
+def test_short_calls_and_models_with_hooks_run_as_they_are(lab: RolloutLab) -> None:
+    case, prompts = lab.case(), lab.prompts(4, 9)
+    right(case, prompts, SamplingParams(recorded.STEPS - 1, ignore_eos=True))
+    assert count(case) == 0
+    calls: list[int] = []
+    hook = steps_of(case).hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    right(case, prompts, SamplingParams(40, ignore_eos=True))
+    assert (len(calls), count(case)) == (40, 0)
+    hook.remove()
+    right(case, prompts, SamplingParams(40, ignore_eos=True))
+    assert (len(calls), count(case)) == (40, 1)
+
+
+def test_a_model_that_looks_at_values_is_refused_by_name(lab: RolloutLab) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    case = lab.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
+    with pytest.raises(RolloutError, match=r"a step of LlamaForCausalLM cannot be recorded: .*enforce_eager=true"):
+        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(16, ignore_eos=True))
+
+
+# -- that the recorder would show a step which depends on more ------------------------------------
+
+
+def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As steps that are not recorded do it: so many places as the longest row has."""
+    real, now = RecordedSteps._forward, [0]
+
+    def forward(self: RecordedSteps, num_rows: int, tokens: Tensor, positions: Tensor, slots: TokenStep) -> Tensor:
+        now[0] = slots.length
+        return real(self, num_rows, tokens, positions, slots)
+
+    monkeypatch.setattr(RecordedSteps, "_forward", forward)
+    monkeypatch.setattr(Recorded, "make_step", staticmethod(lambda pool, at: TokenStep(pool, at, now[0])))
+
+
+def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was made once, of the positions that there were."""
+    made: dict[int, TokenStep] = {}
+
+    def step(pool: SlotPool, positions: Tensor) -> TokenStep:
+        if len(positions) not in made or made[len(positions)].pool is not pool:
+            made[len(positions)] = whole_step(pool, positions.clone())  # pyright: ignore[reportArgumentType]
+        return made[len(positions)]
+
+    monkeypatch.setattr(Recorded, "make_step", staticmethod(step))
+
+
+def _any_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded, "addresses", lambda hf: ())
+
+
+def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotPool, "changes", property(lambda self: 0, lambda self, value: None), raising=False)
+
+
+def _rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that fill up a number write to the slot that keeps a prompt."""
+    real = RecordedSteps._forward
+    monkeypatch.setattr(RecordedSteps, "_forward", lambda self, num_rows, *rest: real(self, num_rows + 1, *rest))
+    monkeypatch.setattr(recorded, "rounded", lambda rows: SLOTS + 1)
+
+
+MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
+    _length_of_python, _mask_of_before, _any_weights, _any_slots, _rows_of_others,
+]  # fmt: skip
+
+
+def _story(lab: RolloutLab) -> None:
+    """Generations as they come in a run."""
+    case = lab.case(max_num_seqs=SLOTS)
+    steps_of(case)._capacity = SLOTS + 1
+    for scale in (1.0, 0.8):
+        weights = [(name, weight.data.mul_(scale).clone()) for name, weight in case.weights()]
+        case.rollout.load_weights(weights)
+        right(case, many(lab))
+
+
+def test_the_story_is_right_without_a_mistake(lab: RolloutLab) -> None:
+    _story(lab)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
+def test_a_mistake_is_seen(
+    mistake: Callable[[pytest.MonkeyPatch], None], lab: RolloutLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistake(monkeypatch)
+    with pytest.raises(Violation, match="log-probs: off by"):
+        _story(lab)
+
+
+# -- who gets them --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "eager", "found"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+)
+def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, found: bool) -> None:
+    config = RolloutEngineConfig(model_path=str(tiny_folder()), device=device, enforce_eager=eager)
+    hf: Any = torch.nn.Linear(1, 1)
+    steps = recorded_steps(Decoder(hf), None, config)  # pyright: ignore[reportArgumentType]
+    assert (steps is not None) == found
+    assert steps is None or isinstance(steps.recorder, CudaGraphRecorder)
+
+
+def test_on_a_cpu_the_list_of_operators_is_used_whatever_is_told(folder: Path) -> None:
+    lab = RolloutLab(TorchRollout, folder)
+    case, plain = lab.case(enforce_eager=False), lab.case()
+    rollout: Any = case.rollout
+    assert rollout.recorded is None
+    assert same(right(case, many(lab)), right(plain, many(lab)))
+    assert rollout.decoder._list is not None
+
+
+def test_numbers_of_rows_that_are_recorded() -> None:
+    found = [rounded(rows) for rows in range(1, 1025)]
+    assert sorted(set(found[:256])) == [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    assert all(rows <= up < rows + max(8, rows / 4) for rows, up in enumerate(found, 1))
+    assert all(rounded(up) == up for up in found)
+    assert len(set(found)) < 32
+
+
+class Backend:
+    """What a recorder asks of a device, with the signatures of CUDA's."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.stream_now: Any = "main"
+
+    @contextmanager
+    def _inside(self, *call: Any) -> Any:
+        self.calls.append(call)
+        before, self.stream_now = self.stream_now, call[1] if call[0] == "stream" else self.stream_now
+        try:
+            yield
+        finally:
+            self.stream_now = before
+            self.calls.append(("end", call[0]))
+
+    def Stream(self) -> Any:
+        backend = self
+
+        class Side:
+            def wait_stream(self, other: Any) -> None:
+                backend.calls.append(("side waits", other))
+
+        return Side()
+
+    def current_stream(self) -> Any:
+        backend = self
+
+        class Main:
+            def wait_stream(self, other: Any) -> None:
+                backend.calls.append(("main waits",))
+
+            def __eq__(self, other: object) -> bool:
+                return other == "main"
+
+        return Main()
+
+    def graph_pool_handle(self) -> int:
+        self.calls.append(("pool",))
+        return len(self.calls)
+
+    def CUDAGraph(self) -> Any:
+        backend = self
+
+        class Graph:
+            def replay(self) -> None:
+                backend.calls.append(("replay",))
+
+        return Graph()
+
+    def device(self, device: Any) -> Any:
+        return self._inside("device", device)
+
+    def stream(self, stream: Any) -> Any:
+        return self._inside("stream", stream)
+
+    def graph(self, *args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs).arguments
+        assert given["stream"] is self.stream_now
+        return self._inside("graph", given["pool"], given["capture_error_mode"])
+
+    def empty_cache(self) -> None:
+        self.calls.append(("emptied",))
+
+
+def test_graphs_are_captured_after_a_run_beside_and_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Backend()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
+    recorder = CudaGraphRecorder(torch.device("cuda"))
+    recorder.forget()
+    assert not backend.calls
+    replay = recorder.record(lambda: backend.calls.append(("run",)))
+    kinds = [call[0] for call in backend.calls]
+    assert kinds == [
+        "device", "pool", "side waits", "stream", "run", "graph", "run", "end", "end", "main waits", "end"
+    ]  # fmt: skip
+    (capture,) = (call for call in backend.calls if call[0] == "graph")
+    assert capture[2] == "thread_local"
+    replay()
+    assert backend.calls[-1] == ("replay",)
+    recorder.record(lambda: None)
+    recorder.forget()
+    assert backend.calls[-1] == ("emptied",)
+    recorder.record(lambda: None)
+    first, second, third = (call[1] for call in backend.calls if call[0] == "graph")
+    assert first == second != third
+    with pytest.raises(ZeroDivisionError):
+        recorder.record(lambda: 1 // 0)  # pyright: ignore
+    assert backend.stream_now == "main"
