@@ -50,10 +50,10 @@ def can(pool: SlotPool) -> bool:
 class KernelStep:
     """One model call on one token of each row; `TokenStep` of `slots.py` computes the same with torch's operators."""
 
-    def __init__(self, pool: SlotPool, positions: Tensor, processors: int | None = None):
+    def __init__(self, pool: SlotPool, positions: Tensor):
         self.pool = pool
         self.positions = positions
-        self.processors = processors_of(positions.device) if processors is None else processors
+        self.processors = processors_of(positions.device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None

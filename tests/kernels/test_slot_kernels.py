@@ -31,6 +31,9 @@ SHAPES = {
 }
 """Heads, key heads, size of keys, size of values."""
 
+SPLITS = {"whole rows": (1, None), "as they come": (40, None), "ten splits": (40, 16)}
+"""How many processors there are, and how many places are looked at together."""
+
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -73,20 +76,33 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window:
     return torch.stack(mixed)
 
 
-@pytest.mark.parametrize("processors", [1, 40])
+@pytest.fixture(params=SPLITS)
+def split(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rows go into so many splits; what is allocated holds no numbers."""
+    processors, block = SPLITS[request.param]
+    monkeypatch.setattr(kernels, "processors_of", lambda device: processors)
+    real = kernels.shape_of
+    monkeypatch.setattr(kernels, "shape_of", lambda *of: real(*of) | ({} if block is None else {"BLOCK": block}))
+    monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
+    return request.param
+
+
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_attention_is_plain_attention_of_each_row(
-    kernels: ModuleType, shape: str, window: int | None, processors: int
+    kernels: ModuleType, split: str, shape: str, window: int | None
 ) -> None:
-    check(kernels, torch.float32, SHAPES[shape], window, processors, 1e-5)
+    splits = check(kernels, torch.float32, SHAPES[shape], window, 1e-5)
+    if split != "as they come":
+        assert (splits > 1) == (split == "ten splits" and window != 1)
+    if (split, SHAPES[shape][1], window) == ("ten splits", 2, None):
+        assert splits == 10
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("processors", [1, 40])
-def test_half_precision_is_near(kernels: ModuleType, dtype: torch.dtype, tolerance: float, processors: int) -> None:
-    check(kernels, dtype, SHAPES["shared heads"], None, processors, tolerance)
-    check(kernels, dtype, SHAPES["odd sizes"], 50, processors, tolerance)
+def test_half_precision_is_near(kernels: ModuleType, split: str, dtype: torch.dtype, tolerance: float) -> None:
+    check(kernels, dtype, SHAPES["shared heads"], None, tolerance)
+    check(kernels, dtype, SHAPES["odd sizes"], 50, tolerance)
 
 
 def check(
@@ -94,10 +110,12 @@ def check(
     dtype: torch.dtype,
     shape: tuple[int, int, int, int],
     window: int | None,
-    processors: int,
     tolerance: float,
-) -> None:
-    """One call beside plain attention; nothing but the new places of slots is written, and no row is looked beyond."""
+) -> int:
+    """One call beside plain attention; nothing but the new places of slots is written, and no row is looked beyond.
+
+    Returns how many splits there were.
+    """
     torch.manual_seed(0)
     heads, key_heads, dim, value_dim = shape
     rows = len(POSITIONS)
@@ -114,8 +132,7 @@ def check(
     for block, new in zip(wanted, (key, value), strict=True):
         for row, position in enumerate(POSITIONS):
             block[row, :, position] = new[row, :, 0]
-    step = kernels.KernelStep(pool, torch.tensor(POSITIONS), processors)
-    assert (step._splits(rows * key_heads, 16, window) > 1) == (processors == 40 and window != 1)
+    step = kernels.KernelStep(pool, torch.tensor(POSITIONS))
     found = step.attend(LAYER, query, key, value, 0.3, window)
     assert (found.shape, found.dtype) == ((rows, 1, heads, value_dim), dtype)
     for block, expected in zip(held, wanted, strict=True):
@@ -123,6 +140,8 @@ def check(
     for row, position in enumerate(POSITIONS):
         expected = attended(query[row, :, 0], *(block[row] for block in wanted), position, window)
         torch.testing.assert_close(found[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
+    block = kernels.shape_of(dtype, max(kernels._padded(size) for size in (dim, value_dim)))["BLOCK"]
+    return step._splits(rows * key_heads, block, window)
 
 
 class EachTime:
@@ -136,14 +155,14 @@ class EachTime:
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
 def test_a_model_generates_with_the_kernels_what_it_should(
-    kernels: ModuleType, family: str, sizes: dict[str, Any], tmp_path: Path
+    kernels: ModuleType, family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithKernels(TorchRollout):
         def __init__(self, config: RolloutEngineConfig):
             super().__init__(config)
-            make_step = lambda pool, positions: kernels.KernelStep(pool, positions, 8)  # noqa: E731
-            self.recorded = RecordedSteps(self.decoder, self.pool, EachTime(), make_step)
+            self.recorded = RecordedSteps(self.decoder, self.pool, EachTime(), kernels.KernelStep)
 
+    monkeypatch.setattr(kernels, "processors_of", lambda device: 8)
     lab = RolloutLab(WithKernels, tmp_path)
     case, prompts = lab.case(family, sizes, max_num_seqs=3), lab.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
     sampling = SamplingParams(16, stop_token_ids=(10, 11, 12))
