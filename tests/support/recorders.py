@@ -49,6 +49,19 @@ class OperatorRecorder:
         self.forgotten += 1
 
 
+class SeenDevices(TorchDispatchMode):
+    """Inside, `found` are the kinds of devices on which operators have read or written a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {tensor.device.type for tensor in tensors((args, kwargs, result))}
+        return result
+
+
 class _Taped(TorchDispatchMode):
     def __init__(self, tape: list[Operator]):
         super().__init__()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorders import OperatorRecorder
+from support.recorders import OperatorRecorder, SeenDevices
 from support.tiny import tiny_folder
 from torch import Tensor
 
@@ -191,6 +191,20 @@ def test_a_model_that_looks_at_values_is_refused_by_name(lab: RolloutLab) -> Non
     case = lab.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
     with pytest.raises(RolloutError, match=r"a step of LlamaForCausalLM cannot be recorded: .*enforce_eager=true"):
         case.rollout.generate_sequences(lab.prompts(4), SamplingParams(16, ignore_eos=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
+    """Which a recording would freeze, or refuse: on a device other than the host all tensors of a step are there."""
+    config = RolloutEngineConfig(model_path=str(tiny_folder(family, **FAMILIES[family])), dtype="bfloat16")
+    for device in ("meta", "cpu"):
+        rollout = TorchRollout(config)
+        rollout.model.hf.to_empty(device=device)
+        rollout.pool.reserve(5, GRAIN)
+        tokens, positions = torch.zeros(2, 4, dtype=torch.int64, device=device)
+        with torch.inference_mode(), SeenDevices() as seen:
+            logits = rollout.decoder.own(tokens, positions, whole_step(rollout.pool, positions))
+        assert seen.found == {logits.device.type} == {device}
 
 
 # -- that the recorder would show a step which depends on more ------------------------------------
