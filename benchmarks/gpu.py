@@ -57,7 +57,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
     if name == "textbook":
         loop: Any = gpu_model.Padded(folder, size, device, dtype)
     else:
-        loop = ActorUpdate(folder, **gpu_model.settings(size, device, dtype))
+        loop = ActorUpdate(folder, **(gpu_model.settings(size, device, dtype) | case["settings"]))
     return lambda number: timed_update(loop, gpu_model.rows_of(size, number), device)
 
 
@@ -79,16 +79,17 @@ def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
     return told
 
 
-def update_rows(job: Any, names: list[str], model: str, datasheet: float | None) -> list[dict[str, Any]]:
+def update_rows(job: Any, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each side."""
-    case = {"model": model, "folder": str(job.folder), "device": job.device, "dtype": job.dtype}
+    case = {"model": options.model, "folder": str(job.folder), "device": job.device, "dtype": job.dtype}
+    case["settings"] = dict(word.split("=", 1) for word in options.set)
     with Sides("gpu.py", names, case, threads=torch.get_num_threads()) as sides:
         rounds = sides.rounds(job.rounds)
     rows = [gpu_model.rows_of(job.size, number + 1) for number in range(job.rounds)]
     work = sum((gpu_model.work_of(job.size, each, job.dtype) for each in rows), roofline.NOTHING) / len(rows)
     told = [{name: each[name]["told"] for name in names} for each in rounds]
     tokens = gpu_model.mean_tokens(rows)
-    return [_update_row(name, told, work, tokens, job.rates, datasheet) for name in names]
+    return [_update_row(name, told, work, tokens, job.rates, options.datasheet) for name in names]
 
 
 def _update_row(
@@ -123,6 +124,9 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on CUDA, float32 elsewhere")
     parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
     parser.add_argument("--against", default="textbook", help="textbook, or nothing")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the config of camshaft's update; repeatable"
+    )
     parser.add_argument("--datasheet", type=float, help="TFLOP/s in that format, without sparsity, as the maker states")
     parser.set_defaults(rounds=3)
     options = parser.parse_args()
@@ -130,6 +134,8 @@ def options_of() -> argparse.Namespace:
         unknown = set(filter(None, given.split(","))) - set(known)
         if unknown:
             parser.error(f"there is no {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+    if any("=" not in word for word in options.set):
+        parser.error("--set takes KEY=VALUE")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error("there is no CUDA device here; --model tiny --device cpu tries the script itself")
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
@@ -150,7 +156,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         job = gpu_parts.Job(size, folder, options.device, options.dtype, rates, options.rounds)
         names = ["camshaft", *filter(None, options.against.split(","))]
         ways: dict[str, Callable[[], list[dict[str, Any]]]] = {
-            "update": lambda: update_rows(job, names, options.model, options.datasheet),
+            "update": lambda: update_rows(job, names, options),
             "memory": lambda: gpu_parts.memory_rows(job),
             "decode": lambda: gpu_parts.decode_rows(job),
             "syncs": lambda: gpu_parts.syncs_rows(job),

@@ -42,7 +42,7 @@ HOMES = {
     "mlflow": ["tracking/mlflow.py"],
     "trackio": ["tracking/trackio.py"],
     "peft": ["models/lora.py"],
-    "triton": ["rollout/slot_kernels.py"],
+    "triton": ["models/tile_kernels.py", "rollout/slot_kernels.py"],
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
     "fsspec": ["storage.py"],

@@ -1,6 +1,5 @@
 """The kernels of attention over slots, run by Triton's interpreter, against plain attention in float64."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -36,8 +35,7 @@ SPLITS = {"whole rows": (1, None), "as they come": (40, None), "ten splits": (40
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1, as `make test-kernels` does"
+def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     from triton.runtime import interpreter
 
     real = interpreter.InterpreterBuilder.create_dot

@@ -1,12 +1,11 @@
 """The kernels of attention over slots as a GPU would run them: compiled, which needs none."""
 
-import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.compiled import resources
 
 pytestmark = pytest.mark.compiled
 
@@ -43,29 +42,3 @@ def test_kernels_compile_and_keep_to_registers(
         # Two programs at a time at least: 65536 registers, and on the smallest of these 164 kilobytes.
         assert used["REG"] * 32 * chosen.get("num_warps", 4) <= 65536 // 2, used
         assert used["SHARED"] <= 82 * 1024, used
-
-
-def resources(
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, int],
-    options: dict[str, int],
-    capability: int,
-    folder: Path,
-) -> dict[str, int]:
-    """What a kernel takes of a multiprocessor; numbers that are no constants are strides."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = kernel.arg_names
-    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
-    aligned: Any = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name][0] in "*i"}
-    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
-    compiled: Any = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    path = folder / "kernel.cubin"
-    path.write_bytes(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", told)}
-    return found | {"SHARED": compiled.metadata.shared}

@@ -54,7 +54,7 @@ def _storages(tree: Any) -> list[Any]:
 
 
 def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
-    """Bytes beyond outputs, and with a backward pass beyond the gradients: that of the hidden states is a float32 sum."""
+    """Bytes beyond outputs, and with a backward pass beyond gradients, of hidden states as a sum in float32."""
     with accelerated(monkeypatch) as device:
         options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
         hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(words, HIDDEN, **options)

@@ -1,0 +1,29 @@
+"""The kernels of the fused output head as a GPU would run them: compiled, which needs none."""
+
+from pathlib import Path
+
+import pytest
+from support.compiled import resources
+
+pytestmark = pytest.mark.compiled
+
+CAPABILITIES = [80, 90]
+"""An A100's and an H100's."""
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_kernels_of_the_head_compile_and_keep_to_registers(capability: int, dtype: str, tmp_path: Path):
+    from camshaft.models import tile_kernels as kernels
+
+    common = {"logits": "*fp32", "columns": "*i64", "num_tokens": "i32", "num_words": "i32", "temperature": "fp32"}
+    cases = [
+        (kernels._look, common | {"found": "*fp32"}, {"ENTROPY": True}),
+        (kernels._slope, common | {"about": "*fp32", "grad": f"*{dtype}"}, {}),
+    ]
+    for kernel, types, constants in cases:
+        constants = {**constants, "BLOCK": kernels.WORDS}
+        used = resources(kernel, types, constants, {"num_warps": kernels.WARPS}, capability, tmp_path)
+        # 65536 registers of a multiprocessor, and two programs at a time at least: one loads while the other computes.
+        assert used["STACK"] == 0, used
+        assert used["REG"] * 32 * kernels.WARPS <= 65536 // 2, used
