@@ -8,7 +8,8 @@ again when they have changed. A row's places are read up to its own end, whateve
 
 `_store` writes a token's key and value. `_attend` has a program for each row, key head and split of the row's places:
 the query heads that share a key head are one tile, and its softmax is taken as places come. `_merge` puts splits
-together. Triton is imported with this module, so import it where it is needed only.
+together. All tensors are contiguous, so their shapes tell where things are. Triton is imported with this module, so
+import it where it is needed only.
 """
 
 from typing import Any
@@ -60,14 +61,12 @@ class KernelStep:
     ) -> Tensor:
         """Attention of each new token over the places of its slot; see `camshaft.models.attention.Slots`."""
         keys, values = self.pool.layer(module, key, value)
-        query, key, value = (t[:, :, 0].contiguous() if t.stride(3) != 1 else t[:, :, 0] for t in (query, key, value))
+        query, key, value = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
         (num_rows, num_heads, dim), key_heads, value_dim = query.shape, key.shape[1], value.shape[2]
-        dims = {"DIM": dim, "VALUE_DIM": value_dim, "DIMS": _padded(dim), "VALUE_DIMS": _padded(value_dim)}
-        _launch(
-            _store, (num_rows, key_heads), key, value, keys, values, self.positions, *key.stride()[:2],
-            *value.stride()[:2], *keys.stride()[:2], *values.stride()[:2], **dims,
-        )  # fmt: skip
-        shape = shape_of(keys.dtype, max(dims["DIMS"], dims["VALUE_DIMS"]))
+        dims = {"DIM": dim, "VALUE_DIM": value_dim, "DIMS": _padded(max(dim, value_dim))}
+        places = keys.shape[2]
+        _launch(_store, (num_rows, key_heads), key, value, keys, values, self.positions, places, **dims)
+        shape = shape_of(keys.dtype, dims["DIMS"])
         splits = self._splits(num_rows * key_heads, shape["BLOCK"], sliding_window)
         out = query.new_empty(num_rows, 1, num_heads, value_dim)
         parts, sizes = out, out
@@ -75,13 +74,13 @@ class KernelStep:
             parts = torch.empty(num_rows, num_heads, splits, value_dim, dtype=torch.float32, device=out.device)
             sizes = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=out.device)
         _launch(
-            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, sizes, scaling * LOG2E,
-            *query.stride()[:2], *keys.stride()[:2], *values.stride()[:2], WINDOW=sliding_window or 0,
-            GROUP=num_heads // key_heads, GROUPS=_padded(num_heads // key_heads), SPLITS=splits, **dims, **shape,
+            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, sizes, places,
+            scaling * LOG2E, WINDOW=sliding_window or 0, GROUP=num_heads // key_heads,
+            GROUPS=_padded(num_heads // key_heads), SPLITS=splits, **dims, **shape,
         )  # fmt: skip
         if splits > 1:
             _launch(
-                _merge, (num_rows, num_heads), parts, sizes, out, VALUE_DIM=value_dim, VALUE_DIMS=dims["VALUE_DIMS"],
+                _merge, (num_rows, num_heads), parts, sizes, out, VALUE_DIM=value_dim, VALUE_DIMS=_padded(value_dim),
                 SPLITS=splits, PADDED=1 << (splits - 1).bit_length(),
             )  # fmt: skip
         return out
@@ -116,32 +115,31 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 @triton.jit
 def _store(
-    key, value, keys, values, positions, key_row, key_head, value_row, value_head, keys_row, keys_head, values_row,
-    values_head, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
-):  # fmt: skip
+    key, value, keys, values, positions, num_places, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr
+):
     """The key and the value of one row and key head, to the row's position in its slot."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = tl.load(positions + row)
+    row = tl.program_id(0).to(tl.int64)
+    here = row * tl.num_programs(1) + tl.program_id(1)
+    place = here * num_places + tl.load(positions + row)
     at = tl.arange(0, DIMS)
-    some = tl.load(key + row * key_row + head * key_head + at, mask=at < DIM)
-    tl.store(keys + row * keys_row + head * keys_head + place * DIM + at, some, mask=at < DIM)
-    at = tl.arange(0, VALUE_DIMS)
-    some = tl.load(value + row * value_row + head * value_head + at, mask=at < VALUE_DIM)
-    tl.store(values + row * values_row + head * values_head + place * VALUE_DIM + at, some, mask=at < VALUE_DIM)
+    some = tl.load(key + here * DIM + at, mask=at < DIM)
+    tl.store(keys + place * DIM + at, some, mask=at < DIM)
+    some = tl.load(value + here * VALUE_DIM + at, mask=at < VALUE_DIM)
+    tl.store(values + place * VALUE_DIM + at, some, mask=at < VALUE_DIM)
 
 
 @triton.jit
 def _attend(
-    query, keys, values, positions, parts, sizes, scale, query_row, query_head, keys_row, keys_head, values_row,
-    values_head, WINDOW: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr, VALUE_DIMS: tl.constexpr,
+    query, keys, values, positions, parts, sizes, num_places, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
 ):  # fmt: skip
     """One split of one row's places, for the query heads of one key head; `scale` is for powers of two.
 
     With several splits, `parts` are their results and `sizes` the logarithms of their softmax's sums, for `_merge`;
     with one, `parts` is the result itself.
     """
-    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     stop = tl.load(positions + row).to(tl.int32) + 1
     first = tl.maximum(stop - WINDOW, 0) if WINDOW > 0 else 0
     # Each split takes so many of the row's own places: how long other rows are changes no bit of the result.
@@ -149,17 +147,16 @@ def _attend(
     start = first + split * share
     end = tl.minimum(start + share, stop)
 
-    member, at, value_at = tl.arange(0, GROUPS), tl.arange(0, DIMS), tl.arange(0, VALUE_DIMS)
-    heads = head * GROUP + member
+    member, at = tl.arange(0, GROUPS), tl.arange(0, DIMS)
+    here = row * tl.num_programs(1) + tl.program_id(1)  # the key head, of those of all rows
+    heads = here * GROUP + member  # of all rows
     real = (member < GROUP)[:, None]
-    q = tl.load(
-        query + row * query_row + heads[:, None] * query_head + at[None, :], mask=real & (at < DIM)[None, :], other=0.0
-    )
-    keys += row * keys_row + head * keys_head
-    values += row * values_row + head * values_head
+    q = tl.load(query + heads[:, None] * DIM + at[None, :], mask=real & (at < DIM)[None, :], other=0.0)
+    keys += here * num_places * DIM
+    values += here * num_places * VALUE_DIM
     top = tl.full([GROUPS], -float("inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
-    mixed = tl.zeros([GROUPS, VALUE_DIMS], tl.float32)
+    mixed = tl.zeros([GROUPS, DIMS], tl.float32)
     for begin in range(start, end, BLOCK):
         places = begin + tl.arange(0, BLOCK)
         seen = places < end
@@ -170,25 +167,24 @@ def _attend(
         fade = tl.exp2(top - higher)
         weights = tl.exp2(scores - higher[:, None])
         v = tl.load(
-            values + places[:, None] * VALUE_DIM + value_at[None, :],
-            mask=seen[:, None] & (value_at < VALUE_DIM)[None, :],
+            values + places[:, None] * VALUE_DIM + at[None, :],
+            mask=seen[:, None] & (at < VALUE_DIM)[None, :],
             other=0.0,
         )
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         top = higher
 
-    all_heads = tl.num_programs(1) * GROUP
-    to = (row * all_heads + heads) * SPLITS + split
-    kept = real & (value_at < VALUE_DIM)[None, :]
+    to = heads * SPLITS + split
+    kept = real & (at < VALUE_DIM)[None, :]
     if SPLITS == 1:
         result = (mixed / total[:, None]).to(parts.dtype.element_ty)
-        tl.store(parts + to[:, None] * VALUE_DIM + value_at[None, :], result, mask=kept)
+        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], result, mask=kept)
     else:
         some = end > start
         size = tl.where(some, top + tl.log2(total), -float("inf"))
         tl.store(sizes + to, size, mask=member < GROUP)
-        tl.store(parts + to[:, None] * VALUE_DIM + value_at[None, :], mixed / total[:, None], mask=kept & some)
+        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], mixed / total[:, None], mask=kept & some)
 
 
 @triton.jit

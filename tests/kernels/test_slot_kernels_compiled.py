@@ -24,7 +24,7 @@ def test_kernels_compile_and_keep_to_registers(
 
     some, sums = f"*{dtype}", "*fp32" if splits > 1 else f"*{dtype}"
     padded = kernels._padded(dim)
-    dims = {"DIM": dim, "VALUE_DIM": dim, "DIMS": padded, "VALUE_DIMS": padded}
+    dims = {"DIM": dim, "VALUE_DIM": dim, "DIMS": padded}
     shape = kernels.shape_of(DTYPES[dtype], padded)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
     blocks = {"positions": "*i64", **dict.fromkeys(("query", "key", "value", "keys", "values"), some)}

@@ -16,6 +16,16 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
+DECODED: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "llama": {"tie_embeddings": False},
+    "qwen3": {"kv_heads": 4},
+    "mistral": {"sliding_window": 5},
+    "gemma3_text": {"sliding_window": 8},
+    "gpt2": {},
+}
+"""Families whose steps of generation differ: heads of their own and shared ones, windows, norms, rotations."""
+
 # Removed by its finaliser when the interpreter ends.
 _HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import DECODED
 from torch import Tensor, nn
 
 from camshaft.errors import RolloutError
@@ -17,17 +18,8 @@ from camshaft.rollout.packed import FEW, STEPS
 from camshaft.rollout.tape import NotWritten, written
 from camshaft.rollout.torch_rollout import TorchRollout
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "llama": {"tie_embeddings": False},
-    "qwen3": {"kv_heads": 4},
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 8},
-    "phi3": {},
-    "gpt2": {},
-    "glm": {},
-}
-"""With norms, rotations, activations and projections of several kinds."""
+FAMILIES = DECODED | {"phi3": {}, "glm": {}}
+"""With projections and rotations of further kinds."""
 
 
 @pytest.fixture(scope="module")

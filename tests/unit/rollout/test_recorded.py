@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.recorders import OperatorRecorder, SeenDevices
-from support.tiny import tiny_folder
+from support.tiny import DECODED, tiny_folder
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -28,16 +28,8 @@ from camshaft.rules import Rule, Violation
 SLOTS = 7
 """One less than a number of rows that is recorded: the next slot keeps a prompt."""
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen2": {},
-    "llama": {"tie_embeddings": False},
-    "qwen3": {"kv_heads": 4},
-    "mistral": {"sliding_window": 5},
-    "gemma3_text": {"sliding_window": 8},
-    "gpt2": {},
-    "mixtral": {"num_local_experts": 4},
-}
-"""Heads of their own and shared ones, windows, norms and rotations of several kinds, experts."""
+FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
+"""With experts."""
 
 
 class Recorded(TorchRollout):
