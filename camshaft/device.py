@@ -10,7 +10,9 @@ else in the package names one.
 from __future__ import annotations
 
 import atexit
+import functools
 import hashlib
+import importlib.util
 import os
 import resource
 import sys
@@ -62,6 +64,16 @@ def pins_for(device: torch.device) -> bool:
     """Whether it is the kind of device that host memory is pinned for here."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
+
+
+def takes_triton(tensor: Tensor) -> bool:
+    """Whether kernels of Triton can be used on it: on a GPU, where Triton is installed."""
+    return tensor.is_cuda and _triton_is_installed()
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def world_size() -> int:

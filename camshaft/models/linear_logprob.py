@@ -23,7 +23,6 @@ together; and with `part=VocabularyPart(group, first_row)`, where each rank of t
 so are the ranks, which tell each other these numbers once for all tokens.
 """
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from camshaft.device import takes_triton
 from camshaft.errors import EngineError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -364,9 +364,7 @@ def _spans(count: int, size: int) -> list[slice]:
 
 def _kernels(head: _Head) -> ModuleType | None:
     """Those of Triton on a GPU, for all but float64 and an output head with a bias."""
-    if not head.hidden.is_cuda or head.hidden.dtype == torch.float64 or head.bias is not None:
-        return None
-    if importlib.util.find_spec("triton") is None:
+    if not takes_triton(head.hidden) or head.hidden.dtype == torch.float64 or head.bias is not None:
         return None
     from camshaft.models import tile_kernels
 

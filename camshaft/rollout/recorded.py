@@ -15,7 +15,6 @@ anew: weights when a generation begins, slots at each step. What a row's length 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import takes_triton
 from camshaft.errors import CamshaftError, RolloutError
 from camshaft.models.attention import Slots
 from camshaft.rollout.flat import Decoder, Forward, hooked
@@ -176,7 +176,7 @@ def recorded_steps(decoder: Decoder, pool: SlotPool, config: RolloutEngineConfig
 
 def device_step(pool: SlotPool, positions: Tensor) -> Slots:
     """The kernels where they can be used, else `whole_step`."""
-    if positions.is_cuda and importlib.util.find_spec("triton") is not None:
+    if takes_triton(positions):
         from camshaft.rollout.slot_kernels import KernelStep, can
 
         if can(pool):

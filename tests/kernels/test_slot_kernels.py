@@ -184,7 +184,7 @@ def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch
     pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
     assert isinstance(recorded.device_step(pool, positions), kernels.KernelStep)
     assert recorded.device_step(pool, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
-    for name, value in (("can", lambda pool: False), ("importlib.util.find_spec", lambda name: None)):
+    for name, value in (("can", lambda pool: False), ("takes_triton", lambda tensor: False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{(kernels if name == 'can' else recorded).__name__}.{name}", value)
             assert recorded.device_step(pool, positions) == "whole"
