@@ -23,6 +23,7 @@ from camshaft.rollout.recorded import RecordedSteps
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.slots import PromptStep, SlotPool, TokenStep
 from camshaft.rollout.stops import StopStrings
+from camshaft.rollout.threads import step_threads
 
 REFILL = 8
 """Waiting rows join when one slot in so many is free: computing their prompts in one go pays."""
@@ -90,12 +91,19 @@ class ContinuousBatch:
         """All rows to their ends."""
         start = time.perf_counter()
         # No view of weights leaves this context, and what leaves it is copied to normal tensors below.
-        with torch.inference_mode(), self.decoder.ready(self.num_slots, self.num_steps) as self.forward:
+        with (
+            torch.inference_mode(),
+            self.decoder.ready(self.num_slots, self.num_steps) as self.forward,
+            step_threads(self.hf, self.pool.num_layers) as threads,
+        ):
             while self.num_waiting or self.live.shape[1]:
-                free = self.num_slots - self.live.shape[1]
+                live = self.live.shape[1]
+                free = self.num_slots - live
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
+                    threads.serve_all()
                     self._fill_slots()
                 else:
+                    threads.serve(live)
                     self._step()
         rows, tokens, log_probs = (torch.cat(parts) for parts in zip(*self.out, strict=True))
         order = rows.argsort(stable=True)  # within a row, tokens are in the order in which they were chosen
@@ -130,7 +138,7 @@ class ContinuousBatch:
         if len(last_rows) < len(last.rows):
             sources, targets = [*sources, len(taken) - 1], [*targets, self.num_slots]
         lengths = [len(group.prompt) for group, _ in taken]
-        self.pool.reserve(self.num_slots + 1, max(lengths))
+        self.pool.reserve(self.num_slots + 1, max(lengths), first)
         step = PromptStep(self.pool, lengths, sources, targets, self.device)
         tokens = torch.tensor([token for group, _ in taken for token in group.prompt], device=self.device)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
@@ -182,7 +190,7 @@ class ContinuousBatch:
     def _step(self) -> None:
         """One token more for every live row."""
         tokens, positions, _, seeds, rows = self.live
-        self.pool.reserve(self.num_slots + 1, self.longest + 1)
+        self.pool.reserve(self.num_slots + 1, self.longest + 1, len(rows))
         if self.token_step is None or not self.token_step.went_on(self.longest + 1):
             self.token_step = TokenStep(self.pool, positions, self.longest + 1)
         logits = self.forward(tokens, positions, self.token_step)

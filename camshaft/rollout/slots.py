@@ -58,22 +58,28 @@ class SlotPool:
         self.changes = 0
         """How often slots have become other memory."""
 
-    def reserve(self, num_slots: int, length: int) -> None:
-        """Have at least so many slots of at least so many places; what they hold stays."""
+    def reserve(self, num_slots: int, length: int, live: int | None = None) -> None:
+        """Have at least so many slots of at least so many places.
+
+        What the first `live` slots hold stays, and what slot `num_slots - 1` does; without `live`, what all of them do.
+        On a CPU, memory that nobody has written to is none yet: late in a call few rows are live, and growing costs
+        little.
+        """
         if num_slots <= self.num_slots and length <= self.length:
             return
         if length > self.length:
             # Half as much again: each place is copied a few times at most while responses grow.
-            grown = max(length, self.length * 3 // 2)
-            self.length = min(-(-grown // GRAIN) * GRAIN, self.max_length)
+            self.length = min(-(-length * 3 // 2 // GRAIN) * GRAIN, self.max_length)
+        held = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
         self.num_slots = max(self.num_slots, num_slots)
         self.changes += 1
         for index, (keys, values) in self.layers.items():
-            self.layers[index] = self._larger(keys), self._larger(values)
+            self.layers[index] = self._larger(keys, held), self._larger(values, held)
 
-    def _larger(self, old: Tensor) -> Tensor:
+    def _larger(self, old: Tensor, held: list[slice]) -> Tensor:
         new = _zeros((self.num_slots, old.shape[1], self.length, old.shape[3]), old)
-        new[: old.shape[0], :, : old.shape[2]] = old
+        for slots in held:
+            new[: len(old)][slots, :, : old.shape[2]] = old[slots]
         return new
 
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:

@@ -119,6 +119,37 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
             assert not now[:, :, GRAIN:].any()
 
 
+def test_of_some_live_slots_only_these_and_the_last_one_are_kept() -> None:
+    """A request for 5 slots in a pool of 6: the last one of its own is slot 4."""
+    slots = filled(6, 10)
+    before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
+    slots.reserve(5, GRAIN + 1, live=2)
+    assert (slots.num_slots, slots.length) == (6, 2 * GRAIN)
+    for index, tensors in slots.layers.items():
+        for now, then in zip(tensors, before[index], strict=True):
+            for slot in (0, 1, 4):
+                assert torch.equal(now[slot, :, :GRAIN], then[slot])
+            assert not now[[2, 3, 5]].any()
+            assert not now[:, :, GRAIN:].any()
+
+
+def test_a_pool_gets_more_slots_while_some_are_live() -> None:
+    slots = filled(3, 10)
+    held = slots.layers[1][0][:1].clone()
+    slots.reserve(9, 10, live=1)
+    assert slots.num_slots == 9
+    assert torch.equal(slots.layers[1][0][:1], held)
+    assert not slots.layers[1][0][1:].any()
+
+
+def test_slots_grow_by_half_so_that_responses_have_room() -> None:
+    slots = pool(max_model_len=1000)
+    slots.reserve(2, 2 * GRAIN)
+    assert slots.length == 3 * GRAIN
+    slots.reserve(2, 3 * GRAIN + 1)
+    assert slots.length == 5 * GRAIN
+
+
 def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
     slots = filled(2, 10)
     for length in range(10, 201):
@@ -128,14 +159,14 @@ def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
 
 
 def test_a_smaller_wish_changes_nothing() -> None:
-    slots = filled(3, 100)
+    slots = filled(3, 80)
     keys = slots.layers[0][0]
     slots.reserve(2, 5)
     assert slots.layers[0][0] is keys
 
 
 def test_keys_and_values_may_differ_in_size() -> None:
-    keys, values = filled(3, 100).layers[1]
+    keys, values = filled(3, 80).layers[1]
     assert keys.shape == (3, 2, 2 * GRAIN, 4)
     assert values.shape == (3, 2, 2 * GRAIN, 6)
 
@@ -154,7 +185,7 @@ def test_large_blocks_are_zero_and_writable_whatever_their_pages(large: bool, mo
     if not large:
         monkeypatch.setattr(slots_module, "LARGE_PAGES", None)
     slots = pool()
-    slots.reserve(PAGE // (2 * GRAIN * DIM * 4), GRAIN)
+    slots.reserve(PAGE // (2 * GRAIN * DIM * 4), 2 * GRAIN // 3)
     key = torch.ones(1, 2, 1, DIM)
     keys, values = slots.layer(layer(0), key, key.bfloat16())
     assert keys.nbytes >= PAGE
