@@ -120,7 +120,6 @@ bench-trl: $(INSTALLED) trl
 	$(BIN)/python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 4
 	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 4
 
-bench-check: $(INSTALLED) $(TRITON_INSTALLED)
 bench-gpu: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/gpu
 

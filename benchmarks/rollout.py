@@ -2,11 +2,13 @@
 
     python benchmarks/rollout.py --out benchmarks/results/rollout.md
     python benchmarks/rollout.py --engines torch,hf --models 27M --prompts 264 --rounds 12
+    OMP_NUM_THREADS=2 python benchmarks/rollout.py --engines torch,all_threads,hf --models 1M,3M
 
 Each round has its own prompts and its own limits (8 prompts x 8 samples, long-tailed: exponential, a third of the
 longest on average), the same ones for all engines, which take turns in changing order. Every row runs to its limit.
 
 - torch: the built-in generator. Its time includes `load_weights` of weights that have just changed.
+- all_threads: the same, with all threads in each step, however small it is.
 - hf: `transformers.generate` on all rows at once, as it is. It returns no log-probs, the others do.
 - vllm: `LLM.generate`, if vLLM can be imported. Its prefix cache is reset before each round, as it has to be when
   weights have changed; the time of its own reload is left out.
@@ -38,10 +40,12 @@ from workload import Shape
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
+from camshaft.rollout import threads
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.torch_rollout import TorchRollout
 
 MODELS = {
+    "1M": Shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, vocab_size=512),
     "3M": Shape(hidden=256, layers=4, heads=4, kv_heads=2, intermediate=768, vocab_size=512),
     "27M": Shape(hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1536, vocab_size=4096),
 }
@@ -103,6 +107,15 @@ class Torch:
         return len(out.log_probs.values)
 
 
+class AllThreads(Torch):
+    def run(self, work: Work) -> int:
+        worth, threads.WORTH = threads.WORTH, 0
+        try:
+            return super().run(work)
+        finally:
+            threads.WORTH = worth
+
+
 class HF:
     def __init__(self, folder: Path, max_model_len: int):
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -147,7 +160,7 @@ class VLLM:
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-ENGINES: dict[str, Callable[[Path, int], Any]] = {"torch": Torch, "hf": HF, "vllm": VLLM}
+ENGINES: dict[str, Callable[[Path, int], Any]] = {"torch": Torch, "all_threads": AllThreads, "hf": HF, "vllm": VLLM}
 
 
 def measured(engine: Any, work: Work) -> Spent:
@@ -228,8 +241,8 @@ def main() -> None:
     heads = ["model", "prompt", "engine", "seconds", "CPU seconds", "tokens/s", *roofline.COLUMNS]
     heads += ["hf / engine", "vllm / engine"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    threads = int(os.environ["OMP_NUM_THREADS"])
-    rates = roofline.measured_rates(threads)
+    num_threads = int(os.environ["OMP_NUM_THREADS"])
+    rates = roofline.measured_rates(num_threads)
     for model in options.models.split(","):
         for length in options.prompts.split(","):
             lines += lines_of(model, int(length), compare(model, int(length), names, options.rounds), rates)
@@ -239,9 +252,9 @@ def main() -> None:
         "",
         (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(),
         "",
-        f"{machine()}; {threads} threads, {options.rounds} rounds. Seconds are medians of the rounds; ratios are those "
-        "of wall time (median of the rounds) / of CPU time (median) / of the best rounds. Above 1 the engine of the "
-        f"row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
+        f"{machine()}; {num_threads} threads, {options.rounds} rounds. Seconds are medians of the rounds; ratios are "
+        "those of wall time (median of the rounds) / of CPU time (median) / of the best rounds. Above 1 the engine of "
+        f"the row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
         "",
         *lines,
         "",

@@ -6,9 +6,10 @@ A document attends to itself, causally. One with a parent attends to all of the 
 continuation: a prompt that is packed once stands before each of its responses. Children follow their parent.
 
 Cut up by slices in autograd, a call on M documents would write M times a gradient of all N tokens, most of it zeros;
-here the kernel is called for each run of neighbours of one length, and what the calls give is joined once. What a child
-looks at in its parent and in itself are two calls, put together by their logsumexp; backward, each call is told the
-whole logsumexp and the whole output, and gives its part of the gradient.
+here the kernel is called for each run of neighbours of one length, or for several short neighbours at once, with a mask
+that keeps them apart, and what the calls give is joined once. What a child looks at in its parent and in itself are two
+calls, put together by their logsumexp; backward, each call is told the whole logsumexp and the whole output, and gives
+its part of the gradient.
 """
 
 from __future__ import annotations
@@ -31,6 +32,22 @@ BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.d
 """Gradient, query, key, value, output, logsumexp, dropout, causal -> the gradients of query, key and value."""
 
 
+CALL = 1_500_000
+"""A call of the kernel takes as long to begin as so many operations take: short neighbours share one, if what they
+compute in vain is less."""
+
+
+class Own(NamedTuple):
+    """One call of neighbours, each of them on itself."""
+
+    count: int
+    """Of documents of one length, side by side in a batch; 1 for one document, and for several with a mask."""
+    size: int
+    """Of all their tokens."""
+    mask: Tensor | None
+    """(1, 1, size, size), 0 for what a token sees and -inf for the rest; None if that is all that is not behind it."""
+
+
 class Family(NamedTuple):
     """The children of one parent: one call of the kernel, all of them on all of the parent."""
 
@@ -39,12 +56,9 @@ class Family(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """For each run of neighbours of one length, one causal call of the kernel, each of them on itself; and families."""
+    """Those of documents on themselves, which cover all tokens, and those of children on their parents."""
 
-    counts: list[int]
-    """Of the documents of each run."""
-    sizes: list[int]
-    """Of their tokens."""
+    own: list[Own]
     families: list[Family]
 
 
@@ -63,15 +77,15 @@ def cpu_documents(
     scale: float | None = None,
 ) -> Tensor:
     """(H, N, D) query and (Hkv, N, D) key and value of documents of these lengths -> (N, H, D)."""
-    calls = calls_of(tuple(lengths), None if parents is None else tuple(parents))
+    width = query.shape[0] * query.shape[2]
+    calls = calls_of(tuple(lengths), None if parents is None else tuple(parents), width, query.dtype)
     found: Any = _Documents.apply(query[None], key[None], value[None], calls, scale)
     return found[0]
 
 
 @functools.lru_cache(maxsize=8)  # every layer asks
-def calls_of(lengths: tuple[int, ...], parents: tuple[int | None, ...] | None = None) -> Calls:
-    """The calls of documents on themselves, which cover all tokens, and those of children on their parents."""
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
+def calls_of(lengths: tuple[int, ...], parents: tuple[int | None, ...] | None, width: int, dtype: torch.dtype) -> Calls:
+    """The calls for queries that are `width` numbers wide, of all heads."""
     ends = list(itertools.accumulate(lengths, initial=0))
     families = []
     for parent, family in itertools.groupby(range(len(lengths)), (parents or [None] * len(lengths)).__getitem__):
@@ -79,7 +93,42 @@ def calls_of(lengths: tuple[int, ...], parents: tuple[int | None, ...] | None = 
             children = list(family)
             span = slice(ends[children[0]], ends[children[-1] + 1])
             families.append(Family(span, slice(ends[parent], ends[parent + 1])))
-    return Calls([count for _, count in runs], [length * count for length, count in runs], families)
+    return Calls([_own(shared, dtype) for shared in _shared(lengths, width)], families)
+
+
+def _shared(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """The lengths of the documents of each call: of a run of one length, or of neighbours as long as that pays."""
+    found: list[list[int]] = []
+    for length, run in itertools.groupby(length for length in lengths if length):
+        more = [length] * len(list(run))
+        apart = sum(_operations(each, width) for each in (*found[-1:], more))
+        if found and _operations(found[-1] + more, width) < apart + CALL:
+            found[-1] += more
+        else:
+            found.append(more)
+    return found
+
+
+def _operations(shared: list[int], width: int) -> int:
+    """Of one call forward: a score is a product of `width` numbers, and what it weighs another."""
+    alike = len(set(shared)) == 1
+    return 4 * width * (len(shared) * shared[0] ** 2 if alike else sum(shared) ** 2)
+
+
+def _own(shared: list[int], dtype: torch.dtype) -> Own:
+    size = sum(shared)
+    return Own(len(shared), size, None) if len(set(shared)) == 1 else Own(1, size, _apart(shared, dtype))
+
+
+def _apart(lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The mask of documents side by side: each token sees those of its own that are not behind it."""
+    size = sum(lengths)
+    mask = torch.full((size, size), -torch.inf, dtype=dtype)
+    start = 0
+    for length in lengths:
+        mask[start : start + length, start : start + length].triu_(1)
+        start += length
+    return mask[None, None]
 
 
 class _Documents(torch.autograd.Function):
@@ -88,7 +137,13 @@ class _Documents(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Calls, scale: float | None) -> Tensor:
         cut = (_cut(tensor, calls) for tensor in (query, key, value))
-        found, norms = zip(*(KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)), strict=True)
+        found, norms = zip(
+            *(
+                KERNEL(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
+                for *inputs, (_, _, mask) in zip(*cut, calls.own, strict=True)
+            ),
+            strict=True,
+        )
         out, norm = _joined(found, calls), _joined(norms, calls)
         for children, parent in calls.families:
             inputs = query[:, :, children], key[:, :, parent], value[:, :, parent]
@@ -103,7 +158,10 @@ class _Documents(torch.autograd.Function):
         calls, scale = ctx.calls, ctx.scale
         told = (grad.transpose(1, 2), *ctx.saved_tensors)
         cut = (_cut(tensor, calls) for tensor in told)
-        shares = [BACKWARD(*inputs, 0.0, True, scale=scale) for inputs in zip(*cut, strict=True)]
+        shares = [
+            BACKWARD(*inputs, 0.0, mask is None, attn_mask=mask, scale=scale)
+            for *inputs, (_, _, mask) in zip(*cut, calls.own, strict=True)
+        ]
         total = [_joined(column, calls) for column in zip(*shares, strict=True)]
         for children, parent in calls.families:
             spans = (children, children, parent, parent, children, children)
@@ -119,7 +177,7 @@ def _cut(tensor: Tensor, calls: Calls) -> list[Tensor]:
     many, and what one thread does for each is what other threads wait for."""
     return [
         part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)
-        for part, count in zip(tensor.split(calls.sizes, dim=2), calls.counts, strict=True)
+        for part, (count, _, _) in zip(tensor.split([call.size for call in calls.own], 2), calls.own, strict=True)
     ]
 
 
@@ -127,7 +185,7 @@ def _joined(parts: Sequence[Tensor], calls: Calls) -> Tensor:
     """What `_cut` cuts, together anew, laid out token by token as projections write and read it."""
     rows = [
         part.transpose(1, 2) if count == 1 else part.transpose(1, 2).flatten(0, 1)[None]
-        for part, count in zip(parts, calls.counts, strict=True)
+        for part, (count, _, _) in zip(parts, calls.own, strict=True)
     ]
     return torch.cat(rows, dim=1).transpose(1, 2)
 

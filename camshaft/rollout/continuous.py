@@ -94,7 +94,7 @@ class ContinuousBatch:
         with (
             torch.inference_mode(),
             self.decoder.ready(self.num_slots, self.num_steps) as self.forward,
-            step_threads(self.hf, self.pool.num_layers) as threads,
+            step_threads(self.hf) as threads,
         ):
             while self.num_waiting or self.live.shape[1]:
                 live = self.live.shape[1]
@@ -103,7 +103,7 @@ class ContinuousBatch:
                     threads.serve_all()
                     self._fill_slots()
                 else:
-                    threads.serve(live)
+                    threads.serve(live, self.longest)
                     self._step()
         rows, tokens, log_probs = (torch.cat(parts) for parts in zip(*self.out, strict=True))
         order = rows.argsort(stable=True)  # within a row, tokens are in the order in which they were chosen

@@ -12,8 +12,12 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout import threads as threads_module
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.threads import WORTH, step_threads
+from camshaft.rollout.threads import WORTH, StepThreads, step_threads
 from camshaft.rollout.torch_rollout import TorchRollout
+
+
+def config() -> RolloutEngineConfig:
+    return RolloutEngineConfig(model_path=str(tiny_folder()), max_model_len=40, max_num_seqs=4)
 
 
 @pytest.fixture(autouse=True)
@@ -24,23 +28,23 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_second_thread_comes_with_as_many_rows_as_are_worth_it() -> None:
-    """1024 x 64 products in each of two layers: of 128 rows they are 2**23."""
-    assert WORTH == 2**23
-    with step_threads(nn.Linear(1024, 128, bias=False), num_layers=2) as threads:
-        found = []
-        for rows in (1, 127, 128, 500, 127):
-            threads.serve(rows)
-            found.append(torch.get_num_threads())
-        assert found == [1, 1, 3, 3, 1]
-        threads.serve_all()
-        assert torch.get_num_threads() == 3
+def test_a_second_thread_comes_with_as_many_products_as_are_worth_it() -> None:
+    """Of 64 rows, the products with 32768 weights and those with 128 keys and values of 128 numbers are 2**22."""
+    assert WORTH == 2**22
+    threads, found = StepThreads(weights=32768, width=128), []
+    for rows, places in [(1, 128), (64, 127), (64, 128), (63, 128), (500, 1), (500, 0), (1, 10**6)]:
+        threads.serve(rows, places)
+        found.append(torch.get_num_threads())
+    assert found == [1, 1, 3, 1, 3, 3, 3]
+    threads.serve(1, 1)
+    threads.serve_all()
+    assert torch.get_num_threads() == 3
 
 
 def test_behind_a_call_that_fails_the_threads_are_back() -> None:
     def call() -> None:
-        with step_threads(nn.Linear(2, 2), num_layers=1) as threads:
-            threads.serve(1)
+        with step_threads(TorchRollout(config()).model.hf.to_empty(device="cpu")) as threads:
+            threads.serve(1, 1)
             raise RuntimeError(f"{torch.get_num_threads()} thread")
 
     with pytest.raises(RuntimeError, match="1 thread"):
@@ -49,18 +53,18 @@ def test_behind_a_call_that_fails_the_threads_are_back() -> None:
 
 
 def test_a_model_on_another_device_keeps_them() -> None:
-    with step_threads(nn.Linear(2, 2, device="meta"), num_layers=1) as threads:
-        threads.serve(1)
+    with step_threads(TorchRollout(config()).model.hf.to("meta")) as threads:
+        threads.serve(1, 1)
         assert torch.get_num_threads() == 3
 
 
 def test_prompts_have_all_threads_and_steps_those_that_they_are_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = TorchRollout(RolloutEngineConfig(model_path=str(tiny_folder()), max_model_len=40, max_num_seqs=4))
+    rollout = TorchRollout(config())
     hf: Any = rollout.model.hf
     weights = {name: torch.zeros(tensor.shape) for name, tensor in hf.named_parameters()}
     rollout.load_weights(weights.items())
-    per_row = sum(tensor.numel() for tensor in weights.values()) / hf.config.num_hidden_layers
-    monkeypatch.setattr(threads_module, "WORTH", 3 * per_row)
+    of_layer = sum(tensor.numel() for tensor in weights.values()) / hf.config.num_hidden_layers
+    monkeypatch.setattr(threads_module, "WORTH", 3 * of_layer)
     seen: list[tuple[int, int]] = []
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
