@@ -123,7 +123,7 @@ def _own(shared: list[int], dtype: torch.dtype) -> Own:
 def _apart(lengths: Sequence[int], dtype: torch.dtype) -> Tensor:
     """The mask of documents side by side: each token sees those of its own that are not behind it."""
     size = sum(lengths)
-    mask = torch.full((size, size), -torch.inf, dtype=dtype)
+    mask = torch.full((size, size), -torch.inf, dtype=dtype, device="cpu")
     start = 0
     for length in lengths:
         mask[start : start + length, start : start + length].triu_(1)

@@ -10,6 +10,7 @@ from torch import Tensor
 from camshaft.models import attention_cpu
 from camshaft.models.attention_cpu import calls_of, cpu_can, cpu_documents
 
+FLOAT = torch.float32
 Parents = list[int | None]
 CASES: list[tuple[list[int], Parents | None]] = [
     ([6], None),
@@ -42,11 +43,8 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(s, generator=random, dtype=dtype).transpose(0, 1).requires_grad_() for s in shapes]
 
 
-@pytest.mark.parametrize(("lengths", "parents"), CASES)
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
-def test_output_and_gradients_are_those_of_a_dense_softmax(
-    lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float
-) -> None:
+def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float) -> None:
+    """With a dense softmax, output and gradients."""
     given = inputs(sum(lengths), dtype)
     found, wanted = cpu_documents(*given, lengths, parents), dense(*given, lengths, parents)
     torch.testing.assert_close(found, wanted, rtol=0, atol=within)
@@ -55,6 +53,14 @@ def test_output_and_gradients_are_those_of_a_dense_softmax(
         torch.autograd.grad(found, given, back), torch.autograd.grad(wanted, given, back), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+
+
+@pytest.mark.parametrize(("lengths", "parents"), CASES)
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
+def test_output_and_gradients_are_those_of_a_dense_softmax(
+    lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float
+) -> None:
+    compare(lengths, parents, dtype, within)
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,9 +75,6 @@ def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> Non
     given = inputs(sum(lengths), torch.float64)
     found, wanted = cpu_documents(*given, lengths, parents), dense(*given, lengths, parents)
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-
-
-FLOAT = torch.float32
 
 
 def told(lengths: list[int], width: int) -> list[tuple[int, int, bool]]:
@@ -131,15 +134,17 @@ def test_whether_documents_share_calls_or_not_the_numbers_are_those(call: int, m
     monkeypatch.setattr(attention_cpu, "CALL", call)
     calls_of.cache_clear()
     lengths, parents = [5, 3, 3, 1, 7, 2, 4], [None, 0, 0, 0, None, 4, 4]
-    given = inputs(sum(lengths), torch.float64)
-    found, wanted = cpu_documents(*given, lengths, parents), dense(*given, lengths, parents)
-    back = torch.randn_like(found)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-13)
-    for ours, theirs in zip(
-        torch.autograd.grad(found, given, back), torch.autograd.grad(wanted, given, back), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-13)
+    compare(lengths, parents, torch.float64, within=1e-13)
     calls_of.cache_clear()
+
+
+def test_masks_that_a_generation_has_made_serve_a_training_step() -> None:
+    calls_of.cache_clear()
+    lengths = [5, 3, 1]
+    with torch.inference_mode():
+        cpu_documents(*inputs(9, torch.float64), lengths)
+    compare(lengths, None, torch.float64, within=1e-13)
+    assert calls_of.cache_info().hits
 
 
 def test_the_scale_is_the_callers() -> None:
