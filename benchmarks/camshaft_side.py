@@ -24,8 +24,8 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import Begun
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
-from camshaft.trainer.deal import deal
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
+from camshaft.trainer.mini_batches import deal
 from camshaft.trainer.ppo import PPOTrainer
 
 

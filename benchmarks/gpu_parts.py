@@ -29,7 +29,7 @@ from camshaft.engine.step import MicroBatchRun
 from camshaft.models.linear_logprob import linear_logprob
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 NEEDS_CUDA = "needs CUDA"
 

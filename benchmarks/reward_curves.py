@@ -50,7 +50,7 @@ from machine import machine
 from camshaft.config import load_ppo
 from camshaft.data import write_arithmetic
 from camshaft.models.tiny import make_tiny_model
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 
 STEPS = 10

@@ -29,8 +29,8 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.manager import Begun
 from camshaft.rollout import Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
-from camshaft.trainer.parts import PPOParts
+from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 
 ROWS, WORKERS = 32, 4

@@ -42,7 +42,7 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.rollout import threads
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 MODELS = {
     "1M": Shape(hidden=128, layers=4, heads=4, kv_heads=2, intermediate=384, vocab_size=512),

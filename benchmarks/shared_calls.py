@@ -15,7 +15,7 @@ import time
 
 import torch
 
-from camshaft.models import attention_cpu
+from camshaft.models.cpu import attention as attention_cpu
 
 HEADS, KEY_HEADS, DIM = 4, 2, 32
 

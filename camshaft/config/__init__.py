@@ -24,9 +24,7 @@
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
 """
 
-from camshaft.config.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.command import run_with_hydra
-from camshaft.config.data import DataConfig
 from camshaft.config.derive import (
     actor_engine,
     critic_engine,
@@ -41,24 +39,26 @@ from camshaft.config.derive import (
     sft_engine,
 )
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
-from camshaft.config.model import ModelConfig, OptimSection
 from camshaft.config.pages import explain, reference_page, show
 from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
 from camshaft.config.readers import unread_by
-from camshaft.config.reward import CustomRewardConfig, RewardModelConfig
-from camshaft.config.rm import RMConfig, RMDataConfig
-from camshaft.config.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.config.root import PPOConfig
+from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from camshaft.config.schema.data import DataConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.model import ModelConfig, OptimSection
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
+from camshaft.config.schema.rm import RMConfig, RMDataConfig
+from camshaft.config.schema.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
+from camshaft.config.schema.sft import SFTConfig, SFTDataConfig
+from camshaft.config.schema.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.secrets import without_secrets
-from camshaft.config.sft import SFTConfig, SFTDataConfig
-from camshaft.config.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
 from camshaft.config.table import BatchRow, batch_table, render_batch_table
 from camshaft.config.topology import Topology, micro_batch_per_rank
-from camshaft.config.trainer import TrainerConfig
 
 __all__ = [
     "GLOBAL_POOL",

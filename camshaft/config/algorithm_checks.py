@@ -5,10 +5,10 @@ problems = [*algorithm(config)]
 
 from collections.abc import Iterator
 
-from camshaft.config.algorithm import GROUP_ESTIMATORS, threshold
 from camshaft.config.part_names import ESTIMATORS, POLICY_LOSSES, part_name
 from camshaft.config.problems import Problem
-from camshaft.config.root import PPOConfig
+from camshaft.config.schema.algorithm import GROUP_ESTIMATORS, threshold
+from camshaft.config.schema.ppo import PPOConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

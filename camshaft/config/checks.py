@@ -9,19 +9,19 @@ by itself. Batch arithmetic is spelled out in the message.
 from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm_checks import algorithm
-from camshaft.config.evaluation import EvalConfig
 from camshaft.config.files import eval_files, generate_files, ppo_files, supervised_files
-from camshaft.config.generate import GenerateConfig
-from camshaft.config.model import CheckpointConfig, OptimSection
 from camshaft.config.part_names import ENGINES, PLAIN_ROLLOUTS, ROLLOUTS, TRACKERS, part_name
 from camshaft.config.place import place_problems
 from camshaft.config.problems import Problem
 from camshaft.config.reward_checks import scores, scoring_function
-from camshaft.config.roles import GeneratorConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.server import ServerOptions
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.model import CheckpointConfig, OptimSection
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.config.schema.server import ServerOptions
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.sharding import ppo_sharding, supervised_sharding
-from camshaft.config.supervised import SupervisedConfig
 from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import HOME, Config, as_config_errors, forced, from_container, keys_of, plain
-from camshaft.config.supervised import SupervisedConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
 from camshaft.config.usage import USAGE
 from camshaft.errors import CamshaftError, ConfigError, tell

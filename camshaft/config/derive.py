@@ -11,18 +11,24 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
-from camshaft.config.fields import DType
-from camshaft.config.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
-from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig, OptimSection, ResponsesModelConfig
-from camshaft.config.reward import RewardModelConfig
-from camshaft.config.rm import RMConfig
-from camshaft.config.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
-from camshaft.config.supervised import SupervisedConfig
+from camshaft.config.schema.fields import DType
+from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
+from camshaft.config.schema.model import (
+    AnyModelConfig,
+    ForwardFSDPConfig,
+    FSDPConfig,
+    OptimSection,
+    ResponsesModelConfig,
+)
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import RewardModelConfig
+from camshaft.config.schema.rm import RMConfig
+from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
+from camshaft.config.schema.sft import SFTConfig
+from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
-from camshaft.config.trainer import TrainerConfig
 
 PLAIN = "reference"
 """The engine that has no layout, no offloading and no compilation: plain torch in one process."""

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.generate import GenerateConfig
-from camshaft.config.model import AnyModelConfig
 from camshaft.config.problems import Problem
-from camshaft.config.reward import CustomRewardConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.supervised import SupervisedConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.model import AnyModelConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import CustomRewardConfig
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.storage import is_url
 
 

@@ -23,16 +23,16 @@ from pydantic import ValidationError
 
 from camshaft.config.aliases import rename
 from camshaft.config.checks import check
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.fields import Section
-from camshaft.config.generate import GenerateConfig
 from camshaft.config.not_yet import refusals
 from camshaft.config.problems import Problem, from_validation, report
 from camshaft.config.readers import READERS, unread_by
-from camshaft.config.rm import RMConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
-from camshaft.config.supervised import SupervisedConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Section
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.rm import RMConfig
+from camshaft.config.schema.sft import SFTConfig
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import abbreviated, flatten, get, has, leaf_fields, nested, put, remove, shown
 from camshaft.errors import CamshaftError, ConfigError
 

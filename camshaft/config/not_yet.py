@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from camshaft.config.fields import Section, is_path
 from camshaft.config.problems import Problem, grouped
+from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.tree import get, leaf_fields
 
 Asks = Callable[[Any], bool]

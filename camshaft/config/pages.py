@@ -12,14 +12,14 @@ from functools import cache
 from typing import Any
 
 from camshaft.config.aliases import KEYS, older_names
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.fields import Section, describe
-from camshaft.config.generate import GenerateConfig
 from camshaft.config.loader import DEFAULTS, HOME, raw_defaults, resolved_defaults
 from camshaft.config.not_yet import later
-from camshaft.config.rm import RMConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Section, describe
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.rm import RMConfig
+from camshaft.config.schema.sft import SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
 from camshaft.errors import ConfigError
 

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.fields import Section, Text
 from camshaft.config.problems import Problem
+from camshaft.config.schema.fields import Section, Text
 
 GLOBAL_POOL = "global_pool"
 """The pool that `trainer.nnodes` and `trainer.n_gpus_per_node` describe."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from camshaft.config.fields import Section, describe
+from camshaft.config.schema.fields import Section, describe
 from camshaft.config.tree import (
     abbreviated,
     as_section,

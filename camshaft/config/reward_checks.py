@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from camshaft.config.part_names import ENGINES, REWARDS, part_name
 from camshaft.config.problems import Problem
-from camshaft.config.reward import CustomRewardConfig
-from camshaft.config.root import PPOConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import CustomRewardConfig
 
 MODEL = "reward_model"
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from camshaft.config.fields import Section
+from camshaft.config.schema.fields import Section
 from camshaft.config.tree import flatten, leaf_fields, put
 
 HIDDEN = "***"

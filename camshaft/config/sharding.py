@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from camshaft.config.derive import PLAIN, forward_options, training_options
 from camshaft.config.fsdp_options import FSDPOptions
-from camshaft.config.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig
 from camshaft.config.place import PlaceConfig
 from camshaft.config.problems import ABSENT, Problem, grouped
 from camshaft.config.readers import BUILT_IN
-from camshaft.config.reward import RewardModelConfig
-from camshaft.config.roles import ActorConfig, CriticConfig, RefConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.supervised import SupervisedConfig
+from camshaft.config.schema.model import AnyModelConfig, ForwardFSDPConfig, FSDPConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import RewardModelConfig
+from camshaft.config.schema.roles import ActorConfig, CriticConfig, RefConfig
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.errors import EngineError
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob, reward_infer
-from camshaft.config.root import PPOConfig
+from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.topology import Topology
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from camshaft.config.fields import Section
+from camshaft.config.schema.fields import Section
 
 
 @cache

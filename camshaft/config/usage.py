@@ -1,11 +1,11 @@
 """What `camshaft ppo --help`, `camshaft sft --help` and their kin print."""
 
-from camshaft.config.evaluation import EvalConfig
-from camshaft.config.fields import Section
-from camshaft.config.generate import GenerateConfig
-from camshaft.config.rm import RMConfig
-from camshaft.config.root import PPOConfig
-from camshaft.config.sft import SFTConfig
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Section
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.rm import RMConfig
+from camshaft.config.schema.sft import SFTConfig
 
 _OPTIONS = """\
   -m key=1,2,3                           one run per value, one after another

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ENGINES = {
-    "reference": "camshaft.engine.reference:ReferenceEngine",
+    "reference": "camshaft.engine.single:SingleDeviceEngine",
     "fsdp": "camshaft.engine.fsdp:FSDPEngine",
     "fsdp2": "camshaft.engine.fsdp:FSDPEngine",
     "fsdp1": "camshaft.engine.fsdp:FSDP1Engine",

@@ -10,7 +10,7 @@ A batch is a `DataProto` with `input_ids` (whole sequences) and `loss_mask` (the
 wanted and counted). Predictions are `Ragged` columns aligned with `input_ids`, zero outside `loss_mask`:
 the entry of token j speaks of token j given the tokens before it. Rows of `scores` are one per sequence.
 
-The rules that every engine keeps are proved by `engine/contract.py`:
+The rules that every engine keeps are proved by `contracts/engine/suite.py`:
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
 """
 

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from camshaft import storage
+from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, seat_in
 from camshaft.engine.optimizer_state import Held, optimizer_state, optimizer_targets, restore_optimizer
-from camshaft.engine.together import Group, on_every_rank, on_rank_zero, seat_in
 from camshaft.errors import CheckpointError
 
 FACTS = "state.json"

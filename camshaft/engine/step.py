@@ -23,8 +23,8 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.engine.base import OUTPUTS_OF_HEAD, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-from camshaft.engine.families import families, pack
-from camshaft.engine.microbatch import PIVOT, plan_micro_batches, restore_order
+from camshaft.engine.micro_batches import PIVOT, plan_micro_batches, restore_order
+from camshaft.engine.prefix_sharing import families, pack
 from camshaft.errors import BatchError, EngineError
 from camshaft.models.packed import Untouched
 

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 
 from camshaft.device import to_device
 from camshaft.errors import EngineError
-from camshaft.models.attention_cpu import cpu_can, cpu_documents
+from camshaft.models.cpu.attention import cpu_can, cpu_documents
 
 PACKED = "packed"
 

@@ -6,7 +6,8 @@
 
 The projection on the vocabulary runs over tiles, some tokens by some words, forward and again in the backward pass,
 where the logits are computed anew. At most a few buffers of the size of a tile exist at a time, and that size does not
-depend on the vocabulary. On a GPU the operators on a tile are one kernel each (`tile_kernels.py`). Used by `packed.py`.
+depend on the vocabulary. On a GPU the operators on a tile are one
+kernel each (`triton/linear_logprob.py`). Used by `packed.py`.
 
 With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the target y of each token:
 
@@ -366,9 +367,9 @@ def _kernels(head: _Head) -> ModuleType | None:
     """Those of Triton on a GPU, for all but float64 and an output head with a bias."""
     if not takes_triton(head.hidden) or head.hidden.dtype == torch.float64 or head.bias is not None:
         return None
-    from camshaft.models import tile_kernels
+    from camshaft.models.triton import linear_logprob
 
-    return tile_kernels
+    return linear_logprob
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -23,9 +23,9 @@ from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
+from camshaft.models.cpu.rms_norm import fuse_norms
+from camshaft.models.cpu.rotary import fuse_rotations
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
-from camshaft.models.rms_norm import fuse_norms
-from camshaft.models.rotary import fuse_rotations
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]

@@ -12,7 +12,7 @@
 It uses the two interfaces and nothing below them, so that it works on engines and generators of other packages.
 """
 
-from camshaft.parity.causes import Cause, Verdict, investigate
+from camshaft.parity.diagnosis import Cause, Verdict, investigate
 from camshaft.parity.pair import Case, Measured, Pair
 
 __all__ = ["Case", "Cause", "Measured", "Pair", "Verdict", "investigate"]

@@ -58,7 +58,8 @@ class ActorWorker(TrainedRole):
         pass finds. The ratio is 1, with the gradient of the log-prob, and what `compute_log_prob` tells comes back.
 
         Mini-batches are drawn by `seed`, on each rank from its own rows. With `dealt` the rows are in the order in
-        which they are to be learned, for the same mini-batches on any number of ranks (`trainer/deal.py`). `before`
+        which they are to be learned, for the same mini-batches on any number of ranks (`trainer/mini_batches.py`).
+        `before`
         is run on each micro-batch: a KL over the whole vocabulary needs that of `exact_kl.compared`.
         """
         at_once = "old_log_probs" not in data and self.config.learns_at_once()

@@ -55,7 +55,7 @@ class UpdatePlan:
     """Shuffles each epoch; None keeps the order."""
 
     def of(self, dealt: bool) -> UpdatePlan:
-        """The plan for rows that were dealt by `trainer/deal.py`: in their order already, that of all epochs."""
+        """The plan for rows that were dealt by `trainer/mini_batches.py`: in the order of all epochs."""
         return replace(self, epochs=1, seed=None) if dealt else self
 
 

@@ -9,7 +9,7 @@ values of the built-in one are in `slots.py`, its steps in `flat.py` and, on a G
 `process` is any of them in a process of its own. vLLM (`vllm_rollout`), its server (`server_rollout`) and SGLang
 (`sglang_rollout`) are libraries of their own and share `external.py`. What goes over is checked by `arrivals.py` and
 `digest.py`, and between processes moved by `transport.py`. `sampling.py` chooses tokens. `contract.py` proves any
-generator right, on the bench of `lab.py`. Roles import from here and never from a generator.
+generator right, on the bench of `harness.py`. Roles import from here and never from a generator.
 """
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -28,11 +28,11 @@ __all__ = [
 
 ROLLOUTS = {
     "hf": "camshaft.rollout.hf:HFRollout",
-    "process": "camshaft.rollout.process_rollout:ProcessRollout",
-    "server": "camshaft.rollout.server_rollout:ServerRollout",
-    "sglang": "camshaft.rollout.sglang_rollout:SGLangRollout",
-    "torch": "camshaft.rollout.torch_rollout:TorchRollout",
-    "vllm": "camshaft.rollout.vllm_rollout:VLLMRollout",
+    "process": "camshaft.rollout.process.rollout:ProcessRollout",
+    "server": "camshaft.rollout.server:ServerRollout",
+    "sglang": "camshaft.rollout.sglang:SGLangRollout",
+    "torch": "camshaft.rollout.builtin.rollout:TorchRollout",
+    "vllm": "camshaft.rollout.vllm:VLLMRollout",
 }
 
 

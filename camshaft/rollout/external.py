@@ -23,9 +23,9 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.ragged import Ragged
-from camshaft.rollout.arrivals import Expected
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, refuse_load, refuse_use
-from camshaft.rollout.borrowed import stop_ids_of
+from camshaft.rollout.shared_model import stop_ids_of
+from camshaft.rollout.weights.checks import Expected
 
 CPU_CACHE_BYTES = 2**28
 """Keys and values on a CPU, where a share of all memory would be too much for each of several ranks."""

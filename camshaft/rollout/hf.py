@@ -30,9 +30,9 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
-from camshaft.rollout.borrowed import BorrowedModel
 from camshaft.rollout.sampling import draw, greedy, uniform
-from camshaft.rollout.stops import StopStrings
+from camshaft.rollout.shared_model import SharedModel
+from camshaft.rollout.stop_strings import StopStrings
 
 
 class HFRollout(BaseRollout):
@@ -41,7 +41,7 @@ class HFRollout(BaseRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         # "eager" is the family's own code, exact where the fast kernels are not (soft-capped scores).
-        self.model = BorrowedModel(config, attention="eager")
+        self.model = SharedModel(config, attention="eager")
         # What the folder recommends for chatting would change the distribution behind our back.
         self.model.hf.generation_config = GenerationConfig()
 

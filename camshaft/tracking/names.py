@@ -69,18 +69,21 @@ METRICS = (
     Metric("reward/overlong/mean", "share of responses", "with a penalty for their length", "rewards/overlong.py"),
     Metric("reward/overlong_reward/mean", "score", "that penalty, 0 or below", "rewards/overlong.py"),
     Metric("reward/<value>/mean", "", "a number of the function's dict results", "rewards/manager.py"),
-    Metric("baseline/score/mean", "score", "of the greedy responses that ReMax compares with", "trainer/baseline.py"),
+    Metric("baseline/score/mean", "score", "of the greedy responses that ReMax compares with", "trainer/remax.py"),
     Metric(
-        "baseline/{errors,invalid,timeouts,crashes,slow}", "responses", "as in reward/, of these", "trainer/baseline.py"
+        "baseline/{errors,invalid,timeouts,crashes,slow}", "responses", "as in reward/, of these", "trainer/remax.py"
     ),
-    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, of these", "trainer/baseline.py"),
+    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, of these", "trainer/remax.py"),
     # -- dynamic sampling
-    Metric("train/num_gen_batches", "batches", "of prompts that the step generated for", "trainer/dynamic.py"),
+    Metric("train/num_gen_batches", "batches", "of prompts that the step generated for", "trainer/dynamic_sampling.py"),
     Metric(
-        "filter_groups/same_share", "share of prompts", "whose responses are all worth the same", "trainer/dynamic.py"
+        "filter_groups/same_share",
+        "share of prompts",
+        "whose responses are all worth the same",
+        "trainer/dynamic_sampling.py",
     ),
-    Metric("filter_groups/given_back", "prompts", "that were not needed and come again", "trainer/dynamic.py"),
-    Metric("filter_groups/<value>/mean", "", "what prompts are filtered by", "trainer/dynamic.py"),
+    Metric("filter_groups/given_back", "prompts", "that were not needed and come again", "trainer/dynamic_sampling.py"),
+    Metric("filter_groups/<value>/mean", "", "what prompts are filtered by", "trainer/dynamic_sampling.py"),
     # -- updates
     Metric("actor/pg_loss", "", "policy loss, as loss_agg_mode puts it together", "roles/actor.py"),
     Metric("actor/pg_clipfrac", "share of tokens", "where the clip raised the loss", "algorithms/losses.py"),
@@ -102,16 +105,22 @@ METRICS = (
     Metric(f"prompt_length/{SPREAD}", "tokens", "of a prompt", "trainer/metrics.py"),
     # -- generation
     Metric(
-        "rollout/prompt_tokens_computed", "tokens", "of prompts that the generator computed", "rollout/continuous.py"
+        "rollout/prompt_tokens_computed",
+        "tokens",
+        "of prompts that the generator computed",
+        "rollout/builtin/scheduler.py",
     ),
     Metric("rollout/prompt_tokens_cached", "tokens", "of prompts that it had already", "rollout/external.py"),
-    Metric("rollout/response_tokens", "tokens", "generated", "rollout/continuous.py"),
-    Metric("rollout/decode_steps", "steps", "of the built-in generators", "rollout/continuous.py"),
-    Metric("rollout/rows_decoded", "rows", "summed over these steps", "rollout/continuous.py"),
+    Metric("rollout/response_tokens", "tokens", "generated", "rollout/builtin/scheduler.py"),
+    Metric("rollout/decode_steps", "steps", "of the built-in generators", "rollout/builtin/scheduler.py"),
+    Metric("rollout/rows_decoded", "rows", "summed over these steps", "rollout/builtin/scheduler.py"),
     Metric(
-        "rollout/slot_use", "share", "of the rows of these steps that had a token to choose", "rollout/continuous.py"
+        "rollout/slot_use",
+        "share",
+        "of the rows of these steps that had a token to choose",
+        "rollout/builtin/scheduler.py",
     ),
-    Metric("rollout/http_retries", "requests", "repeated by the server rollout", "rollout/server_rollout/rollout.py"),
+    Metric("rollout/http_retries", "requests", "repeated by the server rollout", "rollout/server/rollout.py"),
     Metric("rollout/sync_bytes", "bytes", "of weights handed to the generator", "reshard/hybrid.py"),
     # -- generator against trainer
     Metric(
@@ -128,16 +137,27 @@ METRICS = (
         "that is left when each is weighted by its ratio of probabilities",
         "algorithms/mismatch.py",
     ),
-    Metric("rollout_corr/rollout_is_{mean,max,min}", "1", "importance weights of tokens", "trainer/correction.py"),
     Metric(
-        "rollout_corr/rollout_is_eff_sample_size", "share of tokens", "left by these weights", "trainer/correction.py"
+        "rollout_corr/rollout_is_{mean,max,min}", "1", "importance weights of tokens", "trainer/rollout_correction.py"
     ),
     Metric(
-        "rollout_corr/rollout_is_ratio_fraction_high", "share of tokens", "above the threshold", "trainer/correction.py"
+        "rollout_corr/rollout_is_eff_sample_size",
+        "share of tokens",
+        "left by these weights",
+        "trainer/rollout_correction.py",
     ),
-    Metric("rollout_corr/rollout_rs_masked_fraction", "share of tokens", "left out", "trainer/correction.py"),
     Metric(
-        "rollout_corr/rollout_rs_seq_masked_fraction", "share of responses", "that lost tokens", "trainer/correction.py"
+        "rollout_corr/rollout_is_ratio_fraction_high",
+        "share of tokens",
+        "above the threshold",
+        "trainer/rollout_correction.py",
+    ),
+    Metric("rollout_corr/rollout_rs_masked_fraction", "share of tokens", "left out", "trainer/rollout_correction.py"),
+    Metric(
+        "rollout_corr/rollout_rs_seq_masked_fraction",
+        "share of responses",
+        "that lost tokens",
+        "trainer/rollout_correction.py",
     ),
     # -- validation
     Metric("val/reward/mean", "score", "of all responses", "trainer/validate.py"),
@@ -175,9 +195,7 @@ METRICS = (
         " rank's responses on, work at the same time",
         "trainer/ppo.py",
     ),
-    Metric(
-        "timing_s/{gen_max,reward_max}", "seconds", "of the responses that ReMax compares with", "trainer/baseline.py"
-    ),
+    Metric("timing_s/{gen_max,reward_max}", "seconds", "of the responses that ReMax compares with", "trainer/remax.py"),
     Metric("timing_s/reward_call_max", "seconds", "of the slowest call of the reward function", "rewards/manager.py"),
     Metric(
         "timing_s/{sync,sync_check}", "seconds", "of the hand-over of weights, and of its check", "reshard/hybrid.py"

@@ -34,7 +34,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardResult
-from camshaft.trainer.parts import prompt_files, prompt_options
+from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import logged
 

@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_ppo(config: PPOConfig) -> int:
     """One run. Nothing heavy is imported before the config was found good."""
     from camshaft.config import batch_table, render_batch_table
-    from camshaft.trainer.parts import PPOParts
-    from camshaft.trainer.places import pool_specs
+    from camshaft.trainer.build import PPOParts
+    from camshaft.trainer.pools import pool_specs
     from camshaft.trainer.ppo import PPOTrainer
     from camshaft.trainer.session import session
 

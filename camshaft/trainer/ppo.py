@@ -25,14 +25,14 @@ from camshaft.rewards.manager import Begun, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
-from camshaft.trainer.baseline import with_baselines
 from camshaft.trainer.best import BestStep
-from camshaft.trainer.correction import correct
-from camshaft.trainer.deal import deal, dealt_rows
-from camshaft.trainer.dynamic import informative
+from camshaft.trainer.build import PPOParts
+from camshaft.trainer.dynamic_sampling import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.mini_batches import deal, dealt_rows
+from camshaft.trainer.remax import with_baselines
 from camshaft.trainer.resume import check_resume, remembered, told_resume
+from camshaft.trainer.rollout_correction import correct
 from camshaft.trainer.scoring import with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.validate import Sample, samples_of, save_samples, validate

@@ -22,7 +22,7 @@ from rich.logging import RichHandler
 from camshaft import storage
 from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig, without_secrets
-from camshaft.config.trainer import TrainerConfig
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker

@@ -33,8 +33,8 @@ from camshaft.roles import SupervisedWorker
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.best import BestStep
-from camshaft.trainer.deal import even_shares
-from camshaft.trainer.places import global_pool, run_pools
+from camshaft.trainer.mini_batches import even_shares
+from camshaft.trainer.pools import global_pool, run_pools
 from camshaft.trainer.resume import check_resume, remembered, told_resume
 from camshaft.trainer.session import finish_saving, run_length, session
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.seeds import VALIDATION, sampling_seeds
 
 

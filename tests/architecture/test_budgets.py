@@ -10,8 +10,8 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
-    "rollout/slot_kernels.py:_store": "a kernel is given addresses and sizes one by one",
-    "rollout/slot_kernels.py:_attend": "likewise",
+    "rollout/builtin/cuda/kernels.py:_store": "a kernel is given addresses and sizes one by one",
+    "rollout/builtin/cuda/kernels.py:_attend": "likewise",
 }
 
 

@@ -10,7 +10,7 @@ from support.reward_models import make_tiny_reward_model
 
 from camshaft.columns import COLUMNS
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine import packed_engine
+from camshaft.engine import torch_engine as packed_engine
 from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 

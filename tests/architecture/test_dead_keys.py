@@ -24,11 +24,11 @@ from pydantic import BaseModel, Field
 import camshaft.config
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
-from camshaft.config.fields import Section
 from camshaft.config.not_yet import NOT_YET
-from camshaft.config.roles import CriticModelConfig
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.config.trainer import TrainerConfig
+from camshaft.config.schema.fields import Section
+from camshaft.config.schema.roles import CriticModelConfig
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import as_section, fields, leaf_fields
 
 ROOT = Path(camshaft.config.__file__).parents[1]
@@ -49,7 +49,7 @@ NOTHING: Kinds = frozenset()
 def classes() -> dict[str, type[BaseModel]]:
     """Every section and every config of an engine, by name."""
     found: dict[str, type[BaseModel]] = {}
-    for module in pkgutil.iter_modules(camshaft.config.__path__, "camshaft.config."):
+    for module in pkgutil.walk_packages(camshaft.config.__path__, "camshaft.config."):
         for name, member in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             if issubclass(member, BaseModel) and member.__module__.startswith("camshaft.config"):
                 found[name] = member

@@ -8,13 +8,13 @@ import torch
 
 from camshaft.algorithms import mismatch
 from camshaft.config import reference_page
+from camshaft.contracts.engine.suite import RULES
+from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES
 from camshaft.controller.ray import CARRIED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
-from camshaft.engine.contract import RULES
-from camshaft.parity.causes import Kind
+from camshaft.parity.diagnosis import Kind
 from camshaft.rollout import ROLLOUTS
-from camshaft.rollout.contract import RULES as ROLLOUT_RULES
 from camshaft.tracking import TRACKERS
 from camshaft.tracking.names import reference_page as reference_of_metrics
 

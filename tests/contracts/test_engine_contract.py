@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
 
+from camshaft.contracts.engine.harness import EngineHarness
+from camshaft.contracts.engine.suite import RULES, check_engine
+from camshaft.contracts.rules import Rule, Violation
 from camshaft.engine import ENGINES, engine_class
-from camshaft.engine.contract import RULES, check_engine
-from camshaft.engine.lab import Lab
-from camshaft.engine.reference import ReferenceEngine
-from camshaft.rules import Rule, Violation
+from camshaft.engine.single import SingleDeviceEngine
 
 BY_NAME = {rule.name: rule for rule in RULES}
 
@@ -17,19 +17,19 @@ BY_NAME = {rule.name: rule for rule in RULES}
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 @pytest.mark.parametrize("strategy", ENGINES)
 def test_engine_keeps_rule(strategy: str, rule: Rule, tmp_path: Path) -> None:
-    rule.check(Lab(engine_class(strategy), tmp_path))
+    rule.check(EngineHarness(engine_class(strategy), tmp_path))
 
 
 @pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_contract_names_the_rule_that_a_broken_engine_breaks(
-    broken: type[ReferenceEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    broken: type[SingleDeviceEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if broken is PatchesTransformers:
         import transformers.models.qwen2.modeling_qwen2 as modeling
 
         monkeypatch.setattr(modeling.Qwen2Attention, "forward", modeling.Qwen2Attention.forward)
     with pytest.raises(Violation):
-        BY_NAME[CAUGHT_BY[broken]].check(Lab(broken, tmp_path))
+        BY_NAME[CAUGHT_BY[broken]].check(EngineHarness(broken, tmp_path))
 
 
 def test_every_rule_has_a_meaning_and_its_own_name() -> None:
@@ -43,7 +43,7 @@ def test_every_rule_has_an_engine_that_breaks_it() -> None:
 
 
 def test_an_engine_that_crashes_breaks_rules_and_the_others_still_run(tmp_path: Path) -> None:
-    class Crashes(ReferenceEngine):
+    class Crashes(SingleDeviceEngine):
         def optimizer_step(self) -> float:
             raise ZeroDivisionError("boom")
 
@@ -61,4 +61,4 @@ def test_an_engine_without_a_method_fails_at_construction_and_by_name(tmp_path: 
         def init_model(self) -> None: ...
 
     with pytest.raises(TypeError, match="forward_backward_step"):
-        Half(Lab(ReferenceEngine, tmp_path).config())  # pyright: ignore[reportAbstractUsage]
+        Half(EngineHarness(SingleDeviceEngine, tmp_path).config())  # pyright: ignore[reportAbstractUsage]

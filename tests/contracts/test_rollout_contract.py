@@ -6,12 +6,12 @@ import pytest
 from support.broken_rollouts import CAUGHT_BY
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.contracts.rollout.suite import RULES, check_rollout
+from camshaft.contracts.rules import Rule, Violation
 from camshaft.rollout import ROLLOUTS, rollout_class
 from camshaft.rollout.base import BaseRollout
-from camshaft.rollout.contract import RULES, check_rollout
-from camshaft.rollout.lab import RolloutLab
-from camshaft.rollout.torch_rollout import TorchRollout
-from camshaft.rules import Rule, Violation
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 BY_NAME = {rule.name: rule for rule in RULES}
 HERE = ("torch", "hf")
@@ -27,7 +27,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 @pytest.mark.parametrize("name", HERE)
 def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
-    rule.check(RolloutLab(rollout_class(name), scratch))
+    rule.check(RolloutHarness(rollout_class(name), scratch))
 
 
 IN_A_PROCESS = (
@@ -41,7 +41,7 @@ IN_A_PROCESS = (
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
 def test_a_rollout_in_a_process_of_its_own_keeps_rule(name: str, scratch: Path) -> None:
-    BY_NAME[name].check(RolloutLab(rollout_class("process"), scratch))
+    BY_NAME[name].check(RolloutHarness(rollout_class("process"), scratch))
 
 
 def test_both_generators_that_need_no_other_library_are_tried() -> None:
@@ -55,7 +55,7 @@ def test_for_every_rule_there_is_somebody_who_breaks_it() -> None:
 @pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
 def test_contract_names_the_rule_that_a_broken_rollout_breaks(broken: type[BaseRollout], scratch: Path) -> None:
     with pytest.raises(Violation):
-        BY_NAME[CAUGHT_BY[broken]].check(RolloutLab(broken, scratch))
+        BY_NAME[CAUGHT_BY[broken]].check(RolloutHarness(broken, scratch))
 
 
 def test_every_rule_has_a_meaning_of_one_line_and_its_own_name() -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from support.servers import Servers
 
-from camshaft.rollout.contract import RULES
-from camshaft.rollout.lab import RolloutLab
-from camshaft.rules import Rule
+from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.contracts.rollout.suite import RULES
+from camshaft.contracts.rules import Rule
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 
@@ -33,4 +33,4 @@ def servers() -> Iterator[Servers]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_a_server_keeps_rule(rule: Rule, scratch: Path, servers: Servers) -> None:
     build: Any = servers.rollout
-    rule.check(RolloutLab(build, scratch, sizes=SIZES))
+    rule.check(RolloutHarness(build, scratch, sizes=SIZES))

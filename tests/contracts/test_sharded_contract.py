@@ -12,11 +12,11 @@ import pytest
 from support.broken_sharded import CAUGHT_BY
 from support.layouts import ALONE, OLDER, PAIRS, REFUSED, Layout, together
 
-from camshaft.check import RuleRanks, check_engine_on_ranks
 from camshaft.cli import main
+from camshaft.cli.check import RuleRanks, check_engine_on_ranks
 from camshaft.config.engine import EngineConfig, EngineModel
+from camshaft.contracts.engine.suite import RULES
 from camshaft.engine import engine_class
-from camshaft.engine.contract import RULES
 from camshaft.engine.fsdp import FSDPEngine
 from camshaft.errors import EngineError
 

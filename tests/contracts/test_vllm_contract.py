@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.contracts.rollout.suite import RULES
+from camshaft.contracts.rules import Rule
 from camshaft.rollout import rollout_class
-from camshaft.rollout.contract import RULES
-from camshaft.rollout.lab import RolloutLab
-from camshaft.rules import Rule
 
 pytestmark = pytest.mark.vllm
 
@@ -23,4 +23,4 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_vllm_keeps_rule(rule: Rule, scratch: Path) -> None:
-    rule.check(RolloutLab(rollout_class("vllm"), scratch, sizes=SIZES))
+    rule.check(RolloutHarness(rollout_class("vllm"), scratch, sizes=SIZES))

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.suite import RULES
+from camshaft.contracts.rules import Rule
 from camshaft.ragged import Ragged
-from camshaft.rollout import SamplingParams, recorded
-from camshaft.rollout.contract import RULES
-from camshaft.rollout.lab import Case, RolloutLab, close
-from camshaft.rollout.torch_rollout import TorchRollout
-from camshaft.rules import Rule
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.cuda import graphs as recorded
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 
@@ -31,8 +32,8 @@ class Recorded(TorchRollout):
         super().__init__(config.model_copy(update={"enforce_eager": False}))
 
 
-def prompts_of(lab: RolloutLab) -> Ragged:
-    return lab.prompts(3, 11, 1, 5, 62).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
+def prompts_of(harness: RolloutHarness) -> Ragged:
+    return harness.prompts(3, 11, 1, 5, 62).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
 
 
 def replays(case: Case) -> dict[int, Any]:
@@ -42,12 +43,12 @@ def replays(case: Case) -> dict[int, Any]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Path) -> None:
-    lab, sampling = RolloutLab(TorchRollout, tmp_path, "cuda"), SamplingParams(24, temperature=0)
+    harness, sampling = RolloutHarness(TorchRollout, tmp_path, "cuda"), SamplingParams(24, temperature=0)
     found = []
     for eager in (True, False):
-        case = lab.case(family, FAMILIES[family], max_num_seqs=7, enforce_eager=eager)
-        out = case.rollout.generate_sequences(prompts_of(lab), sampling)
-        close(out.log_probs, case.log_probs(prompts_of(lab), out.responses, sampling), 1e-3, "log-probs")
+        case = harness.case(family, FAMILIES[family], max_num_seqs=7, enforce_eager=eager)
+        out = case.rollout.generate_sequences(prompts_of(harness), sampling)
+        close(out.log_probs, case.log_probs(prompts_of(harness), out.responses, sampling), 1e-3, "log-probs")
         found.append([row.tolist() for row in out.responses.rows()])
         assert eager or replays(case)
     assert found[0] == found[1]
@@ -56,13 +57,13 @@ def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Pat
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
     """As near as the contract wants it of steps as they are, which round elsewhere."""
-    lab, sampling = RolloutLab(Recorded, tmp_path, "cuda"), SamplingParams(24)
-    case = lab.empty_case(family, FAMILIES[family], dtype="bfloat16", max_num_seqs=7)
+    harness, sampling = RolloutHarness(Recorded, tmp_path, "cuda"), SamplingParams(24)
+    case = harness.empty_case(family, FAMILIES[family], dtype="bfloat16", max_num_seqs=7)
     for weight in case.plain.parameters():
         weight.data /= 4 if weight.ndim > 1 else 1
     case.rollout.load_weights(case.weights())
-    out = case.rollout.generate_sequences(prompts_of(lab), sampling)
-    wanted = case.log_probs(prompts_of(lab), out.responses, sampling)
+    out = case.rollout.generate_sequences(prompts_of(harness), sampling)
+    wanted = case.log_probs(prompts_of(harness), out.responses, sampling)
     assert replays(case)
     assert (out.log_probs.values.double() - wanted.values).abs().mean() < 2e-2
 
@@ -70,22 +71,22 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_recorded_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "STEPS", 1)
-    lab = RolloutLab(Recorded, tmp_path, "cuda")
-    rule.check(lab)
+    harness = RolloutHarness(Recorded, tmp_path, "cuda")
+    rule.check(harness)
 
 
 def test_a_second_generation_records_nothing_and_sleep_frees_all(tmp_path: Path) -> None:
-    lab = RolloutLab(Recorded, tmp_path, "cuda")
-    case, sampling = lab.case(max_num_seqs=7), SamplingParams(24, temperature=0, ignore_eos=True)
-    case.rollout.generate_sequences(prompts_of(lab), sampling)
-    first = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    harness = RolloutHarness(Recorded, tmp_path, "cuda")
+    case, sampling = harness.case(max_num_seqs=7), SamplingParams(24, temperature=0, ignore_eos=True)
+    case.rollout.generate_sequences(prompts_of(harness), sampling)
+    first = case.rollout.generate_sequences(prompts_of(harness), sampling)
     before = replays(case)
-    again = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    again = case.rollout.generate_sequences(prompts_of(harness), sampling)
     assert replays(case) == before
     assert torch.equal(first.responses.values, again.responses.values)
     case.rollout.sleep()
     assert not replays(case)
     case.rollout.wake_up()
     case.rollout.load_weights(case.weights())
-    asleep_between = case.rollout.generate_sequences(prompts_of(lab), sampling)
+    asleep_between = case.rollout.generate_sequences(prompts_of(harness), sampling)
     assert torch.equal(first.responses.values, asleep_between.responses.values)

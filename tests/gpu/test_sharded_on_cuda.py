@@ -11,11 +11,11 @@ import pytest
 import torch
 from support.layouts import together
 
-from camshaft.check import RuleRanks
+from camshaft.cli.check import RuleRanks
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.contracts.engine.harness import EngineHarness
+from camshaft.contracts.engine.suite import RULES
 from camshaft.engine import engine_class
-from camshaft.engine.contract import RULES
-from camshaft.engine.lab import Lab
 
 DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 DEVICE = torch.accelerator.current_accelerator().type if DEVICES else "none"  # pyright: ignore
@@ -53,9 +53,9 @@ def test_engine_keeps_rule_on_the_accelerator(
 
 
 def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None:
-    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE, together("offload"))
-    engine: Any = lab.build()
-    lab.step(engine, lab.batch)
+    harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE, together("offload"))
+    engine: Any = harness.build()
+    harness.step(engine, harness.batch)
     assert {str(engine.parts.place(part)) for part in ("model", "gradients", "optimizer")} == {"cpu"}
     with engine.eval_mode():
         assert engine.parts.place("model").type == DEVICE
@@ -64,19 +64,19 @@ def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None
 
 def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
     """The variable-length flash kernel and half-precision products against the loop in float32."""
-    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE)
-    half = lab.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
-    exact, found = lab.infer(lab.build())["log_probs"], lab.infer(half)["log_probs"]
+    harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE)
+    half = harness.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
+    exact, found = harness.infer(harness.build())["log_probs"], harness.infer(half)["log_probs"]
     assert not torch.equal(exact.values, found.values)  # pyright: ignore
     torch.testing.assert_close(found.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
 
 
 def test_an_engine_alone_trains_on_the_accelerator(tmp_path: Path) -> None:
-    lab = Lab(engine_class("fsdp2"), tmp_path, DEVICE)
-    model = EngineModel(path=str(lab.model_folder))
+    harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE)
+    model = EngineModel(path=str(harness.model_folder))
     engine = engine_class("fsdp2")(EngineConfig(model=model, optim=OptimConfig(lr=1e-2), device=DEVICE))
     engine.init_model()
     engine.set_loss_fn(lambda data, found, ctx: (-found["log_probs"].values.sum() / ctx["num_tokens"], ctx))
     with engine.train_mode():
-        losses = [engine.train_batch(lab.batch).loss for _ in range(10)]
+        losses = [engine.train_batch(harness.batch).loss for _ in range(10)]
     assert losses[-1] < losses[0]

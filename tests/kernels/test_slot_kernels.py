@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.rollout import SamplingParams, recorded
-from camshaft.rollout.lab import RolloutLab, close
-from camshaft.rollout.recorded import RecordedSteps
-from camshaft.rollout.slots import SlotPool
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.contracts.rollout.harness import RolloutHarness, close
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.cuda import graphs as recorded
+from camshaft.rollout.builtin.cuda.graphs import RecordedSteps
+from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 pytestmark = pytest.mark.interpreted
 
@@ -45,9 +46,9 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         return real(self, _numbers(interpreter, a), _numbers(interpreter, b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
-    from camshaft.rollout import slot_kernels
+    from camshaft.rollout.builtin.cuda import kernels
 
-    return slot_kernels
+    return kernels
 
 
 def _numbers(interpreter: Any, handle: Any) -> Any:
@@ -117,7 +118,7 @@ def check(
     torch.manual_seed(0)
     heads, key_heads, dim, value_dim = shape
     rows = len(POSITIONS)
-    pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+    pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
     pool.reserve(rows + 2, 256)
     query = drawn(rows, 1, heads, dim, dtype=dtype)
     key, value = (drawn(rows, 1, key_heads, size, dtype=dtype) for size in (dim, value_dim))
@@ -161,8 +162,8 @@ def test_a_model_generates_with_the_kernels_what_it_should(
             self.recorded = RecordedSteps(self.decoder, self.pool, EachTime(), kernels.KernelStep)
 
     monkeypatch.setattr(kernels, "processors_of", lambda device: 8)
-    lab = RolloutLab(WithKernels, tmp_path)
-    case, prompts = lab.case(family, sizes, max_num_seqs=3), lab.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
+    harness = RolloutHarness(WithKernels, tmp_path)
+    case, prompts = harness.case(family, sizes, max_num_seqs=3), harness.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
     sampling = SamplingParams(16, stop_token_ids=(10, 11, 12))
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
     close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
@@ -170,7 +171,7 @@ def test_a_model_generates_with_the_kernels_what_it_should(
 
 def test_what_the_kernels_cannot_is_told(kernels: ModuleType) -> None:
     for dtype, dim, can in ((torch.float64, 8, False), (torch.float32, 257, False), (torch.bfloat16, 256, True)):
-        pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+        pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
         pool.reserve(1, 1)
         key = torch.zeros(1, 1, 1, dim, dtype=dtype)
         pool.layer(LAYER, key, key)
@@ -181,7 +182,7 @@ def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch
     monkeypatch.setattr(kernels, "processors_of", lambda device: 3)
     monkeypatch.setattr(recorded, "whole_step", lambda pool, positions: "whole")
     positions: Any = SimpleNamespace(is_cuda=True, device="cuda")
-    pool = SlotPool(Qwen2Config(num_hidden_layers=1), 300)
+    pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
     assert isinstance(recorded.device_step(pool, positions), kernels.KernelStep)
     assert recorded.device_step(pool, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
     for name, value in (("can", lambda pool: False), ("takes_triton", lambda tensor: False)):

@@ -20,7 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def test_kernels_compile_and_keep_to_registers(
     dtype: str, dim: int, splits: int, capability: int, tmp_path: Path
 ) -> None:
-    from camshaft.rollout import slot_kernels as kernels
+    from camshaft.rollout.builtin.cuda import kernels
 
     some, sums = f"*{dtype}", "*fp32" if splits > 1 else f"*{dtype}"
     padded = kernels._padded(dim)

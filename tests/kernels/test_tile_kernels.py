@@ -14,9 +14,9 @@ pytestmark = pytest.mark.interpreted
 
 @pytest.fixture
 def kernels(interpreted: None) -> ModuleType:
-    from camshaft.models import tile_kernels
+    from camshaft.models.triton import linear_logprob
 
-    return tile_kernels
+    return linear_logprob
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ CAPABILITIES = [80, 90]
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kernels_of_the_head_compile_and_keep_to_registers(capability: int, dtype: str, tmp_path: Path):
-    from camshaft.models import tile_kernels as kernels
+    from camshaft.models.triton import linear_logprob as kernels
 
     common = {"logits": "*fp32", "columns": "*i64", "num_tokens": "i32", "num_words": "i32", "temperature": "fp32"}
     cases = [

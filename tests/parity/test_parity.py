@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from parity import plain_ppo
-from parity.plain_ppo import Settings
 from safetensors.torch import load_file
 from support.even_digits import compute_score
 from support.ppo_runs import Step, run_ppo
 from torch import Tensor
+
+from examples import plain_ppo
+from examples.plain_ppo import Settings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

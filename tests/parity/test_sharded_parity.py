@@ -11,11 +11,11 @@ from support.layouts import ALONE, OLDER, Layout, together
 from support.ranks import Ranks
 
 from camshaft.config.engine import OptimConfig
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import engine_class
 from camshaft.engine.base import BaseEngine
-from camshaft.engine.lab import Lab
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 
 STEPS = 3
 
@@ -31,8 +31,8 @@ def _batch() -> DataProto:
     return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(mask), "advantages": ids.like(advantages)})
 
 
-def _train(lab: Lab, engine: BaseEngine) -> dict[str, Any]:
-    batch, steps, before = lab.share(engine, _batch()), [], lab.weights(engine)
+def _train(harness: EngineHarness, engine: BaseEngine) -> dict[str, Any]:
+    batch, steps, before = harness.share(engine, _batch()), [], harness.weights(engine)
     for _ in range(STEPS):
         with engine.train_mode():
             steps.append(engine.train_batch(batch))
@@ -41,13 +41,13 @@ def _train(lab: Lab, engine: BaseEngine) -> dict[str, Any]:
         "loss": [step.loss for step in steps],
         "norm": [step.grad_norm for step in steps],
         "before": before,
-        "weights": lab.weights(engine),
+        "weights": harness.weights(engine),
     }
 
 
 def _run(strategy: str, folder: str, always: dict[str, Any]) -> dict[str, Any] | None:
-    lab = Lab(engine_class(strategy), folder, always=always)
-    found = _train(lab, lab.build())
+    harness = EngineHarness(engine_class(strategy), folder, always=always)
+    found = _train(harness, harness.build())
     return found if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else None
 
 
@@ -65,7 +65,7 @@ def ranks() -> Iterator[Ranks]:
 def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the sharded engine's, the reference engine's)"""
     of_model = {name: value for name, value in layout.always.items() if name == "lora"}
-    reference = Lab(ReferenceEngine, folder / "reference", always=_fields(dtype) | of_model)
+    reference = EngineHarness(SingleDeviceEngine, folder / "reference", always=_fields(dtype) | of_model)
     wanted = _train(reference, reference.build())
     always = _fields(dtype) | layout.always
     if "max_tokens" in layout.always:

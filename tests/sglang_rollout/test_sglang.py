@@ -21,27 +21,27 @@ from support.vllm_runs import run_with_vllm
 from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import RolloutHarness, close
+from camshaft.contracts.rollout.suite import WAYS
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rollout import build_rollout
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.contract import WAYS
-from camshaft.rollout.lab import RolloutLab, close
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(SGLangPool(), tmp_path_factory.mktemp("models"))  # pyright: ignore[reportArgumentType]
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(SGLangPool(), tmp_path_factory.mktemp("models"))  # pyright: ignore[reportArgumentType]
 
 
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def test_seeds_give_the_tokens_that_the_built_in_generator_draws(lab: RolloutLab) -> None:
-    case, prompts, seeds = lab.case(), lab.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
+def test_seeds_give_the_tokens_that_the_built_in_generator_draws(harness: RolloutHarness) -> None:
+    case, prompts, seeds = harness.case(), harness.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
     plain = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
     plain.load_weights(case.weights())
     for sampling in WAYS:
@@ -50,8 +50,8 @@ def test_seeds_give_the_tokens_that_the_built_in_generator_draws(lab: RolloutLab
         close(found.log_probs, wanted.log_probs, 1e-4, "log-probs")
 
 
-def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(lab: RolloutLab) -> None:
-    case, prompts = lab.case(), lab.prompts(40, 40, seed=5)
+def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(), harness.prompts(40, 40, seed=5)
 
     def cached() -> float:
         return case.rollout.generate_sequences(prompts, SamplingParams(4)).metrics["prompt_tokens_cached"]
@@ -62,8 +62,8 @@ def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(lab: 
     assert cached() == 0
 
 
-def test_several_processes_are_one_generator(lab: RolloutLab) -> None:
-    case, prompts = lab.case(tensor_model_parallel_size=2), lab.prompts(4, 9, 20)
+def test_several_processes_are_one_generator(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(tensor_model_parallel_size=2), harness.prompts(4, 9, 20)
     for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, top_p=0.8)):
         out = case.rollout.generate_sequences(prompts, sampling)
         close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-4, "log-probs")
@@ -95,7 +95,7 @@ WEIGHTS = [("q_proj.weight", torch.ones(4, 4)), ("k_proj.weight", torch.ones(2, 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    from camshaft.rollout.sglang_rollout import scheduler
+    from camshaft.rollout.sglang import scheduler
 
     reader, writer = Pipe(duplex=False)
     monkeypatch.setattr(scheduler, "_state", scheduler._State(writer, sampler_is_ours=True))
@@ -155,8 +155,8 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_process_of_sglang_that_dies_ends_the_call_within_seconds(tmp_path: Path) -> None:
     with none_left_behind(10) as mark:
-        lab = RolloutLab(SGLangPool(), tmp_path)  # pyright: ignore[reportArgumentType]
-        case = lab.case(max_model_len=1000)
+        harness = RolloutHarness(SGLangPool(), tmp_path)  # pyright: ignore[reportArgumentType]
+        case = harness.case(max_model_len=1000)
         (holder,) = [pid for pid in marked(mark) if b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         killed = []
 
@@ -166,9 +166,9 @@ def test_a_process_of_sglang_that_dies_ends_the_call_within_seconds(tmp_path: Pa
 
         threading.Timer(1.0, kill).start()
         with pytest.raises(RolloutError, match=r"died in generate_sequences.*resume the run"):
-            case.rollout.generate_sequences(lab.prompts(*[4] * 16), SamplingParams(900, ignore_eos=True))
+            case.rollout.generate_sequences(harness.prompts(*[4] * 16), SamplingParams(900, ignore_eos=True))
         assert time.monotonic() - killed[0] < 15
-        del lab, case
+        del harness, case
     assert MARK not in os.environ
 
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from camshaft.controller.local import PRELOAD
 from camshaft.data.parquet import write_parquet
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import validate
 
 pytestmark = pytest.mark.timeout(300)

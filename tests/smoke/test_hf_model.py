@@ -16,7 +16,7 @@ from camshaft import storage
 from camshaft.config import Topology, actor_engine, critic_engine
 from camshaft.controller.local import PRELOAD
 from camshaft.engine import EngineConfig
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -55,7 +55,7 @@ def there(root: Path) -> dict[int, list[str]]:
 
 def resumed(config: EngineConfig, folder: Path) -> Tensor:
     """What the plain engine in one process gives for `ROWS`, from the checkpoint that two ranks have written."""
-    engine = ReferenceEngine(config.model_copy(update={"optim": None, "options": {}}))
+    engine = SingleDeviceEngine(config.model_copy(update={"optim": None, "options": {}}))
     engine.init_model()
     engine.load_checkpoint(str(folder))
     told: Any = engine.infer_batch(ROWS)

@@ -11,7 +11,7 @@ from support.ppo_runs import ppo_config
 from camshaft.data import tokens
 from camshaft.data.parquet import write_parquet
 from camshaft.errors import BatchError
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 
 SHORTEST, ROWS = 3, 8
 """Tokens of the first prompt beside those of the template; each of the others has one more than the one before."""
@@ -33,7 +33,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _nothing_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that no key here is about."""
-    monkeypatch.setattr("camshaft.trainer.parts.run_rewards", lambda config: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("camshaft.trainer.build.run_rewards", lambda config: SimpleNamespace(close=lambda: None))
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_tokenizers_code_runs_only_where_the_key_says_so(home: Path, monkeyp
     told: list[bool] = []
     real = PPOParts.__init__.__globals__["load_tokenizer"]
     monkeypatch.setattr(
-        "camshaft.trainer.parts.load_tokenizer", lambda path, trust: (told.append(trust), real(path, trust))[1]
+        "camshaft.trainer.build.load_tokenizer", lambda path, trust: (told.append(trust), real(path, trust))[1]
     )
     for words in ({}, {"data.trust_remote_code": True}, {"actor_rollout_ref.model.trust_remote_code": True}):
         seen(home, len_of_loader, words)

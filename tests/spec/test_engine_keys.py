@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from camshaft.config.engine import OptimConfig
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine, StepContext, engine_class
-from camshaft.engine.lab import Lab
 from camshaft.engine.optim import rate
 from camshaft.errors import EngineError
 
 OURS = ("reference", "fsdp2")
 
 
-def passes(lab: Lab, engine: BaseEngine, training: bool) -> list[tuple[int, int]]:
+def passes(harness: EngineHarness, engine: BaseEngine, training: bool) -> list[tuple[int, int]]:
     """(rows, tokens) of each micro-batch."""
     seen: list[tuple[int, int]] = []
 
@@ -26,49 +26,49 @@ def passes(lab: Lab, engine: BaseEngine, training: bool) -> list[tuple[int, int]
         return data, ctx
 
     with engine.train_mode() if training else engine.eval_mode():
-        engine.forward_backward_step(lab.batch, forward_only=not training, preprocess_fn=watch)
+        engine.forward_backward_step(harness.batch, forward_only=not training, preprocess_fn=watch)
     return seen
 
 
 @pytest.mark.parametrize("strategy", OURS)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_pass_holds_as_many_rows_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
-    lab = Lab(engine_class(strategy), tmp_path)
+    harness = EngineHarness(engine_class(strategy), tmp_path)
     limit: dict[str, Any] = {"micro_batch_size" if training else "infer_micro_batch_size": 3}
-    assert [rows for rows, _ in passes(lab, lab.build(), training)] == [8]
-    assert [rows for rows, _ in passes(lab, lab.build(**limit), training)] == [3, 3, 2]
+    assert [rows for rows, _ in passes(harness, harness.build(), training)] == [8]
+    assert [rows for rows, _ in passes(harness, harness.build(**limit), training)] == [3, 3, 2]
 
 
 @pytest.mark.parametrize("strategy", OURS)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_pass_holds_as_many_tokens_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
-    lab = Lab(engine_class(strategy), tmp_path)
+    harness = EngineHarness(engine_class(strategy), tmp_path)
     limit: dict[str, Any] = {"max_tokens" if training else "infer_max_tokens": 20}
-    found = passes(lab, lab.build(**limit), training)
+    found = passes(harness, harness.build(**limit), training)
     assert len(found) >= math.ceil(59 / 20)
     assert max(tokens for _, tokens in found) <= 20
 
 
 @pytest.mark.parametrize("strategy", OURS)
 def test_weights_have_the_number_format_that_they_are_told(strategy: str, tmp_path: Path) -> None:
-    lab = Lab(engine_class(strategy), tmp_path)
+    harness = EngineHarness(engine_class(strategy), tmp_path)
     for dtype in ("float32", "bfloat16", "float64"):
-        engine: Any = lab.build(forward_only=True, dtype=dtype)
+        engine: Any = harness.build(forward_only=True, dtype=dtype)
         assert {p.dtype for p in engine.module.parameters()} == {getattr(torch, dtype)}
 
 
 @pytest.mark.parametrize("strategy", OURS)
 def test_a_model_is_built_where_the_engine_is_told(strategy: str, tmp_path: Path) -> None:
     """An engine that is told of a device that nobody has does not build on another."""
-    lab = Lab(engine_class(strategy), tmp_path)
-    assert {weight.device.type for _, weight in lab.build().named_weights()} == {"cpu"}
+    harness = EngineHarness(engine_class(strategy), tmp_path)
+    assert {weight.device.type for _, weight in harness.build().named_weights()} == {"cpu"}
     with pytest.raises(EngineError, match="device=xpu: there is none here"):
-        lab.build(device="xpu")
+        harness.build(device="xpu")
 
 
 @pytest.mark.parametrize("strategy", OURS)
 def test_to_moves_what_it_is_told_to_move(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = Lab(engine_class(strategy), tmp_path).build()
+    engine: Any = EngineHarness(engine_class(strategy), tmp_path).build()
     moved: list[tuple[str, str]] = []
     monkeypatch.setattr(engine.parts, "move", lambda part, device: moved.append((part, device.type)))
     for model, optimizer in ((True, True), (True, False), (False, True)):
@@ -89,19 +89,19 @@ def test_a_cosine_has_as_many_waves_as_num_cycles_says() -> None:
 @pytest.mark.parametrize("strategy", OURS)
 def test_the_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Path) -> None:
     """In its order: gradients are zero, forward and backward, then a step and the schedule outside of train_mode."""
-    lab = Lab(engine_class(strategy), tmp_path)
-    engine: Any = lab.build(optim=OptimConfig(lr=1e-2))
+    harness = EngineHarness(engine_class(strategy), tmp_path)
+    engine: Any = harness.build(optim=OptimConfig(lr=1e-2))
     losses: list[float] = []
     for _ in range(4):
         engine.optimizer_zero_grad()
         assert all(p.grad is None or not p.grad.any() for p in engine.module.parameters())
         with engine.train_mode():
-            _, loss, _ = engine.forward_backward_step(lab.batch, None, forward_only=False)
+            _, loss, _ = engine.forward_backward_step(harness.batch, None, forward_only=False)
         assert any(p.grad is not None and p.grad.any() for p in engine.module.parameters())
         assert engine.optimizer_step() > 0
         assert engine.lr_scheduler_step() == 1e-2
         losses.append(float(loss))
     assert losses[-1] < losses[0]
     with engine.eval_mode():
-        found, _ = engine.forward_backward_step(lab.batch, None, forward_only=True)
-    assert len(found["log_probs"]) == len(lab.batch)
+        found, _ = engine.forward_backward_step(harness.batch, None, forward_only=True)
+    assert len(found["log_probs"]) == len(harness.batch)

@@ -10,8 +10,8 @@ from support.tiny import tiny_folder
 
 from camshaft.config import EngineModel, RolloutEngineConfig
 from camshaft.models.loader import stored_weights
-from camshaft.rollout import process_rollout
-from camshaft.rollout.vllm_rollout.engine import arguments_of
+from camshaft.rollout.process import rollout as process_rollout
+from camshaft.rollout.vllm.engine import arguments_of
 
 VLLM: dict[str, tuple[Any, str, Any, Any]] = {
     # key: told, vLLM's name, what it is by default, what with the key

@@ -10,7 +10,7 @@ from support.ppo_runs import ppo_config
 from camshaft.config import PPOConfig
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from camshaft.tracking import RunInfo, Tracker
-from camshaft.trainer.places import pool_specs, run_pools
+from camshaft.trainer.pools import pool_specs, run_pools
 from camshaft.trainer.session import Session
 from spec.test_told import run_with
 from spec.told import ACTOR, ROLLOUT
@@ -108,7 +108,7 @@ def test_the_key_chooses_the_engine(key: str, tmp_path: Path) -> None:
     others = dict.fromkeys(BUILT, "fsdp")
     words = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
     found = [type(BUILT[key](ppo_config(tmp_path, {**words, key: name}))).__name__ for name in ("fsdp", "reference")]
-    assert found == ["FSDPEngine", "ReferenceEngine"]
+    assert found == ["FSDPEngine", "SingleDeviceEngine"]
 
 
 NOTHING = {

@@ -13,7 +13,7 @@ from support.ppo_runs import Step, ppo_config, run_ppo
 
 from camshaft.config import PPOConfig
 from camshaft.rewards.manager import RewardManager
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.validate import validate
 from spec.told import ACTOR, ROLLOUT

@@ -14,16 +14,16 @@ from torch import Tensor
 from camshaft.dataproto import DataProto
 from camshaft.engine import step
 from camshaft.engine.base import Batch, StepContext
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
 
 
-def _as_ever(engine: ReferenceEngine, *args: Any, **kwargs: Any) -> Any:
-    return ReferenceEngine.forward_backward_step(engine, *args, **kwargs)
+def _as_ever(engine: SingleDeviceEngine, *args: Any, **kwargs: Any) -> Any:
+    return SingleDeviceEngine.forward_backward_step(engine, *args, **kwargs)
 
 
-class LocalCounts(ReferenceEngine):
+class LocalCounts(SingleDeviceEngine):
     """Divides by the counts of the micro-batch instead of those of the mini-batch."""
 
     def set_loss_fn(self, loss_fn: Any) -> None:
@@ -36,7 +36,7 @@ class LocalCounts(ReferenceEngine):
         super().set_loss_fn(local)
 
 
-class MeanOfMicroBatches(ReferenceEngine):
+class MeanOfMicroBatches(SingleDeviceEngine):
     """Averages the micro-batches' losses, as gradient accumulation does that counts micro-batches."""
 
     def forward_backward_step(
@@ -52,7 +52,7 @@ class MeanOfMicroBatches(ReferenceEngine):
         return predictions, loss / parts, ctx
 
 
-class ForgetsOrder(ReferenceEngine):
+class ForgetsOrder(SingleDeviceEngine):
     """Returns predictions in the order in which the micro-batches ran."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ def _in_order_of_running(plan: Any, parts: Any) -> Any:
     return parts[0].concat(list(parts)) if hasattr(parts[0], "lengths") else torch.cat(list(parts))
 
 
-class SoftBudget(ReferenceEngine):
+class SoftBudget(SingleDeviceEngine):
     """Takes the token budget for a wish."""
 
     def __init__(self, config: Any):
@@ -72,21 +72,21 @@ class SoftBudget(ReferenceEngine):
         super().__init__(config.model_copy(update=loose))
 
 
-class NormAfterClipping(ReferenceEngine):
+class NormAfterClipping(SingleDeviceEngine):
     """Reports the norm that is left."""
 
     def optimizer_step(self) -> float:
         return min(super().optimizer_step(), self.config.grad_clip)
 
 
-class NoClipping(ReferenceEngine):
+class NoClipping(SingleDeviceEngine):
     """Reports the norm and does not clip."""
 
     def __init__(self, config: Any):
         super().__init__(config.model_copy(update={"grad_clip": 1e9}))
 
 
-class ForgetsGradients(ReferenceEngine):
+class ForgetsGradients(SingleDeviceEngine):
     """Frees gradients with the activations when train_mode ends."""
 
     @contextlib.contextmanager
@@ -98,7 +98,7 @@ class ForgetsGradients(ReferenceEngine):
                 parameter.grad.zero_()
 
 
-class AdapterStaysOn(ReferenceEngine):
+class AdapterStaysOn(SingleDeviceEngine):
     """Takes disable_adapter for a hint."""
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
@@ -106,7 +106,7 @@ class AdapterStaysOn(ReferenceEngine):
         return contextlib.nullcontext()
 
 
-class StepsIntoNaN(ReferenceEngine):
+class StepsIntoNaN(SingleDeviceEngine):
     """Updates whatever the gradient is."""
 
     def optimizer_step(self) -> float:
@@ -115,7 +115,7 @@ class StepsIntoNaN(ReferenceEngine):
         return float(norm)
 
 
-class ReadsEachLoss(ReferenceEngine):
+class ReadsEachLoss(SingleDeviceEngine):
     """Reads the loss of every micro-batch back from the device."""
 
     def set_loss_fn(self, loss_fn: Any) -> None:
@@ -127,7 +127,7 @@ class ReadsEachLoss(ReferenceEngine):
         super().set_loss_fn(reading)
 
 
-class AlwaysTrains(ReferenceEngine):
+class AlwaysTrains(SingleDeviceEngine):
     """Leaves dropout on in eval_mode."""
 
     @contextlib.contextmanager
@@ -136,7 +136,7 @@ class AlwaysTrains(ReferenceEngine):
             yield
 
 
-class IgnoresTemperature(ReferenceEngine):
+class IgnoresTemperature(SingleDeviceEngine):
     """Takes log-probs at temperature 1, whatever was sampled."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class IgnoresTemperature(ReferenceEngine):
         return _as_ever(self, batch, ctx, *args, **kwargs)
 
 
-class SwallowsKeys(ReferenceEngine):
+class SwallowsKeys(SingleDeviceEngine):
     """Drops ctx keys that it does not know."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -153,7 +153,7 @@ class SwallowsKeys(ReferenceEngine):
         return _as_ever(self, batch, ctx, *args, **kwargs)
 
 
-class ForgetsOptimizer(ReferenceEngine):
+class ForgetsOptimizer(SingleDeviceEngine):
     """Saves the weights and calls it a checkpoint."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +161,7 @@ class ForgetsOptimizer(ReferenceEngine):
         self.optimizer.state.clear()
 
 
-class ForgetsRandomState(ReferenceEngine):
+class ForgetsRandomState(SingleDeviceEngine):
     """Does not restore what dropout draws from."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -169,7 +169,7 @@ class ForgetsRandomState(ReferenceEngine):
         torch.manual_seed(12345)
 
 
-class TrustsFiles(ReferenceEngine):
+class TrustsFiles(SingleDeviceEngine):
     """Loads what is there without looking at the checksums."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -177,7 +177,7 @@ class TrustsFiles(ReferenceEngine):
             super().load_checkpoint(*args, **kwargs)
 
 
-class KeepsEverything(ReferenceEngine):
+class KeepsEverything(SingleDeviceEngine):
     """Accepts max_ckpt_to_keep and keeps all."""
 
     def save_checkpoint(
@@ -186,7 +186,7 @@ class KeepsEverything(ReferenceEngine):
         super().save_checkpoint(local_path, hdfs_path, global_step, None)
 
 
-class DeletesOriginals(ReferenceEngine):
+class DeletesOriginals(SingleDeviceEngine):
     """Removes the folder it loaded, wherever it came from."""
 
     def load_checkpoint(self, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = True) -> None:
@@ -195,7 +195,7 @@ class DeletesOriginals(ReferenceEngine):
             __import__("shutil").rmtree(local_path)
 
 
-class OwnNames(ReferenceEngine):
+class OwnNames(SingleDeviceEngine):
     """Streams weights under the names of its wrapper."""
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +203,7 @@ class OwnNames(ReferenceEngine):
             yield f"module.{name}", weight
 
 
-class WarmsUpTooLow(ReferenceEngine):
+class WarmsUpTooLow(SingleDeviceEngine):
     """Half the rate during warm-up."""
 
     def lr_scheduler_step(self) -> float:
@@ -215,14 +215,14 @@ class WarmsUpTooLow(ReferenceEngine):
         return self.schedule.rate * (0.5 if self.schedule.update < 2 else 1.0)
 
 
-class OtherSignature(ReferenceEngine):
+class OtherSignature(SingleDeviceEngine):
     """Renames a parameter of the interface."""
 
     def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:  # pyright: ignore
         super().to(where, model, optimizer)
 
 
-class PatchesTransformers(ReferenceEngine):
+class PatchesTransformers(SingleDeviceEngine):
     """Replaces a method of the model class."""
 
     def init_model(self) -> None:
@@ -233,7 +233,7 @@ class PatchesTransformers(ReferenceEngine):
         modeling.Qwen2Attention.forward = lambda *args, **kwargs: plain(*args, **kwargs)
 
 
-class SkipsHooks(ReferenceEngine):
+class SkipsHooks(SingleDeviceEngine):
     """Runs the hooks once for the whole batch."""
 
     def forward_backward_step(
@@ -253,7 +253,7 @@ class SkipsHooks(ReferenceEngine):
         return found, *rest
 
 
-class HalfGradient(ReferenceEngine):
+class HalfGradient(SingleDeviceEngine):
     """Averages over two ranks that are not there."""
 
     def optimizer_step(self) -> float:
@@ -263,7 +263,7 @@ class HalfGradient(ReferenceEngine):
         return super().optimizer_step()
 
 
-class LosesStateOnTheMove(ReferenceEngine):
+class LosesStateOnTheMove(SingleDeviceEngine):
     """Forgets the optimizer's moments when they are moved."""
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
@@ -272,7 +272,7 @@ class LosesStateOnTheMove(ReferenceEngine):
             self.optimizer.state.clear()
 
 
-class CountsPadding(ReferenceEngine):
+class CountsPadding(SingleDeviceEngine):
     """Takes a padded batch as it is, pad tokens and all."""
 
     def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -281,21 +281,21 @@ class CountsPadding(ReferenceEngine):
         return _as_ever(self, batch, *args, **kwargs)
 
 
-class UnseededStart(ReferenceEngine):
+class UnseededStart(SingleDeviceEngine):
     """Draws initial weights from whatever the random state is."""
 
     def __init__(self, config: Any):
         super().__init__(config.model_copy(update={"seed": int(torch.randint(1 << 30, ()))}))
 
 
-class LosesRowsInShards(ReferenceEngine):
+class LosesRowsInShards(SingleDeviceEngine):
     """Gives back half of what it took apart."""
 
     def unshard_data(self, data: DataProto) -> DataProto:
         return data.split(4)[0]
 
 
-class SilentWithoutLoss(ReferenceEngine):
+class SilentWithoutLoss(SingleDeviceEngine):
     """Trains on nothing when nobody set a loss."""
 
     def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **kwargs: Any) -> Any:
@@ -305,7 +305,7 @@ class SilentWithoutLoss(ReferenceEngine):
         return _as_ever(self, batch, ctx, forward_only, **kwargs)
 
 
-class StartsResponsesAtZero(ReferenceEngine):
+class StartsResponsesAtZero(SingleDeviceEngine):
     """Computes a prompt once, and counts the positions of each response from zero."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ class StartsResponsesAtZero(ReferenceEngine):
             return _as_ever(self, *args, **kwargs)
 
 
-class EstimatesTheGradient(ReferenceEngine):
+class EstimatesTheGradient(SingleDeviceEngine):
     """Gives the divergence over the whole vocabulary, with the gradient of log p(token) - log q(token)."""
 
     def _forward(self, inputs: DataProto, ctx: StepContext) -> Any:
@@ -328,7 +328,7 @@ class EstimatesTheGradient(ReferenceEngine):
         return found
 
 
-class AnswersForGradients(ReferenceEngine):
+class AnswersForGradients(SingleDeviceEngine):
     """Forgets the gradients of a step when it is asked something."""
 
     def infer_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -336,7 +336,7 @@ class AnswersForGradients(ReferenceEngine):
         return super().infer_batch(*args, **kwargs)
 
 
-CAUGHT_BY: dict[type[ReferenceEngine], str] = {
+CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
     ForgetsOrder: "any split same order",

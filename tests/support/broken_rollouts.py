@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 Weights = Iterable[tuple[str, Tensor]]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 HANGS, CRASHES, EXITS, FORGETS, STARTS = 100, 101, 102, 103, 104
 

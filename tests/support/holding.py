@@ -15,7 +15,7 @@ from torch import Tensor
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.dataproto import Ragged
 from camshaft.rollout import Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 HOLD = "CAMSHAFT_TEST_HOLD"
 NAME = f"{__name__}:HoldingRollout"

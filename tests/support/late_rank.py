@@ -17,7 +17,7 @@ from torch import Tensor
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
 from camshaft.rollout import Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 LATE = "CAMSHAFT_TEST_LATE"
 """`<rank>:<file>` in the environment: who waits, and for what."""

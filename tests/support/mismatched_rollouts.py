@@ -14,7 +14,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import digest
 from camshaft.ragged import Ragged
 from camshaft.rollout import Generation, SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 START = 1
 """The token that begins a turn in the tiny template."""

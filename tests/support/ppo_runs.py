@@ -30,7 +30,7 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import Begun, RewardManager, RewardResult
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from support import even_digits
 

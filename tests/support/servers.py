@@ -8,8 +8,8 @@ servers.end()
 from collections import Counter
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.rollout.server_rollout import ServerRollout
-from camshaft.rollout.server_rollout.launch import Launched
+from camshaft.rollout.server import ServerRollout
+from camshaft.rollout.server.launch import Launched
 
 SECONDS = 600.0
 """So long may one take to start on a machine that is busy."""

@@ -1,13 +1,13 @@
 """Rollouts that run SGLang, one of each config for many tests: an engine takes a minute to start.
 
-    lab = RolloutLab(SGLangPool(), folder)     # in place of the class
+    harness = RolloutHarness(SGLangPool(), folder)     # in place of the class
 
 Whoever asks for a config gets its rollout after a sleep, without weights and with nothing in its cache, as a new one.
 Nobody may ask for one config twice at once; a rollout that was dropped for others says that its process has ended.
 """
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.rollout.sglang_rollout import SGLangRollout
+from camshaft.rollout.sglang import SGLangRollout
 
 MOST = 2
 """Engines alive; each has processes of about a gigabyte."""

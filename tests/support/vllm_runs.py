@@ -19,7 +19,7 @@ from camshaft.dataproto import DataProto
 from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from support.ppo_runs import SPREAD, ppo_config, ppo_words, weights_of
 

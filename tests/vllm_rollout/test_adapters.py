@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
@@ -25,9 +26,8 @@ from camshaft.models.lora import with_scaling
 from camshaft.models.tiny import make_tiny_model
 from camshaft.reshard import rollout_mode
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.lab import Case, RolloutLab, close
-from camshaft.rollout.vllm_rollout import VLLMRollout, adapters
-from camshaft.rollout.vllm_rollout.engine import VLLMEngine
+from camshaft.rollout.vllm import VLLMRollout, adapters
+from camshaft.rollout.vllm.engine import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -48,7 +48,7 @@ class Bench:
 
     def __init__(self, folder: Path, family: str = "qwen2", lora: LoRAConfig = LORA, **config: Any):
         path = str(make_tiny_model(folder / family, family, hidden=128, seed=3))
-        self.lab = RolloutLab(VLLMRollout, folder)
+        self.harness = RolloutHarness(VLLMRollout, folder)
         self.engine = engine_of(path, lora)
         sizes: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 16} | config
         self.rollout = VLLMRollout(RolloutEngineConfig(model_path=path, lora=lora, **sizes))
@@ -107,7 +107,7 @@ def test_layers_without_an_adapter_are_the_base_models(tmp_path: Path) -> None:
 
 
 def follows(bench: Bench, updates: int) -> None:
-    prompts = bench.lab.prompts(3, 9, 17, 5)
+    prompts = bench.harness.prompts(3, 9, 17, 5)
     said = []
     for _ in range(updates + 1):  # the first adapter is a fresh one
         case = bench.case()
@@ -164,13 +164,13 @@ def test_sleep_forgets_the_adapter_and_keeps_the_base(bench: Bench) -> None:
     assert len(llm.llm_engine.list_loras()) == 0
     bench.rollout.wake_up()
     with pytest.raises(RolloutError, match="no adapter: call load_adapter"):
-        bench.rollout.generate_sequences(bench.lab.prompts(4), GREEDY)
+        bench.rollout.generate_sequences(bench.harness.prompts(4), GREEDY)
     bench.rollout.sleep()
 
 
 def test_keys_and_values_of_the_adapter_before_serve_nobody(tmp_path: Path) -> None:
     bench = Bench(tmp_path, max_model_len=400)
-    prompts = bench.lab.prompts(300, 300)
+    prompts = bench.harness.prompts(300, 300)
     for again in range(2):
         bench.update()
         case = bench.case()

@@ -22,11 +22,11 @@ from support.processes import running, still_running
 from support.vllm_runs import run_with_vllm
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, off_by
 from camshaft.errors import RolloutError
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.lab import Case, RolloutLab, off_by
-from camshaft.rollout.server_rollout import ServerRollout
-from camshaft.rollout.server_rollout.launch import Launched
+from camshaft.rollout.server import ServerRollout
+from camshaft.rollout.server.launch import Launched
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -35,19 +35,19 @@ SAMPLING = SamplingParams(12, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(ServerRollout, tmp_path_factory.mktemp("models"), sizes={"hidden": 128})
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(ServerRollout, tmp_path_factory.mktemp("models"), sizes={"hidden": 128})
 
 
 @pytest.fixture(scope="module")
-def own(lab: RolloutLab) -> Case:
+def own(harness: RolloutHarness) -> Case:
     """A rollout that has started its server."""
-    return lab.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
+    return harness.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
 
 
-def given(lab: RolloutLab, url: str, **own: Any) -> Case:
+def given(harness: RolloutHarness, url: str, **own: Any) -> Case:
     """A rollout that was told of a server."""
-    return lab.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
+    return harness.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
 
 
 def launched_by(rollout: Any) -> Launched:
@@ -64,8 +64,8 @@ def group_of(leader: int) -> list[int]:
     return found
 
 
-def off(case: Case, lab: RolloutLab) -> float:
-    prompts = lab.prompts(4, 9)
+def off(case: Case, harness: RolloutHarness) -> float:
+    prompts = harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
     return off_by(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING))
 
@@ -81,16 +81,16 @@ def resident(pids: list[int]) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_server_that_was_started_follows_the_weights(own: Case, lab: RolloutLab) -> None:
-    assert off(own, lab) < 1e-4
+def test_a_server_that_was_started_follows_the_weights(own: Case, harness: RolloutHarness) -> None:
+    assert off(own, harness) < 1e-4
     train(own)
-    assert off(own, lab) > 0.1
+    assert off(own, harness) > 0.1
     own.rollout.load_weights(own.weights())
-    assert off(own, lab) < 1e-4
+    assert off(own, harness) < 1e-4
 
 
-def test_keys_and_values_of_old_weights_serve_nobody(own: Case, lab: RolloutLab) -> None:
-    prompts = lab.prompts(300, 300)
+def test_keys_and_values_of_old_weights_serve_nobody(own: Case, harness: RolloutHarness) -> None:
+    prompts = harness.prompts(300, 300)
 
     def cached() -> float:
         return own.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
@@ -101,29 +101,29 @@ def test_keys_and_values_of_old_weights_serve_nobody(own: Case, lab: RolloutLab)
     assert cached() == 0
 
 
-def test_sleep_gives_keys_and_values_back(own: Case, lab: RolloutLab) -> None:
+def test_sleep_gives_keys_and_values_back(own: Case, harness: RolloutHarness) -> None:
     pids = group_of(launched_by(own.rollout)._guard.pid)
     awake = resident(pids)
     own.rollout.sleep()
     assert awake - resident(pids) > 0.9 * 2**28
     own.rollout.wake_up()
     own.rollout.load_weights(own.weights())
-    assert off(own, lab) < 1e-4
+    assert off(own, harness) < 1e-4
 
 
-def test_a_server_that_was_given_takes_weights_by_broadcast_too(own: Case, lab: RolloutLab) -> None:
+def test_a_server_that_was_given_takes_weights_by_broadcast_too(own: Case, harness: RolloutHarness) -> None:
     url = own.rollout.wire.url  # pyright: ignore[reportAttributeAccessIssue]
-    case = given(lab, url, weight_transfer="broadcast")
+    case = given(harness, url, weight_transfer="broadcast")
     train(case)
     case.rollout.load_weights(case.weights())
-    assert off(case, lab) < 1e-4
+    assert off(case, harness) < 1e-4
     with pytest.raises(RolloutError, match=r"holds weights of hand-over .*somebody else gives it weights too"):
-        own.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+        own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     own.rollout.load_weights(own.weights())
-    assert off(own, lab) < 1e-4
+    assert off(own, harness) < 1e-4
 
 
-def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, lab: RolloutLab) -> None:
+def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, harness: RolloutHarness) -> None:
     def broken() -> Iterator[Any]:
         yield from own.weights()[:4]
         raise ZeroDivisionError("the engine broke")
@@ -131,10 +131,10 @@ def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, lab: Rollo
     with pytest.raises(ZeroDivisionError):
         own.rollout.load_weights(broken())
     with pytest.raises(RolloutError, match="has no weights"):
-        own.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+        own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     train(own)
     own.rollout.load_weights(own.weights())
-    assert off(own, lab) < 1e-4
+    assert off(own, harness) < 1e-4
 
 
 def test_it_refuses_what_vllm_refuses_in_its_words(own: Case) -> None:
@@ -146,7 +146,7 @@ def test_it_refuses_what_vllm_refuses_in_its_words(own: Case) -> None:
 ANOTHER_TRAINER = """
 import sys, time
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.rollout.server_rollout import launch
+from camshaft.rollout.server import launch
 launch._free_port = lambda: int(sys.argv[2])
 launched = launch.Launched(RolloutEngineConfig.model_validate_json(sys.argv[1]), {})
 launched.wait(600)
@@ -155,11 +155,11 @@ time.sleep(600)
 """
 
 
-def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLab) -> None:
+def test_killed_started_anew_and_gone_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
     """The last test of the module: it ends the server."""
     rollout: Any = own.rollout
     url, guard = rollout.wire.url, launched_by(rollout)._guard.pid
-    case = given(lab, url)
+    case = given(harness, url)
     case.rollout.load_weights(case.weights())
 
     # In mid-generation.
@@ -167,7 +167,7 @@ def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLa
     threading.Thread(target=kill_while_it_generates, args=(server, url)).start()
     begun = time.monotonic()
     with pytest.raises(RolloutError, match=f"{url} did not answer /v1/completions"):
-        generate_until_it_fails(case, lab)
+        generate_until_it_fails(case, harness)
     assert time.monotonic() - begun < 30
     with pytest.raises(RolloutError, match=rf"(?s){url} did not answer .*has ended.*exit code -9"):
         rollout.load_weights(own.weights())
@@ -181,9 +181,9 @@ def test_killed_started_anew_and_gone_with_its_trainer(own: Case, lab: RolloutLa
         assert trainer.stdout is not None
         leader = int(trainer.stdout.readline())
         with pytest.raises(RolloutError, match=f"the server at {url} was started anew"):
-            case.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+            case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
         case.rollout.load_weights(case.weights())
-        assert off(case, lab) < 1e-4
+        assert off(case, harness) < 1e-4
 
         # Gone with its trainer.
         everybody = group_of(leader)
@@ -204,9 +204,9 @@ def kill_while_it_generates(pid: int, url: str, seconds: float = 60) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-def generate_until_it_fails(case: Case, lab: RolloutLab) -> None:
+def generate_until_it_fails(case: Case, harness: RolloutHarness) -> None:
     while True:
-        case.rollout.generate_sequences(lab.prompts(*[4] * 64), SamplingParams(80, ignore_eos=True))
+        case.rollout.generate_sequences(harness.prompts(*[4] * 64), SamplingParams(80, ignore_eos=True))
 
 
 def parent_of(pid: int) -> int:

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close, off_by
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.lab import Case, RolloutLab, close, off_by
-from camshaft.rollout.vllm_rollout import VLLMRollout, inside, installed
-from camshaft.rollout.vllm_rollout.engine import VLLMEngine, arguments_of
-from camshaft.rollout.vllm_rollout.process import starting
+from camshaft.rollout.vllm import VLLMRollout, inside, installed
+from camshaft.rollout.vllm.engine import VLLMEngine, arguments_of
+from camshaft.rollout.vllm.process import starting
 from camshaft.trainer.seeds import sampling_seeds
 
 pytestmark = pytest.mark.vllm
@@ -31,8 +31,8 @@ SAMPLING = SamplingParams(12, temperature=0.7)
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(VLLMRollout, tmp_path_factory.mktemp("models"), sizes={"hidden": 128})
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(VLLMRollout, tmp_path_factory.mktemp("models"), sizes={"hidden": 128})
 
 
 def off(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> float:
@@ -54,8 +54,8 @@ def llm_of(case: Case):
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_a_tied_output_layer_follows_the_embedding(lab, monkeypatch):
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_a_tied_output_layer_follows_the_embedding(harness, monkeypatch):
+    case, prompts = harness.case(), harness.prompts(4, 9)
     train(case)
     with monkeypatch.context() as patch:
         patch.setattr(inside, "pack_tied_head", lambda model: None)
@@ -65,16 +65,16 @@ def test_a_tied_output_layer_follows_the_embedding(lab, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_weights_are_not_loaded_in_the_way_that_raises_here(lab):
-    case = lab.case(max_model_len=40)
+def test_weights_are_not_loaded_in_the_way_that_raises_here(harness):
+    case = harness.case(max_model_len=40)
     with pytest.raises(AttributeError, match="weight_loader"):
         llm_of(case).apply_model(lambda model: model.load_weights(iter(case.weights())))
     case.rollout.load_weights(case.weights())
-    assert off(case, lab.prompts(4, 9)) < 1e-4
+    assert off(case, harness.prompts(4, 9)) < 1e-4
 
 
-def test_keys_and_values_of_old_weights_serve_nobody(lab, monkeypatch):
-    case, prompts = lab.case(max_model_len=400), lab.prompts(300, 300)
+def test_keys_and_values_of_old_weights_serve_nobody(harness, monkeypatch):
+    case, prompts = harness.case(max_model_len=400), harness.prompts(300, 300)
 
     def cached() -> float:
         return case.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
@@ -91,8 +91,8 @@ def test_keys_and_values_of_old_weights_serve_nobody(lab, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_a_load_that_broke_off_leaves_nothing_behind(lab, monkeypatch):
-    case, prompts = lab.case("llama"), lab.prompts(4, 9)
+def test_a_load_that_broke_off_leaves_nothing_behind(harness, monkeypatch):
+    case, prompts = harness.case("llama"), harness.prompts(4, 9)
     half = [*case.weights()[:4], ("model.layers.0.nonsense", torch.zeros(2))]
     train(case)
     with monkeypatch.context() as patch:
@@ -107,15 +107,15 @@ def test_a_load_that_broke_off_leaves_nothing_behind(lab, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_a_weight_that_vllm_passes_over_is_an_error_that_names_it(lab):
-    case = lab.case("qwen3")
+def test_a_weight_that_vllm_passes_over_is_an_error_that_names_it(harness):
+    case = harness.case("qwen3")
     weights = [(name, weight) for name, weight in case.weights() if name != "model.norm.weight"]
     with pytest.raises(RolloutError, match=r"did not take all weights: .*model\.norm\.weight"):
         case.rollout.engine.load(weights)
 
 
-def test_digests_are_of_what_vllm_holds_where_it_holds_it_as_it_came(lab):
-    case = lab.case()
+def test_digests_are_of_what_vllm_holds_where_it_holds_it_as_it_came(harness):
+    case = harness.case()
     before = dict(case.rollout.weight_digests())
     llm_of(case).apply_model(lambda model: model.model.norm.weight.data.add_(1))
     after = case.rollout.weight_digests()
@@ -127,8 +127,8 @@ def test_digests_are_of_what_vllm_holds_where_it_holds_it_as_it_came(lab):
 # -- log-probs and seeds ----------------------------------------------------------------------------
 
 
-def test_log_probs_are_not_the_raw_ones(lab):
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_log_probs_are_not_the_raw_ones(harness):
+    case, prompts = harness.case(), harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
     close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING), 1e-4, "processed")
     assert off_by(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(12))) > 0.1
@@ -136,17 +136,17 @@ def test_log_probs_are_not_the_raw_ones(lab):
         VLLMRollout(case.rollout.config.model_copy(update={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}))
 
 
-def test_a_row_is_the_same_whatever_it_rides_with(lab):
-    case, prompts, seeds = lab.case(), lab.prompts(4, 9, 4, 17), torch.tensor([5, -1, 5, 2**62])
+def test_a_row_is_the_same_whatever_it_rides_with(harness):
+    case, prompts, seeds = harness.case(), harness.prompts(4, 9, 4, 17), torch.tensor([5, -1, 5, 2**62])
     together = case.rollout.generate_sequences(prompts, SAMPLING, seeds).responses.rows()
     for row, wanted in enumerate(together):
         alone = case.rollout.generate_sequences(prompts.select([row]), SAMPLING, seeds[row : row + 1])
         assert alone.responses.values.tolist() == wanted.tolist()
 
 
-def test_every_run_and_every_step_draws_numbers_of_its_own(lab, monkeypatch):
+def test_every_run_and_every_step_draws_numbers_of_its_own(harness, monkeypatch):
     """The trainer's seeds of another run, and of 256 steps later, are the same in their low 32 bits."""
-    case, prompts = lab.case(), lab.prompts(4, 9, 17)
+    case, prompts = harness.case(), harness.prompts(4, 9, 17)
     calls = [(1, 1), (2, 1), (1, 257)]
 
     def drawn() -> int:
@@ -155,14 +155,14 @@ def test_every_run_and_every_step_draws_numbers_of_its_own(lab, monkeypatch):
         return len({tuple(tokens) for tokens in told})
 
     with monkeypatch.context() as patch:
-        patch.setattr("camshaft.rollout.vllm_rollout.base.spread", lambda seeds: seeds)
+        patch.setattr("camshaft.rollout.vllm.base.spread", lambda seeds: seeds)
         assert drawn() == 1
     assert drawn() == len(calls)
 
 
-def test_a_prompt_longer_than_a_step_takes_goes_alone(lab):
-    case = lab.case(max_num_seqs=4, max_num_batched_tokens=32)
-    assert off(case, lab.prompts(60, 60, 5, 60)) < 1e-4
+def test_a_prompt_longer_than_a_step_takes_goes_alone(harness):
+    case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
+    assert off(case, harness.prompts(60, 60, 5, 60)) < 1e-4
     with starting("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
 
@@ -171,21 +171,21 @@ def test_a_prompt_longer_than_a_step_takes_goes_alone(lab):
     KEPT.append(pieces)  # else it takes the process groups of all others along
     params = vllm.SamplingParams(seed=1, max_tokens=2)
     with pytest.raises(RuntimeError, match="does not use offset"):
-        pieces.generate([{"prompt_token_ids": lab.prompts(60).values.tolist()}], params, use_tqdm=False)
+        pieces.generate([{"prompt_token_ids": harness.prompts(60).values.tolist()}], params, use_tqdm=False)
 
 
 KEPT: list = []
 
 
-def test_temperatures_that_vllm_would_raise_are_refused(lab):
+def test_temperatures_that_vllm_would_raise_are_refused(harness):
     with pytest.raises(RolloutError, match=r"temperatures of 0.01 and more, got 0.001"):
-        lab.case().rollout.generate_sequences(lab.prompts(4), SamplingParams(2, temperature=0.001))
+        harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=0.001))
     with pytest.raises(RolloutError, match=r"does not sample so: temperature must be in"):
-        lab.case().rollout.generate_sequences(lab.prompts(4), SamplingParams(2, temperature=3.0))
+        harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=3.0))
 
 
-def test_stop_strings_end_a_row_with_the_token_that_completes_one(lab):
-    case, prompts = lab.case(), lab.prompts(*[4] * 16)
+def test_stop_strings_end_a_row_with_the_token_that_completes_one(harness):
+    case, prompts = harness.case(), harness.prompts(*[4] * 16)
     stop = (*"abcdefghijklm", "no")
     out = case.rollout.generate_sequences(prompts, SamplingParams(20, stop=stop, ignore_eos=True))
     tokenizer = load_tokenizer(case.rollout.config.model_path)
@@ -203,8 +203,8 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(lab):
-    case = lab.case()
+def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(harness):
+    case = harness.case()
     with starting("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
 
@@ -215,23 +215,23 @@ def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(lab):
     assert awake - resident() > 0.9 * 2**28
     case.rollout.wake_up()
     case.rollout.load_weights(case.weights())
-    assert off(case, lab.prompts(4, 9)) < 1e-4
+    assert off(case, harness.prompts(4, 9)) < 1e-4
 
 
-def test_an_engine_that_is_let_go_takes_no_process_group_along(lab):
-    one, other = lab.case(), lab.case(max_model_len=20)
+def test_an_engine_that_is_let_go_takes_no_process_group_along(harness):
+    one, other = harness.case(), harness.case(max_model_len=20)
     engine = one.rollout.engine
     del one
     gc.collect()
     assert dist.is_initialized()
-    assert off(other, lab.prompts(4, 9), SamplingParams(5)) < 1e-4
-    again = lab.case()
+    assert off(other, harness.prompts(4, 9), SamplingParams(5)) < 1e-4
+    again = harness.case()
     assert again.rollout.engine is engine
-    assert off(again, lab.prompts(4, 9)) < 1e-4
+    assert off(again, harness.prompts(4, 9)) < 1e-4
 
 
-def test_an_engine_that_failed_refuses_and_is_given_to_nobody(lab, monkeypatch):
-    case = lab.case(max_model_len=50)
+def test_an_engine_that_failed_refuses_and_is_given_to_nobody(harness, monkeypatch):
+    case = harness.case(max_model_len=50)
     engine = case.rollout.engine
 
     def fails(*args, **kwargs):
@@ -240,41 +240,41 @@ def test_an_engine_that_failed_refuses_and_is_given_to_nobody(lab, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(llm_of(case), "generate", fails)
         with pytest.raises(RolloutError, match="failed while generating: RuntimeError: boom"):
-            case.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+            case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     with pytest.raises(RolloutError, match="failed before"):
-        case.rollout.generate_sequences(lab.prompts(4), SAMPLING)
+        case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     del case
     gc.collect()
-    assert lab.case(max_model_len=50).rollout.engine is not engine
+    assert harness.case(max_model_len=50).rollout.engine is not engine
 
 
 # -- the process, and what is installed ---------------------------------------------------------------
 
 
-def test_starting_leaves_the_process_as_it_was(lab, capfd):
+def test_starting_leaves_the_process_as_it_was(harness, capfd):
     def state():
         drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
         return dict(os.environ), drawn, torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
 
     before = state()
-    lab.case(max_model_len=30)
+    harness.case(max_model_len=30)
     assert state() == before
     told = capfd.readouterr()
     assert "INFO" not in told.out + told.err
     assert "WARNING" not in told.out + told.err
 
 
-def test_options_that_vllm_does_not_know_are_refused_in_its_own_words(lab):
-    config = lab.case().rollout.config
+def test_options_that_vllm_does_not_know_are_refused_in_its_own_words(harness):
+    config = harness.case().rollout.config
     with pytest.raises(RolloutError, match=r"does not start: .*no_such_option"):
         VLLMRollout(config.model_copy(update={"engine_kwargs": {"no_such_option": 1}}))
     with pytest.raises(RolloutError, match=r"(?s)does not start: .*max_position_embeddings"):
         VLLMRollout(config.model_copy(update={"max_model_len": 5000}))
 
 
-def test_options_and_overrides_reach_vllm(lab):
+def test_options_and_overrides_reach_vllm(harness):
     config = RolloutEngineConfig(
-        model_path=lab.case().rollout.config.model_path,
+        model_path=harness.case().rollout.config.model_path,
         max_model_len=64,
         engine_kwargs={"kv_cache_memory_bytes": 2**26},
         override_config={"num_hidden_layers": 1},
@@ -284,13 +284,13 @@ def test_options_and_overrides_reach_vllm(lab):
     assert engine._llm.apply_model(lambda model: len(model.model.layers)) == [1]
 
 
-def test_a_build_for_another_device_is_refused(lab):
-    config = lab.case().rollout.config.model_copy(update={"device": "cuda"})
+def test_a_build_for_another_device_is_refused(harness):
+    config = harness.case().rollout.config.model_copy(update={"device": "cuda"})
     with pytest.raises(RolloutError, match="built for cpu, but the rollout is to run on cuda"):
         VLLMEngine(config)
 
 
-def test_another_version_is_told_which_are_known(lab, monkeypatch, caplog):
+def test_another_version_is_told_which_are_known(harness, monkeypatch, caplog):
     import vllm  # pyright: ignore[reportMissingImports]
 
     assert vllm.__version__ in installed.TESTED

@@ -9,7 +9,7 @@
     fsdp1.py             the same engine on the older wrapper
 
 `options` are `config/fsdp_options.py`. What a step is (micro-batches, counts, losses) is not here: that is
-`engine/packed_engine.py` and `engine/step.py`, the same for all engines.
+`engine/torch_engine.py` and `engine/step.py`, the same for all engines.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from camshaft.engine.fsdp import parallelize, weights
 from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from camshaft.engine.offload import HOST, Part
-from camshaft.engine.packed_engine import PackedEngine
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
 from camshaft.models.activations import offloaded_activations
 from camshaft.models.packed import PackedModel
@@ -43,7 +43,7 @@ SAVE_TIMEOUT = timedelta(hours=12)
 """Ranks that wait for one that copies a checkpoint to a remote place wait longer than for a step."""
 
 
-class FSDPEngine(PackedEngine):
+class FSDPEngine(TorchEngine):
     """One model, sharded over the ranks of this process group."""
 
     def __init__(self, config: EngineConfig):

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineConfig
-from camshaft.engine.together import on_rank_zero
+from camshaft.engine.collectives import on_rank_zero
 from camshaft.models.loader import load_model, skeleton
 from camshaft.models.packed import PackedModel
 

@@ -22,7 +22,7 @@ from transformers import (
 from camshaft.checkpoint import Probe, check_export_path, export, export_hugging_face
 from camshaft.config import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import CheckpointError
 from camshaft.models.loader import load_model
 
@@ -159,9 +159,11 @@ def test_a_model_with_code_of_its_own_takes_it_along_if_it_is_trusted(
 # -- the same numbers -----------------------------------------------------------------------------
 
 
-def engine_with(head: Literal["causal_lm", "value", "reward"], dtype: Any = "float32", **sizes: Any) -> ReferenceEngine:
+def engine_with(
+    head: Literal["causal_lm", "value", "reward"], dtype: Any = "float32", **sizes: Any
+) -> SingleDeviceEngine:
     model = EngineModel(path=str(tiny_folder(**sizes)), head=head, random_init=True)
-    engine = ReferenceEngine(EngineConfig(model=model, dtype=dtype, seed=7))
+    engine = SingleDeviceEngine(EngineConfig(model=model, dtype=dtype, seed=7))
     engine.init_model()
     return engine
 
@@ -196,7 +198,7 @@ def test_a_run_that_goes_on_finds_the_random_state_it_had(head: Literal["causal_
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def shifted(engine: ReferenceEngine, by: float) -> Any:
+def shifted(engine: SingleDeviceEngine, by: float) -> Any:
     """The engine's numbers, one of them wrong."""
 
     def run(rows: DataProto) -> dict[str, Any]:
@@ -249,7 +251,7 @@ def together(value: Tensor) -> Tensor:
 
 def export_from_ranks(source: str, target: str) -> bool:
     model = EngineModel(path=source, random_init=True)
-    engine = ReferenceEngine(EngineConfig(model=model, seed=7))
+    engine = SingleDeviceEngine(EngineConfig(model=model, seed=7))
     engine.init_model()
 
     def weights() -> Iterator[tuple[str, Tensor]]:

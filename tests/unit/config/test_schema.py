@@ -9,10 +9,10 @@ from pydantic import ValidationError
 
 from camshaft import algorithms, engine, rewards, rollout, tracking
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
-from camshaft.config.algorithm import GROUP_ESTIMATORS
-from camshaft.config.fields import KLPenalty, LossAggMode
 from camshaft.config.loader import raw_defaults, resolved_defaults
 from camshaft.config.part_names import ENGINES, ESTIMATORS, POLICY_LOSSES, REWARDS, ROLLOUTS, TRACKERS
+from camshaft.config.schema.algorithm import GROUP_ESTIMATORS
+from camshaft.config.schema.fields import KLPenalty, LossAggMode
 from camshaft.config.tree import fields, flatten, get, leaf_fields
 
 SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]

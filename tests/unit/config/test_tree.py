@@ -3,7 +3,7 @@
 import pytest
 
 from camshaft.config import PPOConfig
-from camshaft.config.fields import describe
+from camshaft.config.schema.fields import describe
 from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nested, overlap, put, remove, shown
 
 

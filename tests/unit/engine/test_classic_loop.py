@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.dataproto import DataProto
 from camshaft.engine.base import StepContext
-from camshaft.engine.lab import Lab
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
@@ -25,14 +25,16 @@ def postprocess_fn(outputs: Any, ctx: StepContext) -> tuple[Any, StepContext]:
 
 
 def test_the_classic_training_loop_learns(tmp_path: Path) -> None:
-    lab = Lab(ReferenceEngine, tmp_path)
-    train_loader = [lab.batch, lab.batch.reorder([3, 1, 4])]
-    data = lab.batch.split(3)
-    config = EngineConfig(model=EngineModel(path=str(lab.model_folder)), optim=OptimConfig(lr=1e-2), micro_batch_size=2)
+    harness = EngineHarness(SingleDeviceEngine, tmp_path)
+    train_loader = [harness.batch, harness.batch.reorder([3, 1, 4])]
+    data = harness.batch.split(3)
+    config = EngineConfig(
+        model=EngineModel(path=str(harness.model_folder)), optim=OptimConfig(lr=1e-2), micro_batch_size=2
+    )
     num_epochs, ctx, losses = 4, None, []
 
     # 1. Build and initialize engine
-    engine = ReferenceEngine(config)
+    engine = SingleDeviceEngine(config)
     engine.init_model()
     engine.set_loss_fn(loss_fn)
 

@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.families import Family, families, pack
-from camshaft.engine.microbatch import plan_micro_batches
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.micro_batches import plan_micro_batches
+from camshaft.engine.prefix_sharing import Family, families, pack
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models.tiny import make_tiny_model
 
 
@@ -73,7 +73,7 @@ def test_a_plan_keeps_families_together_as_far_as_the_budget_holds_them(data: st
 @pytest.mark.parametrize(("share", "computed"), [(True, 7), (False, 12)])
 def test_the_model_is_given_the_prompt_once_unless_that_is_turned_off(tmp_path, share: bool, computed: int) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden=16))
-    engine = ReferenceEngine(EngineConfig(model=EngineModel(path=path, use_prefix_grouper=share)))
+    engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path, use_prefix_grouper=share)))
     engine.init_model()
     seen: list[int] = []
     engine.module.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
@@ -90,7 +90,7 @@ def test_the_model_is_given_the_prompt_once_unless_that_is_turned_off(tmp_path, 
 )
 def test_models_in_which_rows_do_not_share_a_prompt_compute_it_for_each(tmp_path, changes) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden=16, **changes))
-    engine = ReferenceEngine(EngineConfig(model=EngineModel(path=path)))
+    engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path)))
     engine.init_model()
     assert not engine.module.continues
     seen: list[int] = []

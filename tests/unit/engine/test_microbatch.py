@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from camshaft.algorithms.partition import attention_pivot
 from camshaft.dataproto import Ragged
-from camshaft.engine.microbatch import plan_micro_batches, restore_order
+from camshaft.engine.micro_batches import plan_micro_batches, restore_order
 from camshaft.errors import BatchError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.dataproto import DataProto
 from camshaft.engine.base import StepContext
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import CheckpointError, EngineError
 from camshaft.models.lora import save_adapter
 
@@ -33,21 +33,21 @@ def folder() -> str:
     return str(tiny_folder(hidden=32, initializer_range=0.1))
 
 
-def engine(head: str = "causal_lm", lora: LoRAConfig | None = LORA, **changes: Any) -> ReferenceEngine:
+def engine(head: str = "causal_lm", lora: LoRAConfig | None = LORA, **changes: Any) -> SingleDeviceEngine:
     model = EngineModel(path=folder(), head=head, lora=lora)  # pyright: ignore[reportArgumentType]
     settings: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "seed": 3}
-    made = ReferenceEngine(EngineConfig(model=model, **(settings | changes)))
+    made = SingleDeviceEngine(EngineConfig(model=model, **(settings | changes)))
     made.init_model()
     made.set_loss_fn(mean_of("values" if head == "value" else "log_probs"))
     return made
 
 
-def train(made: ReferenceEngine, steps: int = 3) -> list[float]:
+def train(made: SingleDeviceEngine, steps: int = 3) -> list[float]:
     with made.train_mode():
         return [made.train_batch(tiny_batch()).loss for _ in range(steps)]
 
 
-def infer(made: ReferenceEngine, name: str = "log_probs") -> Tensor:
+def infer(made: SingleDeviceEngine, name: str = "log_probs") -> Tensor:
     with made.eval_mode():
         return made.infer_batch(tiny_batch())[name].values
 
@@ -56,7 +56,7 @@ def names_in(saved: Path) -> set[str]:
     return {name for path in saved.rglob("*.safetensors") for name in load_file(path)}
 
 
-def parameters(made: ReferenceEngine) -> dict[str, Tensor]:
+def parameters(made: SingleDeviceEngine) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in made.module.hf.named_parameters()}
 
 

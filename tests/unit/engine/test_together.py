@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from camshaft.engine.together import on_every_rank, on_rank_zero, seat_in
+from camshaft.engine.collectives import on_every_rank, on_rank_zero, seat_in
 from camshaft.errors import CheckpointError, EngineError
 
 WORLD = 3

@@ -22,10 +22,10 @@ from transformers import (
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
+from camshaft.cli.export import file_bytes
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig
 from camshaft.engine.fsdp import FSDPEngine
-from camshaft.engine.reference import ReferenceEngine
-from camshaft.export.command import file_bytes
+from camshaft.engine.single import SingleDeviceEngine
 
 LOADERS: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -52,7 +52,7 @@ def moved(engine: Any) -> None:
 
 def saved(folder: Path, model: EngineModel, role: str = "actor", step: int = 3, state: Any = None) -> Path:
     """A step as a trainer writes it; returns the folder of the run."""
-    engine = ReferenceEngine(EngineConfig(model=model, seed=7))
+    engine = SingleDeviceEngine(EngineConfig(model=model, seed=7))
     engine.init_model()
     moved(engine)
     CheckpointManager(folder).save(step, {role: lambda path, _: engine.save_checkpoint(path)}, state or {}, {})
@@ -203,7 +203,7 @@ def test_a_model_that_was_moved_is_named_on_the_command_line(tmp_path: Path) -> 
     assert "--model FOLDER" in refused.err
     done(run, tmp_path / "out", "--model", tmp_path / "moved")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    engine = ReferenceEngine(
+    engine = SingleDeviceEngine(
         EngineConfig(model=EngineModel(path=str(tmp_path / "moved"), lora=LoRAConfig(rank=4)), seed=7)
     )
     engine.init_model()

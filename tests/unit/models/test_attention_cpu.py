@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from camshaft.models import attention_cpu
-from camshaft.models.attention_cpu import calls_of, cpu_can, cpu_documents
+from camshaft.models.cpu import attention as attention_cpu
+from camshaft.models.cpu.attention import calls_of, cpu_can, cpu_documents
 
 FLOAT = torch.float32
 Parents = list[int | None]

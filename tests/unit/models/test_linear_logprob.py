@@ -343,6 +343,6 @@ def test_kernels_for_gpus_are_not_imported_on_a_cpu():
     code = (
         "import sys, torch; from camshaft.models.linear_logprob import linear_logprob as found;"
         "found(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64));"
-        "sys.exit('camshaft.models.tile_kernels' in sys.modules)"
+        "sys.exit('camshaft.models.triton.linear_logprob' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from camshaft.models.rms_norm import _Fused, fuse_norms
+from camshaft.models.cpu.rms_norm import _Fused, fuse_norms
 from camshaft.models.tiny import make_tiny_model
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2 import modeling_qwen2
 
-from camshaft.models.rotary import fuse_rotations
+from camshaft.models.cpu.rotary import fuse_rotations
 from camshaft.models.tiny import make_tiny_model
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.data import write_arithmetic
 from camshaft.models.loader import load_tokenizer
-from camshaft.parity import Case, Pair, causes
+from camshaft.parity import Case, Pair
+from camshaft.parity import diagnosis as causes
 from camshaft.parity.tokens import differences, random_prompts
 from camshaft.rollout import SamplingParams
 

@@ -20,7 +20,7 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 """64 by 64: transposed, it has the same shape."""

@@ -16,7 +16,7 @@ from camshaft.config import EngineConfig, EngineModel, OptimConfig, RolloutEngin
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, StepContext, build_engine
-from camshaft.engine.reference import ReferenceEngine
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard import hybrid, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
@@ -103,7 +103,7 @@ def test_weights_go_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
     assert sync.bytes == sum(weight.numel() * 2 for _, weight in engine.named_weights())
 
 
-class Moving(ReferenceEngine):
+class Moving(SingleDeviceEngine):
     """Writes down where its parameters are."""
 
     calls: list[str]

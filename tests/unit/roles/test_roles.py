@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
 from camshaft.roles.base import as_sequences, of_responses
-from camshaft.trainer.deal import deal
+from camshaft.trainer.mini_batches import deal
 
 TEMPERATURE = 0.7
 STEPS = 10

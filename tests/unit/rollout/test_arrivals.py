@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.rollout.arrivals import Expected
+from camshaft.rollout.weights.checks import Expected
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

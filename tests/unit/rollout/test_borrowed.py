@@ -15,12 +15,12 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
 from camshaft.models.attention import PACKED
 from camshaft.models.tiny import make_tiny_model
-from camshaft.rollout.arrivals import _parameters_on_meta
-from camshaft.rollout.borrowed import BorrowedModel
+from camshaft.rollout.shared_model import SharedModel
+from camshaft.rollout.weights.checks import _parameters_on_meta
 
 
-def borrowed(folder: Path, **config: Any) -> BorrowedModel:
-    return BorrowedModel(RolloutEngineConfig(model_path=str(folder), **config), attention=PACKED)
+def borrowed(folder: Path, **config: Any) -> SharedModel:
+    return SharedModel(RolloutEngineConfig(model_path=str(folder), **config), attention=PACKED)
 
 
 def owner(folder: Path, **config: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from camshaft.errors import RolloutError
-from camshaft.rollout.buckets import Assembler, Piece, packed
+from camshaft.rollout.weights.buckets import Assembler, Piece, packed
 
 WEIGHTS: dict[str, Tensor] = {
     "matrix": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),

@@ -9,22 +9,24 @@ import torch
 from support.tiny import DECODED
 from torch import Tensor, nn
 
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout import SamplingParams, flat, rewrites
-from camshaft.rollout.flat import Decoder
-from camshaft.rollout.lab import Case, RolloutLab, close
-from camshaft.rollout.packed import FEW, STEPS
-from camshaft.rollout.tape import NotWritten, written
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.cpu import graph_fusions as rewrites
+from camshaft.rollout.builtin.cpu import traced_decoder as flat
+from camshaft.rollout.builtin.cpu.linears import FEW, STEPS
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
+from camshaft.rollout.builtin.cpu.tracer import NotWritten, written
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
 """With projections and rotations of further kinds."""
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(TorchRollout, tmp_path_factory.mktemp("models"))
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(TorchRollout, tmp_path_factory.mktemp("models"))
 
 
 def decoder_of(case: Case) -> Decoder:
@@ -32,9 +34,9 @@ def decoder_of(case: Case) -> Decoder:
     return rollout.decoder
 
 
-def right(lab: RolloutLab, case: Case) -> Tensor:
+def right(harness: RolloutHarness, case: Case) -> Tensor:
     """The log-probs of a generation, which are those of the plain model; also where a few rows are left."""
-    prompts = lab.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
+    prompts = harness.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
     sampling = SamplingParams(STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
     assert len(set(out.responses.lengths.tolist())) > 1
@@ -43,68 +45,68 @@ def right(lab: RolloutLab, case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_list_computes_what_transformers_computes(lab: RolloutLab, family: str) -> None:
-    case = lab.case(family, FAMILIES[family])
-    right(lab, case)
+def test_a_list_computes_what_transformers_computes(harness: RolloutHarness, family: str) -> None:
+    case = harness.case(family, FAMILIES[family])
+    right(harness, case)
     assert decoder_of(case).reason is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_rewrites_every_bit_is_that_of_the_forward(
-    lab: RolloutLab, family: str, monkeypatch: pytest.MonkeyPatch
+    harness: RolloutHarness, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flat, "shorten", lambda graph: None)
     monkeypatch.setattr(flat, "TOLERANCE", 0.0)
-    decoder = decoder_of(lab.case(family, FAMILIES[family]))
+    decoder = decoder_of(harness.case(family, FAMILIES[family]))
     with decoder.ready(FEW, STEPS) as forward:
         assert decoder.reason is None
         assert forward != decoder.own
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_model_that_cannot_be_written_down_runs_as_it_is(lab: RolloutLab, family: str) -> None:
-    case = lab.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
-    right(lab, case)
+def test_a_model_that_cannot_be_written_down_runs_as_it_is(harness: RolloutHarness, family: str) -> None:
+    case = harness.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
+    right(harness, case)
     assert "writes in place" in str(decoder_of(case).reason)
 
 
-def test_other_formats_run_as_they_are(lab: RolloutLab) -> None:
-    case = lab.case(dtype="float64")
-    right(lab, case)
+def test_other_formats_run_as_they_are(harness: RolloutHarness) -> None:
+    case = harness.case(dtype="float64")
+    right(harness, case)
     assert decoder_of(case).reason == "lists are for float32 on a CPU"
 
 
-def test_a_list_has_the_weights_of_the_moment(lab: RolloutLab) -> None:
-    case = lab.case("qwen2")
-    before = right(lab, case)
+def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
+    case = harness.case("qwen2")
+    before = right(harness, case)
     for weight in case.plain.parameters():
         weight.data.mul_(0.9)  # in place: nobody is told
-    changed = right(lab, case)
+    changed = right(harness, case)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
-    assert torch.equal(right(lab, case), changed)
+    assert torch.equal(right(harness, case), changed)
     assert not torch.equal(before, changed)
     case.rollout.sleep()
     case.rollout.wake_up()
     for weight in case.plain.parameters():
         weight.data.mul_(1.1)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
-    assert not torch.equal(right(lab, case), changed)
+    assert not torch.equal(right(harness, case), changed)
 
 
-def test_weights_that_are_no_numbers_decide_nothing(lab: RolloutLab) -> None:
-    case = lab.case("llama")
+def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> None:
+    case = harness.case("llama")
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(RolloutError, match="not finite"):
-        case.rollout.generate_sequences(lab.prompts(4).select([0] * FEW), SamplingParams(STEPS))
+        case.rollout.generate_sequences(harness.prompts(4).select([0] * FEW), SamplingParams(STEPS))
     case.rollout.load_weights(case.weights())
-    right(lab, case)
+    right(harness, case)
     decoder = decoder_of(case)
     with decoder.ready(FEW, STEPS) as forward:
         assert forward != decoder.own
 
 
-def test_short_calls_and_models_with_hooks_run_the_models_own_forward(lab: RolloutLab) -> None:
-    case = lab.case("llama")
+def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: RolloutHarness) -> None:
+    case = harness.case("llama")
     decoder = decoder_of(case)
     for rows, steps in ((FEW - 1, STEPS), (FEW, STEPS - 1)):
         with decoder.ready(rows, steps) as forward:
@@ -113,19 +115,19 @@ def test_short_calls_and_models_with_hooks_run_the_models_own_forward(lab: Rollo
         assert forward != decoder.own
     calls: list[int] = []
     decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
-    right(lab, case)
+    right(harness, case)
     assert len(calls) > STEPS
 
 
 def test_a_list_that_does_not_agree_with_the_model_is_not_used(
-    lab: RolloutLab, monkeypatch: pytest.MonkeyPatch
+    harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(x: Tensor, eps: float) -> Tensor:
         return x * 1.001
 
     monkeypatch.setattr(rewrites, "to_unit_size", wrong)
-    case = lab.case("llama")
-    right(lab, case)
+    case = harness.case("llama")
+    right(harness, case)
     assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
 
 
@@ -194,8 +196,8 @@ def test_what_a_graph_cannot_tell_is_refused(func: Callable[[Tensor], Tensor], t
 # -- rewrites -------------------------------------------------------------------------------------
 
 
-def test_rewrites_find_norms_and_rotations(lab: RolloutLab) -> None:
-    decoder = decoder_of(lab.case("qwen3"))
+def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
+    decoder = decoder_of(harness.case("qwen3"))
     found: list[list[str]] = []
 
     def shorten(graph: Any) -> None:
@@ -240,7 +242,7 @@ def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
 
 def test_rows_in_a_few_and_in_many_are_the_same(tmp_path: Path) -> None:
     # The last rows of a call run with plain weights, those before with copies in another order.
-    case = RolloutLab(TorchRollout, tmp_path).case("qwen2", {"hidden": 128, "intermediate": 320})
+    case = RolloutHarness(TorchRollout, tmp_path).case("qwen2", {"hidden": 128, "intermediate": 320})
     prompts = Ragged.from_rows([torch.arange(3, 9)] * FEW)
     many = case.rollout.generate_sequences(prompts, SamplingParams(STEPS, temperature=0, ignore_eos=True))
     few = case.rollout.generate_sequences(prompts.select([0]), SamplingParams(STEPS, temperature=0, ignore_eos=True))

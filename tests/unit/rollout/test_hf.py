@@ -5,58 +5,58 @@ from typing import Any
 import pytest
 import torch
 
+from camshaft.contracts.rollout.harness import RolloutHarness, close
 from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.hf import HFRollout
-from camshaft.rollout.lab import RolloutLab, close
-from camshaft.rollout.torch_rollout import TorchRollout
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(HFRollout, tmp_path_factory.mktemp("models"))
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(HFRollout, tmp_path_factory.mktemp("models"))
 
 
 def parts(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
     return [(part.start, part.stop) for part in rollout._parts(lengths)]
 
 
-def test_a_part_holds_no_more_rows_than_max_num_seqs(lab: RolloutLab) -> None:
-    assert parts(lab.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
+def test_a_part_holds_no_more_rows_than_max_num_seqs(harness: RolloutHarness) -> None:
+    assert parts(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included(lab: RolloutLab) -> None:
+def test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included(harness: RolloutHarness) -> None:
     # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 goes alone.
-    rollout = lab.case(max_num_batched_tokens=12).rollout
+    rollout = harness.case(max_num_batched_tokens=12).rollout
     assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
-def test_parts_come_back_in_the_order_of_the_rows(lab: RolloutLab) -> None:
-    prompts, sampling = lab.prompts(5, 1, 8, 3, 13), SamplingParams(7)
-    case = lab.case(max_num_seqs=2)
+def test_parts_come_back_in_the_order_of_the_rows(harness: RolloutHarness) -> None:
+    prompts, sampling = harness.prompts(5, 1, 8, 3, 13), SamplingParams(7)
+    case = harness.case(max_num_seqs=2)
     out = case.rollout.generate_sequences(prompts, sampling)
     close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
 
 
-def test_parts_do_not_repeat_each_other(lab: RolloutLab) -> None:
-    case, prompts = lab.case(max_num_seqs=1), lab.prompts(4).select([0, 0, 0])
+def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(max_num_seqs=1), harness.prompts(4).select([0, 0, 0])
     out = case.rollout.generate_sequences(prompts, SamplingParams(12, ignore_eos=True)).responses.rows()
     assert len({tuple(row.tolist()) for row in out}) == 3
 
 
-def test_it_draws_what_the_built_in_generator_draws(lab: RolloutLab) -> None:
-    ours, plain = RolloutLab(TorchRollout, lab.folder).case(), lab.case(max_num_seqs=2)
-    prompts, seeds = lab.prompts(4, 9, 4, 1), torch.arange(4)
+def test_it_draws_what_the_built_in_generator_draws(harness: RolloutHarness) -> None:
+    ours, plain = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
+    prompts, seeds = harness.prompts(4, 9, 4, 1), torch.arange(4)
     for sampling in (SamplingParams(9, top_p=0.8), SamplingParams(9, temperature=0.7, top_k=9)):
         wanted = ours.rollout.generate_sequences(prompts, sampling, seeds)
         found = plain.rollout.generate_sequences(prompts, sampling, seeds)
         assert torch.equal(wanted.responses.values, found.responses.values)
 
 
-def test_what_the_folder_recommends_for_chatting_is_not_used(lab: RolloutLab) -> None:
-    case, prompts, sampling = lab.case(), lab.prompts(4, 9), SamplingParams(8)
-    folder = lab.folder / "qwen2"
+def test_what_the_folder_recommends_for_chatting_is_not_used(harness: RolloutHarness) -> None:
+    case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(8)
+    folder = harness.folder / "qwen2"
     (folder / "generation_config.json").write_text('{"temperature": 0.1, "top_k": 2, "repetition_penalty": 1.5}')
-    again = lab.case()
+    again = harness.case()
     (folder / "generation_config.json").unlink()
     seeds = torch.tensor([1, 2])
     wanted = case.rollout.generate_sequences(prompts, sampling, seeds)
@@ -64,11 +64,11 @@ def test_what_the_folder_recommends_for_chatting_is_not_used(lab: RolloutLab) ->
     assert torch.equal(wanted.responses.values, found.responses.values)
 
 
-def test_metrics_count_padding_and_finished_rows_as_the_work_that_they_are(lab: RolloutLab) -> None:
+def test_metrics_count_padding_and_finished_rows_as_the_work_that_they_are(harness: RolloutHarness) -> None:
     # Prompts of 4 and 9 tokens are two rows of 9; limits of 5 tokens and, by max_model_len, of 2: of the four steps
     # after the first token the second row needs one.
-    case = lab.case(max_model_len=11)
-    metrics = case.rollout.generate_sequences(lab.prompts(4, 9), SamplingParams(5, ignore_eos=True)).metrics
+    case = harness.case(max_model_len=11)
+    metrics = case.rollout.generate_sequences(harness.prompts(4, 9), SamplingParams(5, ignore_eos=True)).metrics
     assert metrics.pop("seconds") > 0
     assert metrics == {
         "prompt_tokens_computed": 18,
@@ -79,8 +79,8 @@ def test_metrics_count_padding_and_finished_rows_as_the_work_that_they_are(lab: 
     }
 
 
-def test_weights_that_are_no_numbers_are_an_error_for_greedy_too(lab: RolloutLab) -> None:
-    case = lab.case()
+def test_weights_that_are_no_numbers_are_an_error_for_greedy_too(harness: RolloutHarness) -> None:
+    case = harness.case()
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(Exception, match="not finite"):
-        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(3, temperature=0))
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(3, temperature=0))

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from camshaft.contracts.rollout.harness import RolloutHarness, close
 from camshaft.ragged import Ragged
-from camshaft.rollout import SamplingParams, packed
-from camshaft.rollout.lab import RolloutLab, close
-from camshaft.rollout.packed import (
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.cpu import linears as packed
+from camshaft.rollout.builtin.cpu.linears import (
     FEW,
     FEW_LONG,
     FROM_ROWS,
@@ -31,7 +32,7 @@ from camshaft.rollout.packed import (
     packed_linears,
     product_of,
 )
-from camshaft.rollout.torch_rollout import TorchRollout
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 SHAPE = (160, 96)
 needs_onednn = pytest.mark.skipif(not packed._works(Blocked, *SHAPE), reason="this torch has no oneDNN here")
@@ -206,7 +207,7 @@ def test_generation_uses_the_weights_of_the_moment(
 ) -> None:
     monkeypatch.setattr(packed, "SMALL", 128 * 128)  # so that both kinds take part where MKL is fast
     more = {"num_local_experts": 2} if family == "mixtral" else {}
-    case, sampling = RolloutLab(TorchRollout, tmp_path).case(family, LAYERS | more), SamplingParams(STEPS)
+    case, sampling = RolloutHarness(TorchRollout, tmp_path).case(family, LAYERS | more), SamplingParams(STEPS)
     prompts = Ragged.from_rows([torch.arange(3, 3 + length) for length in (1, 7, 7, 30, 2, 2)])
     found = []
     for _ in range(3):

@@ -25,9 +25,9 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
-from camshaft.rollout import process_rollout as module
-from camshaft.rollout.process_rollout import ProcessRollout
-from camshaft.rollout.transport import SharedMemory
+from camshaft.rollout.process import rollout as module
+from camshaft.rollout.process.rollout import ProcessRollout
+from camshaft.rollout.weights.transport import SharedMemory
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -237,7 +237,7 @@ import sys
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.process_rollout import ProcessRollout
+from camshaft.rollout.process.rollout import ProcessRollout
 from transformers import AutoModelForCausalLM
 config = RolloutEngineConfig(model_path={folder()!r}, engine_kwargs={{"rollout": {NAME!r}}})
 rollout = ProcessRollout(config)

@@ -13,17 +13,25 @@ from support.tiny import DECODED, tiny_folder
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.suite import RULES
+from camshaft.contracts.rules import Rule, Violation
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout import SamplingParams, recorded
+from camshaft.rollout import SamplingParams
 from camshaft.rollout.base import Generation
-from camshaft.rollout.contract import RULES
-from camshaft.rollout.flat import Decoder
-from camshaft.rollout.lab import Case, RolloutLab, close
-from camshaft.rollout.recorded import CudaGraphRecorder, MakeStep, RecordedSteps, recorded_steps, rounded, whole_step
-from camshaft.rollout.slots import GRAIN, SlotPool, TokenStep
-from camshaft.rollout.torch_rollout import TorchRollout
-from camshaft.rules import Rule, Violation
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
+from camshaft.rollout.builtin.cuda import graphs as recorded
+from camshaft.rollout.builtin.cuda.graphs import (
+    CudaGraphRecorder,
+    MakeStep,
+    RecordedSteps,
+    recorded_steps,
+    rounded,
+    whole_step,
+)
+from camshaft.rollout.builtin.kv_cache import GRAIN, KVCache, TokenStep
+from camshaft.rollout.builtin.rollout import TorchRollout
 
 SLOTS = 7
 """One less than a number of rows that is recorded: the next slot keeps a prompt."""
@@ -48,8 +56,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lab(folder: Path) -> RolloutLab:
-    return RolloutLab(Recorded, folder)
+def harness(folder: Path) -> RolloutHarness:
+    return RolloutHarness(Recorded, folder)
 
 
 def steps_of(case: Case) -> Any:
@@ -61,9 +69,9 @@ def count(case: Case) -> int:
     return steps_of(case).recorder.count
 
 
-def many(lab: RolloutLab) -> Ragged:
+def many(harness: RolloutHarness) -> Ragged:
     """More rows than slots; prompts that are kept for rows that find none."""
-    return lab.prompts(3, 11, 1, 5, GRAIN - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
+    return harness.prompts(3, 11, 1, 5, GRAIN - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
 
 
 SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
@@ -88,12 +96,14 @@ def same(found: Generation, wanted: Generation) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
-def test_tokens_are_those_of_steps_as_they_are(lab: RolloutLab, folder: Path, family: str, temperature: float) -> None:
+def test_tokens_are_those_of_steps_as_they_are(
+    harness: RolloutHarness, folder: Path, family: str, temperature: float
+) -> None:
     sampling = SamplingParams(24, temperature=temperature, stop_token_ids=(10, 11, 12))
-    case = lab.case(family, FAMILIES[family], max_num_seqs=SLOTS)
-    plain = RolloutLab(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
-    wanted = plain.rollout.generate_sequences(many(lab), sampling, torch.arange(18))
-    found = right(case, many(lab), sampling)
+    case = harness.case(family, FAMILIES[family], max_num_seqs=SLOTS)
+    plain = RolloutHarness(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
+    wanted = plain.rollout.generate_sequences(many(harness), sampling, torch.arange(18))
+    found = right(case, many(harness), sampling)
     assert same(found, wanted)
     assert not temperature or len(set(found.responses.lengths.tolist())) > 2  # rows end and join at any time
     assert steps_of(case).pool.length > GRAIN  # slots have grown
@@ -103,31 +113,31 @@ def test_tokens_are_those_of_steps_as_they_are(lab: RolloutLab, folder: Path, fa
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_recorded_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorded, "STEPS", 1)
-    rule.check(RolloutLab(Recorded, folder))
+    rule.check(RolloutHarness(Recorded, folder))
 
 
-def test_a_second_generation_records_nothing(lab: RolloutLab) -> None:
-    case = lab.case(max_num_seqs=SLOTS)
-    first = right(case, many(lab))
-    right(case, many(lab))  # in slots of their full length from the start
+def test_a_second_generation_records_nothing(harness: RolloutHarness) -> None:
+    case = harness.case(max_num_seqs=SLOTS)
+    first = right(case, many(harness))
+    right(case, many(harness))  # in slots of their full length from the start
     before = count(case)
-    assert same(right(case, many(lab)), first)
+    assert same(right(case, many(harness)), first)
     assert count(case) == before
 
 
-def test_more_rows_than_ever_before_are_recorded_anew_and_fewer_are_not(lab: RolloutLab) -> None:
-    case, few = lab.case(max_num_seqs=16), lab.prompts(3, 4, 5)
+def test_more_rows_than_ever_before_are_recorded_anew_and_fewer_are_not(harness: RolloutHarness) -> None:
+    case, few = harness.case(max_num_seqs=16), harness.prompts(3, 4, 5)
     first = right(case, few)
-    right(case, many(lab))
-    right(case, many(lab))
+    right(case, many(harness))
+    right(case, many(harness))
     before = steps_of(case).recorder.forgotten
     assert same(right(case, few), first)
     assert steps_of(case).recorder.forgotten == before
     assert {3, 16} <= set(steps_of(case).replays)
 
 
-def test_an_update_in_place_is_seen_by_what_was_recorded(lab: RolloutLab) -> None:
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_an_update_in_place_is_seen_by_what_was_recorded(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     before = right(case, prompts, sampling)
     made = count(case)
@@ -138,8 +148,8 @@ def test_an_update_in_place_is_seen_by_what_was_recorded(lab: RolloutLab) -> Non
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
 
-def test_other_weights_are_recorded_anew(lab: RolloutLab) -> None:
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_other_weights_are_recorded_anew(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     right(case, prompts, sampling)
     made = count(case)
@@ -151,8 +161,8 @@ def test_other_weights_are_recorded_anew(lab: RolloutLab) -> None:
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(lab: RolloutLab, free: bool) -> None:
-    case, prompts = lab.case(free_cache_engine=free), lab.prompts(4, 9)
+def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(harness: RolloutHarness, free: bool) -> None:
+    case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     first, steps = right(case, prompts, sampling), steps_of(case)
     made, forgotten = count(case), steps.recorder.forgotten
@@ -165,8 +175,8 @@ def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(lab: RolloutLab, 
     assert (count(case) > made) == free  # the weights are the same tensors again
 
 
-def test_short_calls_and_models_with_hooks_run_as_they_are(lab: RolloutLab) -> None:
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(), harness.prompts(4, 9)
     right(case, prompts, SamplingParams(recorded.STEPS - 1, ignore_eos=True))
     assert count(case) == 0
     calls: list[int] = []
@@ -178,11 +188,11 @@ def test_short_calls_and_models_with_hooks_run_as_they_are(lab: RolloutLab) -> N
     assert (len(calls), count(case)) == (40, 1)
 
 
-def test_a_model_that_looks_at_values_is_refused_by_name(lab: RolloutLab) -> None:
+def test_a_model_that_looks_at_values_is_refused_by_name(harness: RolloutHarness) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    case = lab.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
+    case = harness.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
     with pytest.raises(RolloutError, match=r"a step of LlamaForCausalLM cannot be recorded: .*enforce_eager=true"):
-        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(16, ignore_eos=True))
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(16, ignore_eos=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -218,7 +228,7 @@ def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was made once, of the positions that there were."""
     made: dict[int, TokenStep] = {}
 
-    def step(pool: SlotPool, positions: Tensor) -> TokenStep:
+    def step(pool: KVCache, positions: Tensor) -> TokenStep:
         if len(positions) not in made or made[len(positions)].pool is not pool:
             made[len(positions)] = whole_step(pool, positions.clone())  # pyright: ignore[reportArgumentType]
         return made[len(positions)]
@@ -231,7 +241,7 @@ def _any_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotPool, "changes", property(lambda self: 0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(KVCache, "changes", property(lambda self: 0, lambda self, value: None), raising=False)
 
 
 def _rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,27 +256,27 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]  # fmt: skip
 
 
-def _story(lab: RolloutLab) -> None:
+def _story(harness: RolloutHarness) -> None:
     """Generations as they come in a run."""
-    case = lab.case(max_num_seqs=SLOTS)
+    case = harness.case(max_num_seqs=SLOTS)
     steps_of(case)._capacity = SLOTS + 1
     for scale in (1.0, 0.8):
         weights = [(name, weight.data.mul_(scale).clone()) for name, weight in case.weights()]
         case.rollout.load_weights(weights)
-        right(case, many(lab))
+        right(case, many(harness))
 
 
-def test_the_story_is_right_without_a_mistake(lab: RolloutLab) -> None:
-    _story(lab)
+def test_the_story_is_right_without_a_mistake(harness: RolloutHarness) -> None:
+    _story(harness)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
 def test_a_mistake_is_seen(
-    mistake: Callable[[pytest.MonkeyPatch], None], lab: RolloutLab, monkeypatch: pytest.MonkeyPatch
+    mistake: Callable[[pytest.MonkeyPatch], None], harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
     with pytest.raises(Violation, match="log-probs: off by"):
-        _story(lab)
+        _story(harness)
 
 
 # -- who gets them --------------------------------------------------------------------------------
@@ -284,11 +294,11 @@ def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, f
 
 
 def test_on_a_cpu_the_list_of_operators_is_used_whatever_is_told(folder: Path) -> None:
-    lab = RolloutLab(TorchRollout, folder)
-    case, plain = lab.case(enforce_eager=False), lab.case()
+    harness = RolloutHarness(TorchRollout, folder)
+    case, plain = harness.case(enforce_eager=False), harness.case()
     rollout: Any = case.rollout
     assert rollout.recorded is None
-    assert same(right(case, many(lab)), right(plain, many(lab)))
+    assert same(right(case, many(harness)), right(plain, many(harness)))
     assert rollout.decoder._list is not None
 
 

@@ -18,13 +18,13 @@ from support.processes import running, still_running
 from support.tiny import tiny_folder
 
 from camshaft.config import RolloutEngineConfig
-from camshaft.config.server import ServerOptions
+from camshaft.config.schema.server import ServerOptions
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
-from camshaft.rollout.server_rollout import guard
-from camshaft.rollout.server_rollout.launch import Launched, words_of
-from camshaft.rollout.server_rollout.wire import Wire
+from camshaft.rollout.server import guard
+from camshaft.rollout.server.launch import Launched, words_of
+from camshaft.rollout.server.wire import Wire
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
          "max_model_len": 1024, "dtype": "float32"}  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.rollout import build_rollout
-from camshaft.rollout.sglang_rollout.installed import TESTED, check_installed
+from camshaft.rollout.sglang.installed import TESTED, check_installed
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
 

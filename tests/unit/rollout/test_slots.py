@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
-from camshaft.rollout import slots as slots_module
-from camshaft.rollout.slots import GRAIN, PAGE, SPAN, PromptStep, SlotPool, TokenStep
+from camshaft.rollout.builtin import kv_cache as slots_module
+from camshaft.rollout.builtin.kv_cache import GRAIN, PAGE, SPAN, KVCache, PromptStep, TokenStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -20,8 +20,8 @@ def layer(index: int) -> Any:
     return SimpleNamespace(layer_idx=index)
 
 
-def pool(num_layers: int = 1, max_model_len: int = 200) -> SlotPool:
-    return SlotPool(Qwen2Config(num_hidden_layers=num_layers), max_model_len)
+def pool(num_layers: int = 1, max_model_len: int = 200) -> KVCache:
+    return KVCache(Qwen2Config(num_hidden_layers=num_layers), max_model_len)
 
 
 def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -97,7 +97,7 @@ def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
     assert not slots.layers[0][0][5].any()
 
 
-def filled(num_slots: int, length: int) -> SlotPool:
+def filled(num_slots: int, length: int) -> KVCache:
     slots = pool(num_layers=2)
     slots.reserve(num_slots, length)
     for index in range(2):
@@ -210,18 +210,18 @@ def test_a_window_that_a_layer_does_not_pass_on_is_refused_by_name() -> None:
     config = Gemma3TextConfig(
         num_hidden_layers=2, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
     )
-    slots = SlotPool(config, 100)
+    slots = KVCache(config, 100)
     slots.check_window(layer(0), 16)
     slots.check_window(layer(1), None)
     with pytest.raises(RolloutError, match="layer 0 of gemma3_text has a sliding window of 16 tokens"):
         slots.check_window(layer(0), None)
     # A window that no sequence fills is no window.
-    SlotPool(config, 16).check_window(layer(0), None)
+    KVCache(config, 16).check_window(layer(0), None)
 
 
 def test_a_config_without_kinds_of_layers_has_windows_everywhere() -> None:
-    assert SlotPool(MistralConfig(num_hidden_layers=2, sliding_window=16), 100).windows == [16, 16]
-    assert SlotPool(MistralConfig(num_hidden_layers=2, sliding_window=None), 100).windows == [None, None]
+    assert KVCache(MistralConfig(num_hidden_layers=2, sliding_window=16), 100).windows == [16, 16]
+    assert KVCache(MistralConfig(num_hidden_layers=2, sliding_window=None), 100).windows == [None, None]
 
 
 def test_a_model_whose_layers_do_not_all_come_is_refused() -> None:

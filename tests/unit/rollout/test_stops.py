@@ -6,7 +6,7 @@ import pytest
 from support.tiny import tiny_tokenizer_folder
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from camshaft.rollout.stops import StopStrings
+from camshaft.rollout.stop_strings import StopStrings
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout import threads as threads_module
 from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.threads import WORTH, StepThreads, step_threads
-from camshaft.rollout.torch_rollout import TorchRollout
 
 
 def config() -> RolloutEngineConfig:

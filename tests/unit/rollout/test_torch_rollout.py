@@ -11,21 +11,21 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
 from camshaft.errors import EngineError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.continuous import AHEAD
-from camshaft.rollout.lab import Case, RolloutLab, close
+from camshaft.rollout.builtin.kv_cache import GRAIN
+from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.builtin.scheduler import AHEAD
 from camshaft.rollout.sampling import draw, uniform
-from camshaft.rollout.slots import GRAIN
-from camshaft.rollout.torch_rollout import TorchRollout
 
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> RolloutLab:
-    return RolloutLab(TorchRollout, tmp_path_factory.mktemp("models"))
+def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
+    return RolloutHarness(TorchRollout, tmp_path_factory.mktemp("models"))
 
 
 def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
@@ -47,22 +47,22 @@ def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor |
         {"max_num_seqs": 7, "max_num_batched_tokens": 30},
     ],
 )
-def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(lab: RolloutLab, limits: dict[str, Any]) -> None:
+def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(harness: RolloutHarness, limits: dict[str, Any]) -> None:
     rows = [0, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5]
-    prompts = lab.prompts(3, 11, 1, 5, 20, 5).select(rows)
+    prompts = harness.prompts(3, 11, 1, 5, 20, 5).select(rows)
     seeds = torch.arange(len(rows)) * 31 + 5
     sampling = SamplingParams(20, temperature=1.3, top_p=0.95, stop_token_ids=tuple(range(10, 16)))
-    wanted = lab.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
-    found = right(lab.case(**limits), prompts, sampling, seeds).responses.rows()
+    wanted = harness.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
+    found = right(harness.case(**limits), prompts, sampling, seeds).responses.rows()
     assert [row.tolist() for row in found] == [row.tolist() for row in wanted]
     order = [7, 2, 11, 0]
-    some = lab.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
+    some = harness.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
     assert [row.tolist() for row in some.responses.rows()] == [wanted[row].tolist() for row in order]
 
 
-def test_each_token_is_drawn_by_the_uniform_of_its_position(lab: RolloutLab) -> None:
-    case = lab.case(max_num_seqs=3)
-    prompts = lab.prompts(3, 7, 1, 5).select([0, 1, 1, 2, 3])
+def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarness) -> None:
+    case = harness.case(max_num_seqs=3)
+    prompts = harness.prompts(3, 7, 1, 5).select([0, 1, 1, 2, 3])
     sampling = SamplingParams(2 * AHEAD + 8, stop_token_ids=tuple(range(10, 13)))
     responses = case.rollout.generate_sequences(prompts, sampling, torch.arange(5)).responses
     assert len(set(responses.lengths.tolist())) > 2  # rows join and leave in between
@@ -74,15 +74,17 @@ def test_each_token_is_drawn_by_the_uniform_of_its_position(lab: RolloutLab) -> 
         assert tokens.tolist() == response.tolist()
 
 
-def test_equal_prompts_with_equal_seeds_get_equal_responses_and_others_do_not(lab: RolloutLab) -> None:
-    prompts = lab.prompts(4).select([0, 0, 0])
-    out = lab.case().rollout.generate_sequences(prompts, SamplingParams(12), torch.tensor([8, 9, 8])).responses.rows()
+def test_equal_prompts_with_equal_seeds_get_equal_responses_and_others_do_not(harness: RolloutHarness) -> None:
+    prompts = harness.prompts(4).select([0, 0, 0])
+    out = (
+        harness.case().rollout.generate_sequences(prompts, SamplingParams(12), torch.tensor([8, 9, 8])).responses.rows()
+    )
     assert out[0].tolist() == out[2].tolist() != out[1].tolist()
 
 
-def test_a_response_can_be_continued(lab: RolloutLab) -> None:
+def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
     # Uniforms are numbered by the place of a token in its row, prompt included.
-    case, prompts, seeds = lab.case(), lab.prompts(4, 9), torch.tensor([1, 2])
+    case, prompts, seeds = harness.case(), harness.prompts(4, 9), torch.tensor([1, 2])
     whole = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True), seeds).responses
     start = case.rollout.generate_sequences(prompts, SamplingParams(4, ignore_eos=True), seeds).responses
     rest = case.rollout.generate_sequences(Ragged.join(prompts, start), SamplingParams(6, ignore_eos=True), seeds)
@@ -92,8 +94,8 @@ def test_a_response_can_be_continued(lab: RolloutLab) -> None:
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_step_in_place_is_seen_without_another_load(lab: RolloutLab) -> None:
-    case, prompts, sampling = lab.case(), lab.prompts(4, 9), SamplingParams(10)
+def test_an_optimizer_step_in_place_is_seen_without_another_load(harness: RolloutHarness) -> None:
+    case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(10)
     before = right(case, prompts, sampling)
     optimizer = torch.optim.AdamW(case.plain.parameters(), lr=0.05)
     case.plain(input_ids=prompts.rows()[0][None], labels=prompts.rows()[0][None]).loss.backward()
@@ -102,8 +104,8 @@ def test_an_optimizer_step_in_place_is_seen_without_another_load(lab: RolloutLab
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
 
-def test_weights_of_another_dtype_are_copies(lab: RolloutLab) -> None:
-    case, prompts = lab.case(dtype="float64"), lab.prompts(4, 9)
+def test_weights_of_another_dtype_are_copies(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(dtype="float64"), harness.prompts(4, 9)
     before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
     for weight in case.plain.parameters():
         weight.data.zero_()
@@ -111,8 +113,8 @@ def test_weights_of_another_dtype_are_copies(lab: RolloutLab) -> None:
     assert torch.equal(before.log_probs.values, after.log_probs.values)
 
 
-def test_weights_that_are_no_numbers_are_an_error_and_leave_no_trace(lab: RolloutLab) -> None:
-    case, prompts = lab.case(), lab.prompts(4, 9)
+def test_weights_that_are_no_numbers_are_an_error_and_leave_no_trace(harness: RolloutHarness) -> None:
+    case, prompts = harness.case(), harness.prompts(4, 9)
     broken = [(name, weight.detach() * float("nan")) for name, weight in case.weights()]
     case.rollout.load_weights(broken)
     with pytest.raises(RolloutError, match="not finite for row 0"):
@@ -125,18 +127,18 @@ def test_weights_that_are_no_numbers_are_an_error_and_leave_no_trace(lab: Rollou
 
 
 @pytest.mark.parametrize("max_num_seqs", [64, 8, 5, 2, 1])
-def test_each_distinct_prompt_is_computed_once(lab: RolloutLab, max_num_seqs: int) -> None:
-    prompts = lab.prompts(7, 12, 5).select([0] * 6 + [1] * 6 + [2] * 6 + [0])
-    case = lab.case(max_num_seqs=max_num_seqs)
+def test_each_distinct_prompt_is_computed_once(harness: RolloutHarness, max_num_seqs: int) -> None:
+    prompts = harness.prompts(7, 12, 5).select([0] * 6 + [1] * 6 + [2] * 6 + [0])
+    case = harness.case(max_num_seqs=max_num_seqs)
     out = right(case, prompts, SamplingParams(6, stop_token_ids=tuple(range(10, 30))))
     assert out.metrics["prompt_tokens_computed"] == 7 + 12 + 5
 
 
-def test_metrics_count_the_work_of_a_call(lab: RolloutLab) -> None:
+def test_metrics_count_the_work_of_a_call(harness: RolloutHarness) -> None:
     # Six rows of five tokens: the first comes with the prompt, four steps bring the others.
-    prompts = lab.prompts(4, 9).select([0, 0, 0, 1, 1, 1])
+    prompts = harness.prompts(4, 9).select([0, 0, 0, 1, 1, 1])
     for max_num_seqs, steps, use in ((6, 4, 1.0), (100, 4, 1.0), (4, 8, 24 / 32), (1, 24, 1.0)):
-        case = lab.case(max_num_seqs=max_num_seqs)
+        case = harness.case(max_num_seqs=max_num_seqs)
         metrics = case.rollout.generate_sequences(prompts, SamplingParams(5, ignore_eos=True)).metrics
         assert metrics.pop("seconds") > 0
         assert metrics == {
@@ -148,11 +150,11 @@ def test_metrics_count_the_work_of_a_call(lab: RolloutLab) -> None:
         }
 
 
-def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(lab: RolloutLab) -> None:
+def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(harness: RolloutHarness) -> None:
     # Rows end after one to sixteen tokens; waiting for the longest of each four would take far more steps.
-    prompts = lab.prompts(*[3] * 32)
+    prompts = harness.prompts(*[3] * 32)
     sampling = SamplingParams(16, stop_token_ids=tuple(range(3, 23)))
-    out = right(lab.case(max_num_seqs=4), prompts, sampling)
+    out = right(harness.case(max_num_seqs=4), prompts, sampling)
     lengths = out.responses.lengths
     assert lengths.max() >= 3 * lengths.double().mean()
     in_batches = sum(int(part.max()) - 1 for part in lengths.split(4))
@@ -160,30 +162,30 @@ def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(lab: RolloutLab) -> N
     assert out.metrics["slot_use"] > 0.7
 
 
-def test_long_responses_outgrow_their_slots(lab: RolloutLab) -> None:
-    case = lab.case(max_model_len=3 * GRAIN, max_num_seqs=2)
-    right(case, lab.prompts(2, 50, 7), SamplingParams(2 * GRAIN, ignore_eos=True))
+def test_long_responses_outgrow_their_slots(harness: RolloutHarness) -> None:
+    case = harness.case(max_model_len=3 * GRAIN, max_num_seqs=2)
+    right(case, harness.prompts(2, 50, 7), SamplingParams(2 * GRAIN, ignore_eos=True))
     assert case.rollout.pool.length >= 50 + 2 * GRAIN - 1  # pyright: ignore[reportAttributeAccessIssue]
-    right(case, lab.prompts(2, 5, 7), SamplingParams(4))
+    right(case, harness.prompts(2, 5, 7), SamplingParams(4))
 
 
-def test_windows_hold_over_long_responses(lab: RolloutLab) -> None:
-    case = lab.case("mistral", {"sliding_window": 5}, max_num_seqs=2)
-    right(case, lab.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
+def test_windows_hold_over_long_responses(harness: RolloutHarness) -> None:
+    case = harness.case("mistral", {"sliding_window": 5}, max_num_seqs=2)
+    right(case, harness.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_sleep_frees_the_slots_unless_told_to_keep_them(lab: RolloutLab, free: bool) -> None:
-    case = lab.case(free_cache_engine=free)
+def test_sleep_frees_the_slots_unless_told_to_keep_them(harness: RolloutHarness, free: bool) -> None:
+    case = harness.case(free_cache_engine=free)
     rollout: Any = case.rollout
-    rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
+    rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
     assert rollout.pool.layers
     rollout.sleep()
     assert bool(rollout.pool.layers) != free
 
 
-def test_what_is_generated_can_be_used_in_training(lab: RolloutLab) -> None:
-    out = lab.case().rollout.generate_sequences(lab.prompts(4, 9), SamplingParams(6))
+def test_what_is_generated_can_be_used_in_training(harness: RolloutHarness) -> None:
+    out = harness.case().rollout.generate_sequences(harness.prompts(4, 9), SamplingParams(6))
     weight = torch.ones(len(out.log_probs.values), requires_grad=True)
     (weight * out.log_probs.values).sum().backward()
     assert weight.grad is not None
@@ -206,11 +208,11 @@ def tokenizer_of_bytes(folder: Path) -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
 def test_a_stop_string_ends_rows_by_their_text_and_spares_the_rest(tmp_path: Path, max_num_seqs: int) -> None:
-    lab = RolloutLab(TorchRollout, tmp_path)
-    lab.case("llama", {"vocab_size": 11, "tie_embeddings": False})
+    harness = RolloutHarness(TorchRollout, tmp_path)
+    harness.case("llama", {"vocab_size": 11, "tie_embeddings": False})
     (folder,) = (path.parent for path in tmp_path.rglob("config.json"))
     tokenizer_of_bytes(folder)
-    case = lab.case("llama", {"vocab_size": 11, "tie_embeddings": False}, max_num_seqs=max_num_seqs)
+    case = harness.case("llama", {"vocab_size": 11, "tie_embeddings": False}, max_num_seqs=max_num_seqs)
     prompts = Ragged.from_rows([torch.tensor([5, 6, 2, 3])] * 30 + [torch.tensor([7])] * 10)
     seeds, limit = torch.arange(40), 30
     free = case.rollout.generate_sequences(prompts, SamplingParams(limit, ignore_eos=True), seeds)
@@ -230,16 +232,16 @@ def test_a_stop_string_ends_rows_by_their_text_and_spares_the_rest(tmp_path: Pat
         close(out.log_probs, free.log_probs.prefix(out.log_probs.lengths), TOLERANCE, "log-probs")
 
 
-def test_without_stop_strings_no_text_is_made(lab: RolloutLab, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = lab.case()
+def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = harness.case()
 
     def decoded(*_: Any, **__: Any) -> str:
         raise AssertionError("tokens were decoded")
 
     monkeypatch.setattr(PreTrainedTokenizerBase, "decode", decoded)
-    case.rollout.generate_sequences(lab.prompts(4), SamplingParams(4))
+    case.rollout.generate_sequences(harness.prompts(4), SamplingParams(4))
     with pytest.raises(AssertionError, match="decoded"):
-        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(4, stop=("x",)))
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(4, stop=("x",)))
 
 
 # -- what it refuses ------------------------------------------------------------------------------
@@ -276,7 +278,7 @@ def test_rotary_frequencies_that_do_not_grow_yet_are_fine() -> None:
     )
 
 
-def test_a_window_that_the_model_keeps_to_itself_is_refused_by_name(lab: RolloutLab) -> None:
-    case = lab.case("phimoe", {"sliding_window": 8, "num_local_experts": 4})
+def test_a_window_that_the_model_keeps_to_itself_is_refused_by_name(harness: RolloutHarness) -> None:
+    case = harness.case("phimoe", {"sliding_window": 8, "num_local_experts": 4})
     with pytest.raises(RolloutError, match="layer 0 of phimoe has a sliding window of 8 tokens"):
-        case.rollout.generate_sequences(lab.prompts(4), SamplingParams(2))
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(2))

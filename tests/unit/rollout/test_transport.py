@@ -16,8 +16,8 @@ import torch
 
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
-from camshaft.rollout.buckets import packed
-from camshaft.rollout.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
+from camshaft.rollout.weights.buckets import packed
+from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -27,9 +27,9 @@ SIZE = 3000
 
 RECEIVER = """
 import json, sys
-from camshaft.rollout.buckets import Assembler, Piece
+from camshaft.rollout.weights.buckets import Assembler, Piece
 from camshaft.digest import digest
-from camshaft.rollout.transport import open_receiver
+from camshaft.rollout.weights.transport import open_receiver
 from camshaft.errors import RolloutError
 
 def say(value):
@@ -174,7 +174,7 @@ def test_a_broadcast_without_receivers_is_an_error_after_the_time_it_was_given()
 def test_a_sender_that_was_killed_ends_a_receiver_within_seconds() -> None:
     code = f"""
 import json, sys, time, torch
-from camshaft.rollout.transport import Broadcast
+from camshaft.rollout.weights.transport import Broadcast
 sender = Broadcast(torch.device("cpu"), {SIZE}, "127.0.0.1", seconds=60)
 print(json.dumps(sender.handle()), flush=True)
 sender.meet()
@@ -198,7 +198,7 @@ time.sleep(1000)
 def test_memory_of_a_process_that_has_ended_is_an_error() -> None:
     code = """
 import json, time, torch
-from camshaft.rollout.transport import SharedMemory
+from camshaft.rollout.weights.transport import SharedMemory
 sender = SharedMemory(2**20)
 sender.buffer.fill_(7)
 print(json.dumps(sender.handle()), flush=True)

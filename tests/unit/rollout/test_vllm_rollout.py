@@ -12,7 +12,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rollout import build_rollout
-from camshaft.rollout.vllm_rollout.adapters import adapter_arguments
+from camshaft.rollout.vllm.adapters import adapter_arguments
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")

@@ -3,7 +3,7 @@ import torch
 
 from camshaft.algorithms import AdaptiveKL, FixedKL
 from camshaft.config import AlgorithmConfig
-from camshaft.config.algorithm import KLCtrlConfig
+from camshaft.config.schema.algorithm import KLCtrlConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.trainer.advantages import build_kl_controller, estimate, group_ids, mean_of_rows, token_rewards
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto
-from camshaft.trainer.deal import deal, even_shares
+from camshaft.trainer.mini_batches import deal, even_shares
 
 
 def rows(count: int) -> DataProto:

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
-from camshaft.trainer.dynamic import _differs, informative, worth
+from camshaft.trainer.dynamic_sampling import _differs, informative, worth
 from camshaft.trainer.metrics import StepMetrics
 
 DAPO: dict[str, Any] = {

@@ -14,7 +14,7 @@ from camshaft.checkpoint import CheckpointManager
 from camshaft.config import load_sft
 from camshaft.errors import BatchError, CheckpointError
 from camshaft.tracking import RunInfo, Tracking
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.resume import changes, remembered
 from camshaft.trainer.sft import SFTTrainer

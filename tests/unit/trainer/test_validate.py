@@ -8,7 +8,7 @@ from support.ppo_runs import ppo_config
 
 from camshaft.config import PPOConfig
 from camshaft.data.parquet import write_parquet
-from camshaft.trainer.parts import PPOParts
+from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import Sample, Scored, at_n_metrics, save_samples, validate
 
 REWARD = """

@@ -8,17 +8,19 @@ import torch
 from support.ranks import run_ranks
 from torch.distributed.utils import _to_kwargs
 
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.engine import StepContext, engine_class
-from camshaft.engine.lab import Lab
 from camshaft.errors import EngineError
 from camshaft.models.packed import Untouched
 
 
 def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
     """(losses with dropout, what this rank draws next)"""
-    lab = Lab(engine_class("fsdp2"), folder, always={"options": options, "override_config": {"attention_dropout": 0.3}})
-    engine = lab.build()
-    losses = [lab.step(engine, lab.batch).loss for _ in range(2)]
+    harness = EngineHarness(
+        engine_class("fsdp2"), folder, always={"options": options, "override_config": {"attention_dropout": 0.3}}
+    )
+    engine = harness.build()
+    losses = [harness.step(engine, harness.batch).loss for _ in range(2)]
     return losses, float(torch.rand(()))
 
 
@@ -34,15 +36,15 @@ def test_ranks_that_share_a_matrix_product_draw_the_same(tmp_path: Path) -> None
 
 
 def _saved_first(strategy: str, folder: str, save: bool) -> dict[str, torch.Tensor]:
-    lab = Lab(engine_class(strategy), folder)
-    engine = lab.build()
+    harness = EngineHarness(engine_class(strategy), folder)
+    engine = harness.build()
     if save:
         engine.save_checkpoint(f"{folder}/before")
-        engine = lab.build()
+        engine = harness.build()
         engine.load_checkpoint(f"{folder}/before")
     for _ in range(2):
-        lab.step(engine, lab.batch)
-    return lab.weights(engine)
+        harness.step(engine, harness.batch)
+    return harness.weights(engine)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
@@ -53,13 +55,13 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(strategy: str, tmp
 
 
 def _skipped_first(strategy: str, folder: str) -> int:
-    lab = Lab(engine_class(strategy), folder)
-    engine = lab.build()
+    harness = EngineHarness(engine_class(strategy), folder)
+    engine = harness.build()
     engine.set_loss_fn(lambda data, found, ctx: (found["log_probs"].values.sum() * float("nan"), ctx))
     with engine.train_mode():
-        engine.train_batch(lab.batch)
+        engine.train_batch(harness.batch)
     engine.save_checkpoint(f"{folder}/skipped")
-    again = lab.build()
+    again = harness.build()
     again.load_checkpoint(f"{folder}/skipped")
     return again.skipped_steps
 
@@ -70,7 +72,7 @@ def test_a_checkpoint_after_nothing_but_skipped_steps_is_one(strategy: str, tmp_
 
 
 def _wrapped(folder: str, name: str) -> None:
-    Lab(
+    EngineHarness(
         engine_class("fsdp2"), folder, always={"options": {"wrap_policy": {"transformer_layer_cls_to_wrap": name}}}
     ).build()
 
@@ -82,11 +84,15 @@ def test_a_layer_class_that_the_model_does_not_have_is_named(tmp_path: Path) -> 
 
 def test_a_divergence_in_bfloat16_is_from_what_the_other_model_said(tmp_path: Path) -> None:
     """The model computes in bfloat16; the distributions that come into it from outside are not rounded to that."""
-    lab = Lab(engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}})
-    found: Any = lab.infer(lab.build(), StepContext(outputs=("distribution", "full_kl")))
-    log_p, log_q = found["distribution"].values, lab.batch["log_q"].values
+    harness = EngineHarness(
+        engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}
+    )
+    found: Any = harness.infer(harness.build(), StepContext(outputs=("distribution", "full_kl")))
+    log_p, log_q = found["distribution"].values, harness.batch["log_q"].values
     wanted = (log_p.exp() * (log_p - log_q)).sum(dim=1)
-    torch.testing.assert_close(found["full_kl"].values, wanted * lab.batch["loss_mask"].values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found["full_kl"].values, wanted * harness.batch["loss_mask"].values, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_what_a_model_needs_on_the_host_is_not_sent_to_the_device() -> None:

@@ -12,10 +12,10 @@ import pytest
 from support.ranks import _Runner, run_ranks
 
 from camshaft import storage
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.controller import Options, PoolSpec, spawn
 from camshaft.controller.local import processes
 from camshaft.engine.fsdp import FSDPEngine
-from camshaft.engine.lab import Lab
 from camshaft.errors import CheckpointError, WorkerError
 
 STEPS = 12
@@ -24,12 +24,12 @@ STEPS = 12
 def _train(folder: str, in_background: bool) -> dict[int, list[float]]:
     """Steps up to STEPS from the newest whole checkpoint on, one saved after each; (loss, norm) by step."""
     always = {"options": {"async_save": in_background}, "override_config": {"attention_dropout": 0.1}}
-    lab = Lab(FSDPEngine, folder, always=always)
-    engine = lab.build()
+    harness = EngineHarness(FSDPEngine, folder, always=always)
+    engine = harness.build()
     start = _newest(Path(folder) / "run")
     if start:
         engine.load_checkpoint(f"{folder}/run/global_step_{start}/actor")
-    batch, told = lab.share(engine, lab.batch), {}
+    batch, told = harness.share(engine, harness.batch), {}
     for step in range(start + 1, STEPS + 1):
         with engine.train_mode():
             result = engine.train_batch(batch)

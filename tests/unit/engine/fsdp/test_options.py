@@ -11,27 +11,27 @@ from support.ranks import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.engine import engine_class
 from camshaft.engine.fsdp import engine as sharded
 from camshaft.engine.fsdp import parallelize
 from camshaft.engine.fsdp.engine import FSDPEngine
-from camshaft.engine.lab import Lab
 
 
-def built(folder: Path, **options: Any) -> tuple[Lab, FSDPEngine]:
-    lab = Lab(engine_class("fsdp2"), folder, always={"options": options})
-    engine = lab.build()
+def built(folder: Path, **options: Any) -> tuple[EngineHarness, FSDPEngine]:
+    harness = EngineHarness(engine_class("fsdp2"), folder, always={"options": options})
+    engine = harness.build()
     assert isinstance(engine, FSDPEngine)
-    return lab, engine
+    return harness, engine
 
 
 def layers(engine: FSDPEngine) -> list[Any]:
     return list(engine.module.hf.model.layers)  # pyright: ignore
 
 
-def stepped(lab: Lab, engine: FSDPEngine, before_backward: Any = None) -> None:
-    """Forward and backward of the lab's batch."""
-    loss_fn = lab.loss_fn("causal_lm")
+def stepped(harness: EngineHarness, engine: FSDPEngine, before_backward: Any = None) -> None:
+    """Forward and backward of the harness's batch."""
+    loss_fn = harness.loss_fn("causal_lm")
 
     def watched(data: Any, predictions: Any, ctx: Any) -> Any:
         if before_backward is not None:
@@ -40,7 +40,7 @@ def stepped(lab: Lab, engine: FSDPEngine, before_backward: Any = None) -> None:
 
     engine.set_loss_fn(watched)
     with engine.train_mode():
-        engine.forward_backward_step(lab.batch)
+        engine.forward_backward_step(harness.batch)
 
 
 def units(engine: FSDPEngine) -> set[str]:
@@ -58,41 +58,41 @@ def test_units_are_the_layers_or_modules_of_a_class_or_of_a_size(tmp_path: Path)
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gathered_weights_are_let_go_of_after_the_forward_pass_or_kept(tmp_path: Path, reshard: bool) -> None:
-    lab, engine = built(tmp_path, reshard_after_forward=reshard)
+    harness, engine = built(tmp_path, reshard_after_forward=reshard)
     seen: list[bool] = []
-    stepped(lab, engine, lambda: seen.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))
+    stepped(harness, engine, lambda: seen.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))
     assert seen
     assert set(seen) == {reshard}
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_next_layer_is_asked_for_before_this_one_computes(tmp_path: Path, prefetch: bool) -> None:
-    lab, engine = built(tmp_path, forward_prefetch=prefetch)
+    harness, engine = built(tmp_path, forward_prefetch=prefetch)
     first, second = layers(engine)
     asked: list[bool] = []
     first.self_attn.register_forward_pre_hook(
         lambda *_: asked.append(second._get_fsdp_state()._fsdp_param_group._all_gather_result is not None)
     )
-    stepped(lab, engine)
+    stepped(harness, engine)
     assert asked == [prefetch]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_compute_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
-    lab, engine = built(tmp_path, mixed_precision={"param_dtype": dtype})
+    harness, engine = built(tmp_path, mixed_precision={"param_dtype": dtype})
     seen: list[Any] = []
     layers(engine)[0].mlp.register_forward_pre_hook(
         lambda module, inputs: seen.extend((inputs[0].dtype, module.up_proj.weight.dtype))
     )
-    stepped(lab, engine)
+    stepped(harness, engine)
     assert set(seen) == {getattr(torch, dtype)}
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gradients_are_summed_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
-    lab, engine = built(tmp_path, mixed_precision={"reduce_dtype": dtype})
-    stepped(lab, engine)
+    harness, engine = built(tmp_path, mixed_precision={"reduce_dtype": dtype})
+    stepped(harness, engine)
     gradients = [p.grad.to_local() for p in layers(engine)[0].parameters()]
     rounded = all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
     assert rounded == (dtype == "bfloat16")
@@ -103,13 +103,13 @@ def test_what_rests_in_host_memory_is_what_was_asked_for(
     tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rests: list[tuple[str, ...]] = []
-    real = sharded.PackedEngine.init_model
+    real = sharded.TorchEngine.init_model
 
     def watched(engine: Any) -> None:
         real(engine)
         rests.append(engine.parts._resting)
 
-    monkeypatch.setattr(sharded.PackedEngine, "init_model", watched)
+    monkeypatch.setattr(sharded.TorchEngine, "init_model", watched)
     built(tmp_path)
     built(tmp_path, **{option: True})
     part = {"param_offload": "model", "grad_offload": "gradients", "optimizer_offload": "optimizer"}[option]
@@ -143,10 +143,10 @@ def test_activations_of_a_training_step_go_to_host_memory(
             yield
 
     monkeypatch.setattr(sharded, "offloaded_activations", watched)
-    lab, engine = built(tmp_path, activation_offload=offload)
-    lab.infer(engine)
+    harness, engine = built(tmp_path, activation_offload=offload)
+    harness.infer(engine)
     assert not entered
-    stepped(lab, engine)
+    stepped(harness, engine)
     assert len(entered) == offload
 
 
@@ -165,8 +165,8 @@ def test_each_layer_is_compiled(tmp_path: Path, compiled: bool, monkeypatch: pyt
         return run
 
     monkeypatch.setattr(torch, "compile", compiler)
-    lab, engine = built(tmp_path, use_torch_compile=compiled)
-    stepped(lab, engine)
+    harness, engine = built(tmp_path, use_torch_compile=compiled)
+    stepped(harness, engine)
     assert len(calls) == (2 if compiled else 0)
 
 

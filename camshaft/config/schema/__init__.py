@@ -1,0 +1,1 @@
+"""The config schema: frozen pydantic models."""

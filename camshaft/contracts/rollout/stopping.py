@@ -1,0 +1,113 @@
+"""The part of the rollout contract that says where a response ends, and which prompts are refused.
+
+The rules are listed in `contract.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from camshaft.contracts.rollout.harness import EOS, Case, RolloutHarness, expect_refusal
+from camshaft.contracts.rules import expect
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import Generation, SamplingParams
+
+
+def rows_end(harness: RolloutHarness) -> None:
+    """A row ends with its first stop token, which is kept, or at max_tokens; `finished` says which."""
+    case, prompts = harness.case(), harness.prompts(*[4] * 12)
+    stops = tuple(range(10, 40))
+    for sampling in (
+        SamplingParams(10, stop_token_ids=stops),
+        SamplingParams(10, stop_token_ids=stops, ignore_eos=True),
+        SamplingParams(10, ignore_eos=True),
+        SamplingParams(1, stop_token_ids=stops),
+    ):
+        out = case.rollout.generate_sequences(prompts, sampling)
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+        expect(len(out.responses) == 12 and out.finished.shape == (12,), f"not one response per prompt: {out}")
+        for row, finished in zip(out.responses.rows(), out.finished.tolist(), strict=True):
+            tokens = row.tolist()
+            expect(not ends & set(tokens[:-1]), f"{sampling}: a row went on after a stop token: {tokens}")
+            expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for {tokens}")
+            expect(finished or len(tokens) == sampling.max_tokens, f"{sampling}: {len(tokens)} tokens, no end")
+
+
+def stop_strings_end_a_row(harness: RolloutHarness) -> None:
+    """A row ends with the token that completes a stop string in its own text, which is kept; else it goes on."""
+    case, prompts = harness.case(), harness.prompts(*[4] * 8)
+    long = SamplingParams(14, temperature=0, ignore_eos=True)
+    free = [row.tolist() for row in case.rollout.generate_sequences(prompts, long).responses.rows()]
+    texts = [case.text(row) for row in free]
+    # Of the first rows, a string of one token, one of several, and one that begins in the prompt.
+    chosen = (texts[0][3], texts[1][2:5], case.text(prompts.rows()[2][-1:].tolist()) + texts[2][0])
+    for strings in (chosen, chosen[1:], ("never said",)):
+        for sampling in (SamplingParams(14, temperature=0, ignore_eos=True, stop=strings),
+                         SamplingParams(14, temperature=0, stop=strings, stop_token_ids=(free[3][5],))):  # fmt: skip
+            out = case.rollout.generate_sequences(prompts, sampling)
+            _ends_where(out, free, case, sampling)
+
+
+def _ends_where(out: Generation, free: list[list[int]], case: Case, sampling: SamplingParams) -> None:
+    """`out` is `free` up to the first token that ends a row by `sampling`."""
+    stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
+    for row, (response, tokens) in enumerate(zip(out.responses.rows(), free, strict=True)):
+        ends = [
+            count
+            for count in range(1, len(tokens) + 1)
+            if tokens[count - 1] in stops or any(string in case.text(tokens[:count]) for string in sampling.stop)
+        ]
+        wanted = tokens[: ends[0]] if ends else tokens
+        what = f"row {row} with stop={sampling.stop}, stop_token_ids={sampling.stop_token_ids}"
+        expect(response.tolist() == wanted, f"{what}: {response.tolist()}, not {wanted}, of {tokens}")
+        expect(bool(out.finished[row]) == bool(ends), f"{what}: finished={bool(out.finished[row])}")
+    expect(torch.equal(out.responses.lengths, out.log_probs.lengths), "log-probs and tokens are not aligned")
+
+
+def the_models_own_end_is_honoured(harness: RolloutHarness) -> None:
+    """A row that greedily says the end-of-sequence token ends there; with ignore_eos it goes on."""
+    case = harness.empty_case(sizes={"tie_embeddings": False})
+    head = case.plain.get_output_embeddings().weight
+    head.data[EOS] = head.data.abs().sum(dim=0)
+    head.data[3:] = -head.data[EOS]
+    # Now of any hidden state either EOS or all of the tokens from 3 on have the largest logit.
+    case.rollout.load_weights(case.weights())
+    prompts = harness.prompts(*range(1, 11))
+    out = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0))
+    expect(bool(out.finished.any()), "no row ended, though some say the end-of-sequence token")
+    for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
+        wanted = case.generate(prompt, 6, [EOS])
+        expect(response.tolist() == wanted, f"{response.tolist()}, transformers says {wanted}")
+    longer = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0, ignore_eos=True))
+    expect(longer.responses.lengths.tolist() == [6] * 10, f"ignore_eos gave {longer.responses.lengths.tolist()} tokens")
+    expect(not bool(longer.finished.any()), "rows are called finished that went on to max_tokens")
+
+
+def max_model_len_ends_a_row(harness: RolloutHarness) -> None:
+    """Prompt and response together never exceed max_model_len, row by row."""
+    case = harness.case(max_model_len=20)
+    prompts = harness.prompts(3, 19, 12, 1)
+    out = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True))
+    expect(out.responses.lengths.tolist() == [10, 1, 8, 10], f"response lengths {out.responses.lengths.tolist()}")
+
+
+def no_prompts(harness: RolloutHarness) -> None:
+    """No prompts give no responses."""
+    out = harness.case().rollout.generate_sequences(harness.prompts(), SamplingParams(4))
+    expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"no prompts gave {out}")
+
+
+def bad_prompts_are_refused(harness: RolloutHarness) -> None:
+    """An empty prompt, one that leaves no room, one with unknown tokens: an error that names row and value."""
+    case = harness.case(max_model_len=20)
+
+    def generate(prompts: Ragged) -> None:
+        case.rollout.generate_sequences(prompts, SamplingParams(4))
+
+    empty = Ragged.from_rows([torch.tensor([5]), torch.tensor([], dtype=torch.int64)])
+    expect_refusal(lambda: generate(empty), "row 1", "an empty prompt was taken")
+    expect_refusal(
+        lambda: generate(harness.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was taken"
+    )
+    unknown = Ragged.from_rows([[5], [6, 7000]])
+    expect_refusal(lambda: generate(unknown), "token id 7000", "an unknown token was taken")

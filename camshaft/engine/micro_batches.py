@@ -1,0 +1,187 @@
+"""Splitting a mini-batch into micro-batches, and putting the rows back in order.
+
+    plan = plan_micro_batches(lengths, size=4, max_tokens=None)
+    parts = [batch.reorder(rows) for rows in plan]
+    whole = restore_order(plan, predictions_of_parts)
+
+By count: consecutive groups of `size` rows. By token budget: as few groups as hold at most `max_tokens` tokens each,
+balanced by `algorithms/partition.py` on what rows cost with attention counted, the most expensive group first. The
+budget is a hard limit: a row longer than it is an error that says so. Inside a micro-batch rows of one length are
+neighbours, which attention over packed rows turns into fewer and larger calls. Every engine uses this; it knows no
+models.
+"""
+
+import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from camshaft.algorithms.partition import attention_pivot, karmarkar_karp, row_cost
+from camshaft.dataproto import Ragged
+from camshaft.engine.prefix_sharing import Family
+from camshaft.errors import BatchError
+
+PIVOT = attention_pivot(hidden_size=4096)
+"""Where nobody says better: that of a model with some eight billion weights."""
+
+
+def plan_micro_batches(
+    lengths: Tensor,
+    size: int | None,
+    max_tokens: int | None,
+    equalise: Callable[[int], int] = lambda count: count,
+    pivot: float = PIVOT,
+    together: Sequence[Family] | None = None,
+) -> list[list[int]]:
+    """Rows of each micro-batch. `equalise(count)` returns the largest count of all ranks of the group.
+
+    With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
+    `MicroBatchRun` runs a row that counts for nothing. `pivot` is the length at which attention costs as much as the
+    rest of the model (`attention_pivot`); token budgets are balanced with it. Rows of one family in `together` stay
+    together in a token budget, as far as it holds them, and what they share counts once.
+    """
+    sizes = lengths.tolist()
+    if not sizes:
+        raise BatchError("the batch has no rows")
+    if max_tokens is None:
+        size = size or len(sizes)
+        groups = [list(range(i, min(i + size, len(sizes)))) for i in range(0, len(sizes), size)]
+        missing = equalise(len(groups)) - len(groups)
+        groups = _split_further(groups, missing) if missing else groups
+    else:
+        longest = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[longest] > max_tokens:
+            raise BatchError(
+                f"row {longest} has {sizes[longest]} tokens, more than the budget of {max_tokens} tokens a "
+                "micro-batch: raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or "
+                "data.max_response_length"
+            )
+        whole = together if together is not None and size is None else [Family((r,), 0) for r in range(len(sizes))]
+        units = [unit for family in whole for unit in _within(family, sizes, max_tokens)]
+        budget = Budget(
+            sizes=[_tokens(unit, sizes) for unit in units],
+            costs=[_cost(unit, sizes, pivot) for unit in units],
+            most_rows=size or len(units),
+            max_tokens=max_tokens,
+        )
+        groups = budget.fewest()
+        count = equalise(len(groups))
+        if count > len(groups):
+            groups = budget.balanced(count) or _split_further(groups, count - len(groups))
+        groups = sorted(groups, key=lambda rows: (-budget.cost(rows), rows))
+        groups = [[row for number in group for row in units[number].rows] for group in groups]
+    return [sorted(group, key=lambda row: (sizes[row], row)) for group in groups]
+
+
+def _tokens(unit: Family, sizes: Sequence[int]) -> int:
+    return unit.shared + sum(sizes[row] - unit.shared for row in unit.rows)
+
+
+def _cost(unit: Family, sizes: Sequence[int], pivot: float) -> float:
+    shared = row_cost(unit.shared, pivot)
+    return shared + sum(row_cost(sizes[row], pivot) - shared for row in unit.rows)
+
+
+def _within(family: Family, sizes: Sequence[int], max_tokens: int) -> list[Family]:
+    """The family, or the parts of it that the budget holds."""
+    parts: list[list[int]] = [[]]
+    for row in family.rows:
+        if parts[-1] and _tokens(Family((*parts[-1], row), family.shared), sizes) > max_tokens:
+            parts.append([])
+        parts[-1].append(row)
+    return [Family(tuple(rows), family.shared if len(rows) > 1 else 0) for rows in parts]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Rows of these sizes and costs, to be cut into groups of at most so many rows and tokens."""
+
+    sizes: Sequence[int]
+    costs: Sequence[float]
+    most_rows: int
+    max_tokens: int
+
+    def cost(self, rows: Sequence[int]) -> float:
+        return sum(self.costs[row] for row in rows)
+
+    def fewest(self) -> list[list[int]]:
+        """As few groups as can be found, and balanced if that needs no more of them.
+
+        Fewest groups is bin packing: "longest first into the fullest with room" is hardly ever beaten, and where
+        balancing needs fewer groups than it, the balanced ones are taken.
+        """
+        groups = self._packed()
+        least = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.most_rows))
+        groups = self.balanced(len(groups)) or groups
+        while len(groups) > least and (fewer := self.balanced(len(groups) - 1)):
+            groups = fewer
+        return groups
+
+    def balanced(self, count: int) -> list[list[int]] | None:
+        """`count` groups of nearly equal cost within both limits, or None if that cannot be had."""
+        # Groups of equal cost can be too unequal in tokens for a tight budget; groups of equal tokens hardly are.
+        tried = [self._repaired(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
+        within = [groups for groups in tried if groups is not None]
+        return min(within, key=lambda groups: max(map(self.cost, groups)), default=None)
+
+    def _repaired(self, groups: list[list[int]]) -> list[list[int]] | None:
+        """Take the shortest rows out of groups over a limit; each goes to the cheapest group that has room."""
+        groups, moved = [sorted(rows, key=lambda row: (-self.sizes[row], row)) for rows in groups], []
+        tokens = [sum(self.sizes[row] for row in rows) for rows in groups]
+        costs = [self.cost(rows) for rows in groups]
+        for place, rows in enumerate(groups):
+            while tokens[place] > self.max_tokens or len(rows) > self.most_rows:
+                moved.append(row := rows.pop())
+                tokens[place] -= self.sizes[row]
+                costs[place] -= self.costs[row]
+        for row in sorted(moved, key=lambda row: (-self.sizes[row], row)):
+            left = self.max_tokens - self.sizes[row]
+            room = [p for p, rows in enumerate(groups) if tokens[p] <= left and len(rows) < self.most_rows]
+            if not room:
+                return None
+            target = min(room, key=lambda p: (costs[p], p))
+            groups[target].append(row)
+            tokens[target] += self.sizes[row]
+            costs[target] += self.costs[row]
+        return groups
+
+    def _packed(self) -> list[list[int]]:
+        """Longest first into the fullest group with room, whatever the groups cost."""
+        groups: list[list[int]] = []
+        open_groups: list[tuple[int, int]] = []  # (tokens that fit in, number of the group), sorted
+        for row in sorted(range(len(self.sizes)), key=lambda row: (-self.sizes[row], row)):
+            place = bisect.bisect_left(open_groups, (self.sizes[row], -1))
+            if place < len(open_groups):
+                left, target = open_groups.pop(place)
+            else:
+                left, target = self.max_tokens, len(groups)
+                groups.append([])
+            groups[target].append(row)
+            if len(groups[target]) < self.most_rows:
+                bisect.insort(open_groups, (left - self.sizes[row], target))
+        return groups
+
+
+def _split_further(groups: list[list[int]], more: int) -> list[list[int]]:
+    """`more` additional groups, by halving the largest; empty ones when there is nothing left to halve."""
+    groups = [list(group) for group in groups]
+    for _ in range(more):
+        largest = max(range(len(groups)), key=lambda g: len(groups[g]))
+        rows = groups[largest]
+        half = (len(rows) + 1) // 2
+        groups[largest] = rows[:half]
+        groups.append(rows[half:])
+    return groups
+
+
+def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Ragged | Tensor]) -> Ragged | Tensor:
+    """The rows of all parts in the order of the batch that was split."""
+    rows = [row for group in plan for row in group]
+    back = torch.empty(len(rows), dtype=torch.int64)
+    back[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
+    first = parts[0]
+    if isinstance(first, Ragged):
+        return Ragged.concat([p for p in parts if isinstance(p, Ragged)]).select(back)
+    return torch.cat([p for p in parts if isinstance(p, Tensor)])[back.to(first.device)]

@@ -1,0 +1,1 @@
+"""Autograd nodes for CPUs."""

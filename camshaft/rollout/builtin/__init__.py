@@ -1,0 +1,1 @@
+"""The built-in generator: continuous batching on the training weights."""

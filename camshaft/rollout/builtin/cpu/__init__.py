@@ -1,0 +1,1 @@
+"""Faster decode steps on a CPU."""

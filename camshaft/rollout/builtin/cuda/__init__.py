@@ -1,0 +1,1 @@
+"""CUDA graphs and Triton kernels for decode steps."""

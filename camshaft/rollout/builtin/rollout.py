@@ -1,0 +1,102 @@
+"""The built-in generator: continuous batching with the transformers model itself, on the training weights.
+
+    rollout = TorchRollout(RolloutEngineConfig(model_path="models/tiny"))
+    rollout.load_weights(engine.named_weights())
+    rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
+
+It has no code of its own for any model family: the model's forward runs with the "packed" attention, and keys
+and values live in `slots.py`. Weights of the right dtype and device are shared with the engine, not copied.
+`continuous.py` is the loop; `flat.py`, or on a GPU that is told to `recorded.py`, runs the steps in which each row gets
+one token.
+"""
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.models.attention import PACKED, refuse_unsupported
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
+from camshaft.rollout.builtin.cuda.graphs import recorded_steps
+from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.scheduler import ContinuousBatch, Request
+from camshaft.rollout.shared_model import SharedModel
+from camshaft.rollout.stop_strings import StopStrings
+
+
+class TorchRollout(BaseRollout):
+    """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.model = SharedModel(config, attention=PACKED)
+        refuse_unsupported(self.model.hf.config)
+        _refuse_own_attention(self.model.hf)
+        _refuse_growing_rope(self.model.hf.config, config.max_model_len)
+        self.decoder = Decoder(self.model.hf)
+        self.pool = KVCache(self.model.hf.config, config.max_model_len)
+        self.recorded = recorded_steps(self.decoder, self.pool, config)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load(weights)
+
+    def weight_digests(self) -> Mapping[str, int]:
+        return self.model.digests()
+
+    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        self.model.ready()
+        limits = self.limits(prompts, sampling, self.model.num_embeddings)
+        seeds = self.seeds_of_call(len(prompts), seeds)
+        if not len(prompts):
+            return Generation.empty(prompts)
+        stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
+        strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
+        request = Request(prompts, limits, seeds, sampling, stop_ids, strings)
+        generation = ContinuousBatch(self.recorded or self.decoder, self.pool, request, self.config).generate()
+        bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
+        if len(bad):
+            self.pool.clear()  # what is not a number must not stay in the slots
+            raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; look at the weights")
+        return generation.to(prompts.values.device)
+
+    def sleep(self) -> None:
+        self.model.sleep()
+        if self.config.free_cache_engine:
+            self.pool.clear()
+            if self.recorded is not None:
+                self.recorded.forget()
+
+    def wake_up(self) -> None:
+        self.model.wake_up()
+
+
+def _refuse_own_attention(hf: PreTrainedModel) -> None:
+    """Refuse a model that would not ask the slots for the tokens before."""
+    if hf._is_stateful or not hf.is_backend_compatible():
+        raise RolloutError(
+            f"{type(hf).__name__} carries a recurrent state, or computes attention by itself; "
+            "generate with rollout.name=hf"
+        )
+
+
+def _refuse_growing_rope(config: PretrainedConfig, max_model_len: int) -> None:
+    """Refuse rotary frequencies that change with the longest row of a batch, where they would change."""
+    text = config.get_text_config()
+    values = text.to_dict()
+    parameters = values.get("rope_parameters") or {}
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        kind = rope.get("rope_type")
+        longest = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
+        if kind in ("dynamic", "longrope") and longest is not None and max_model_len > longest:
+            raise RolloutError(
+                f"{text.model_type} has '{kind}' rotary frequencies, which change for all rows when one of them gets "
+                f"longer than {longest} tokens; set max_model_len={longest} or less, it is {max_model_len}"
+            )

@@ -1,0 +1,1 @@
+"""Run any rollout in a process of its own."""

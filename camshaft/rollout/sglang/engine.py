@@ -1,0 +1,277 @@
+"""One SGLang engine, through its public API: `sglang.Engine` and its methods.
+
+engine = SGLangEngine(config)
+digests = engine.load(weights)         # names and tensors; the caller has checked them
+answers = engine.generate(requests, sampling, stop_ids)
+
+It belongs into a process of its own: see `rollout.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import queue
+import threading
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
+from camshaft.models.loader import load_config, model_folder
+from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
+from camshaft.rollout.sglang.installed import check_installed, hint
+
+REPORT_SECONDS = 60.0
+"""How long the processes with the model may take to tell what came, after SGLang has said that all did."""
+
+
+class SGLangEngine:
+    """See the map above."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        _check_length(config)
+        self._config = config
+        self._hint = hint(check_installed())
+        self._saver = config.free_cache_engine and torch.device(config.device).type != "cpu"
+        self._asleep = False
+        self._reports: queue.Queue[tuple[dict[str, int], str]] = queue.Queue()
+        # It warns of all that this device does not have, once in each process.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `arguments_of`
+        if config.tensor_model_parallel_size > 1 and torch.device(config.device).type == "cpu":
+            # Else it wants a NUMA node for each of its processes.
+            cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
+            own_cores = "|".join([cores] * config.tensor_model_parallel_size)
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", own_cores)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            arguments = arguments_of(config)
+            refuse_own(config.engine_kwargs, arguments)
+            self._start(defaults_of(config) | arguments | config.engine_kwargs)
+
+    def _start(self, arguments: dict[str, Any]) -> None:
+        from sglang.srt.entrypoints.engine import Engine  # pyright: ignore[reportMissingImports]
+
+        from camshaft.rollout.sglang import scheduler
+
+        scheduler.register_sampler()
+        reader, writer = Pipe(duplex=False)
+        # Read at once: a pipe takes little, and who writes into it holds up SGLang.
+        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+
+        class OwnEngine(Engine):
+            run_scheduler_process_func = staticmethod(functools.partial(scheduler.run, writer))
+
+        self._row_params: str = scheduler.RowParams.to_str()
+        try:
+            self._engine: Any = OwnEngine(**arguments)
+        except Exception as error:  # of SGLang, torch and transformers
+            raise RolloutError(f"SGLang does not start: {type(error).__name__}: {error}{self._hint}") from error
+        finally:
+            writer.close()
+
+    def _listen(self, reader: Connection) -> None:
+        while True:
+            try:
+                self._reports.put(reader.recv())
+            except EOFError:
+                return
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
+        """Replace all weights; their digests, computed where the model is."""
+        from camshaft.rollout.sglang.scheduler import BEGIN, FINISH, TAKE
+
+        windows = [("windows", torch.tensor([windowed_layers(self._config)]))]
+        self._told(self._engine.begin_weight_update())
+        try:
+            self._send(windows, BEGIN)
+            for bucket in _buckets(weights, self._config.update_weights_bucket_megabytes * 2**20):
+                self._send(bucket, TAKE)
+            # Keys and values of the old weights must not serve new prompts.
+            self._send(windows, FINISH, flush_cache=True)
+        finally:
+            self._told(self._engine.end_weight_update())
+        try:
+            reports = [
+                self._reports.get(timeout=REPORT_SECONDS) for _ in range(self._config.tensor_model_parallel_size)
+            ]
+        except queue.Empty as error:
+            raise RolloutError(f"SGLang's processes do not tell what weights came{self._hint}") from error
+        problem = next((told for _, told in reports if told), "")
+        if problem:
+            raise RolloutError(f"SGLang does not take these weights: {problem}{self._hint}")
+        digests = reports[0][0]
+        for rank, (others, _) in enumerate(reports):
+            wrong = [name for name in digests if others.get(name) != digests[name]]
+            if wrong:
+                raise RolloutError(f"ranks 0 and {rank} of SGLang were given different weights: {', '.join(wrong[:8])}")
+        return digests
+
+    def _send(self, named: list[tuple[str, Tensor]], loader: str, flush_cache: bool = False) -> None:
+        self._told(self._engine.update_weights_from_tensor(named, load_format=loader, flush_cache=flush_cache))
+
+    def _told(self, answer: tuple[bool, str]) -> None:
+        """SGLang raises nothing: it says whether it worked, and why not."""
+        worked, message = answer
+        if not worked:
+            raise RolloutError(f"SGLang does not take weights: {message}{self._hint}")
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Free weights, keys and values, where SGLang can (on a GPU)."""
+        if self._asleep:
+            return
+        if self._saver:
+            self._engine.release_memory_occupation()
+        else:
+            self._engine.flush_cache()
+        self._asleep = True
+
+    def wake_up(self) -> None:
+        if self._asleep and self._saver:
+            self._engine.resume_memory_occupation()
+        self._asleep = False
+
+    # -- tokens ---------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> list[Answer]:
+        """One answer per request, in their order. `stop_ids` are all tokens that end a row; strings end none."""
+        params = [_params(request, sampling, stop_ids) for request in requests]
+        prompts = [request.prompt for request in requests]
+        try:
+            outputs = self._engine.generate(
+                input_ids=prompts,
+                sampling_params=params,
+                return_logprob=True,
+                custom_logit_processor=[self._row_params] * len(prompts),
+            )
+        except ValueError as error:
+            raise RolloutError(f"SGLang does not generate: {error}{self._hint}") from error
+        return [self._answer(row, output, set(stop_ids)) for row, output in enumerate(outputs)]
+
+    def _answer(self, row: int, output: dict[str, Any], ends: set[int]) -> Answer:
+        told, tokens = output["meta_info"], list(output["output_ids"])
+        if told["finish_reason"]["type"] not in ("stop", "length"):
+            raise RolloutError(f"SGLang gave up on row {row}: {told['finish_reason']}{self._hint}")
+        # Where the model's own end is to be passed, SGLang passes all stop tokens.
+        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        count = len(tokens) if end is None else end + 1
+        log_probs = [value for value, *_ in told["output_token_logprobs"][:count]]
+        return Answer(tokens[:count], log_probs, end is not None, told["cached_tokens"])
+
+
+def _params(request: Request, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """How SGLang is to choose is left to `scheduler.py`; its own sampling changes nothing."""
+    row = {
+        "seed": request.seed, "greedy": sampling.greedy, "temperature": float(sampling.temperature),
+        "top_k": sampling.top_k, "top_p": float(sampling.top_p),
+    }  # fmt: skip
+    return {
+        "max_new_tokens": request.limit, "custom_params": row, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+        "ignore_eos": sampling.ignore_eos, "stop_token_ids": list(stop_ids),
+    }  # fmt: skip
+
+
+def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
+    """What the keys of the config are called in SGLang, and what has to be as it is."""
+    from camshaft.rollout.sglang.scheduler import BEGIN, FINISH, SAMPLER, TAKE
+
+    place = torch.device(config.device)
+    arguments: dict[str, Any] = {
+        "model_path": str(model_folder(config.model_path)),
+        "trust_remote_code": config.trust_remote_code,
+        "json_model_override_args": json.dumps(config.override_config),
+        "device": place.type,
+        "dtype": config.dtype,
+        "load_format": "dummy" if config.load_format.startswith("dummy") else "auto",
+        "random_seed": config.seed & (2**31 - 1),
+        "tp_size": config.tensor_model_parallel_size,
+        "disable_cuda_graph": config.enforce_eager,
+        # It keeps places for itself; rows are as long as `max_model_len` says.
+        "context_length": config.max_model_len + 8,
+        "max_running_requests": config.max_num_seqs,
+        "chunked_prefill_size": config.max_num_batched_tokens,
+        "max_prefill_tokens": config.max_num_batched_tokens,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "enable_memory_saver": config.free_cache_engine and place.type != "cpu",
+        "sampling_backend": SAMPLER,
+        "enable_custom_logit_processor": True,
+        "custom_weight_loader": [BEGIN, TAKE, FINISH],
+        # Ids in, ids out; and nothing that the folder recommends for chatting.
+        "skip_tokenizer_init": True,
+        "sampling_defaults": "openai",
+    }
+    if place.type == "cpu":
+        arguments["disable_overlap_schedule"] = True
+    else:
+        arguments["mem_fraction_static"] = config.gpu_memory_utilization
+        arguments["base_gpu_id"] = place.index or 0
+    return arguments
+
+
+def defaults_of(config: RolloutEngineConfig) -> dict[str, Any]:
+    """What `engine_kwargs` may change."""
+    # Without the last, its processes keep a core busy each while the trainer trains.
+    defaults: dict[str, Any] = {"log_level": "error", "skip_server_warmup": True, "sleep_on_idle": True}
+    if torch.device(config.device).type == "cpu":
+        # What others take of the memory meanwhile counts against the share, so it is large; the next line is the bound.
+        defaults |= {"attention_backend": "torch_native", "mem_fraction_static": 0.9}
+        defaults["max_total_tokens"] = _cpu_cache_tokens(config)
+    return defaults
+
+
+def windowed_layers(config: RolloutEngineConfig) -> int:
+    """Layers that look at fewer tokens than a row may have."""
+    text = _text_config(config)
+    window = text.get("sliding_window")
+    if window is None or window >= config.max_model_len:
+        return 0
+    return (text.get("layer_types") or ["sliding_attention"] * text["num_hidden_layers"]).count("sliding_attention")
+
+
+def _check_length(config: RolloutEngineConfig) -> None:
+    positions = _text_config(config).get("max_position_embeddings")
+    if positions is not None and config.max_model_len > positions:
+        raise RolloutError(
+            f"max_model_len={config.max_model_len}, but the model has {positions} positions "
+            f"(max_position_embeddings); set it to {positions} or less"
+        )
+
+
+def _text_config(config: RolloutEngineConfig) -> dict[str, Any]:
+    folder = model_folder(config.model_path)
+    return load_config(folder, config.trust_remote_code, config.override_config).get_text_config().to_dict()
+
+
+def _cpu_cache_tokens(config: RolloutEngineConfig) -> int:
+    text = _text_config(config)
+    heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+    size = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+    per_token = 2 * text["num_hidden_layers"] * heads * size * getattr(torch, config.dtype).itemsize
+    return max(CPU_CACHE_BYTES // per_token, 2 * config.max_model_len)
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Copies, as many together as `size` bytes hold, but one at least: who passes them on changes their storage."""
+    bucket: list[tuple[str, Tensor]] = []
+    held = 0
+    for name, tensor in weights:
+        if bucket and held + tensor.nbytes > size:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append((name, tensor.detach().clone(memory_format=torch.contiguous_format)))
+        held += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,75 @@
+"""The generator in the process that `SGLangRollout` starts: what the contract asks for, in terms of SGLang.
+
+Nobody builds it elsewhere: an engine of SGLang's kills the children of its process, and the process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.models.loader import load_tokenizer
+from camshaft.ragged import Ragged
+from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.external import ExternalRollout
+from camshaft.rollout.sglang.engine import SGLangEngine
+from camshaft.rollout.stop_strings import StopStrings, cut_at_strings
+from camshaft.rollout.weights.checks import each_once
+
+
+class InsideRollout(ExternalRollout):
+    """See the map above. `seeds` decide each row's samples, as they do for the built-in generator."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self._digests: dict[str, int] | None = None
+        self.engine = SGLangEngine(config)
+
+    # -- weights --------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.ready_to_load()
+        self._digests = None
+        own, came = self.expected.own_names, dict[str, str]()
+
+        def arriving() -> Iterable[tuple[str, Tensor]]:
+            for name, tensor in self.expected.checked(weights):
+                came[name] = own[name]
+                yield name, tensor.to(self.expected.weights[name].empty.dtype)
+
+        digests = self.engine.load(each_once(arriving(), own, set()))
+        self._digests = {name: digests[first] for name, first in came.items()}
+
+    def weight_digests(self) -> Mapping[str, int]:
+        """Of what the model of SGLang holds, and for weights that it makes others of, of what arrived there."""
+        self.ready()
+        assert self._digests is not None
+        return self._digests
+
+    def has_weights(self) -> bool:
+        return self._digests is not None
+
+    # -- memory ---------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+        self._asleep, self._digests = True, None
+
+    def wake_up(self) -> None:
+        self.engine.wake_up()
+        self._asleep = False
+
+    # -- tokens ---------------------------------------------------------------------------------------
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        start = time.perf_counter()
+        requests = self.requests(prompts, sampling, seeds)
+        answers = self.engine.generate(requests, sampling, self.all_stop_ids(sampling)) if requests else []
+        generation = self.generation(prompts, answers, time.perf_counter() - start)
+        if sampling.stop:
+            tokenizer = load_tokenizer(str(self.folder), self.config.trust_remote_code)
+            generation = cut_at_strings(generation, StopStrings(tokenizer, sampling.stop))
+        return generation

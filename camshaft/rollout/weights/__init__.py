@@ -1,0 +1,1 @@
+"""Weight sync: transport, buckets and checks."""
