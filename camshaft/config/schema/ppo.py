@@ -4,6 +4,8 @@ config = load_ppo(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=
 config.needs_critic()                   # False
 """
 
+from typing import Literal
+
 from pydantic import Field
 
 from camshaft.config.place import RayConfig, pool_sizes
@@ -123,6 +125,18 @@ class PPOConfig(Section):
     def reward_dp_size(self, topology: Topology) -> int:
         """The same of the reward model."""
         return topology.of_reward_model().dp_size(self.reward_model.ranks_per_row())
+
+    def old_log_probs(self) -> Literal["actor", "update", "rollout"]:
+        """Source of the old log-probs of the policy loss.
+
+        `rollout`: the log-probs of the generator (`rollout_correction.bypass_mode`). `update`: the forward pass of the
+        update itself, if a batch is a single optimizer step and nothing else reads them before it. `actor`: a forward
+        pass of the actor before the update. In steps of `trainer.critic_warmup` no update runs, so `update` has no
+        source there and a caller that needs the values computes them with the actor.
+        """
+        if self.algorithm.rollout_correction.bypass_mode:
+            return "rollout"
+        return "update" if self.learns_at_once() else "actor"
 
     def learns_at_once(self) -> bool:
         """Whether a batch is one optimizer step of the actor, so that the update's own forward pass has the old

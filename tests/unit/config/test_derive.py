@@ -171,3 +171,20 @@ def test_a_reward_model_that_is_trained_may_have_a_new_head_and_one_that_scores_
     assert (engine.micro_batch_size, engine.infer_micro_batch_size) == (3, 3)
     assert engine.optim is not None
     assert not EngineModel(path="models/any", head="reward").new_head
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ({}, "actor"),  # four mini-batches of 256
+        ({f"{ACTOR}.ppo_mini_batch_size": 1024}, "update"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 1024, f"{ACTOR}.ppo_epochs": 2}, "actor"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 1024, "algorithm.use_kl_in_reward": "true"}, "actor"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 1024, "algorithm.rollout_correction.rollout_is": "token"}, "actor"),
+        ({"algorithm.rollout_correction.bypass_mode": "true"}, "rollout"),
+        ({f"{ACTOR}.ppo_mini_batch_size": 1024, "algorithm.rollout_correction.bypass_mode": "true"}, "rollout"),
+    ],
+)
+def test_source_of_old_log_probs_follows_from_the_config(words, settings, source):
+    config = load_ppo([*words, *(f"{key}={value}" for key, value in settings.items())])
+    assert config.old_log_probs() == source
