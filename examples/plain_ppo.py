@@ -1,13 +1,14 @@
-"""PPO once more, written from the definitions: slow, padded, one file, nothing shared with the package.
+"""PPO and GRPO for language models in one file, written from the definitions.
 
-    for step in train(Settings(actor="models/tiny", critic="models/tiny_value", data="train.parquet"), reward):
-        step.metrics["actor/pg_loss"]
+    python examples/plain_ppo.py --model models/tiny --data data/sums/train.parquet --steps 4
 
-The oracle of `test_parity.py`. Prompts are padded on the left and responses on the right, a forward pass is a
-call of `transformers` on whole mini-batches, tokens are drawn with a full forward pass for each of them, and
-advantages are computed by loops over Python floats. Read from the bottom up: `train` is the algorithm.
+This program favors clarity over speed and imports nothing from camshaft. Prompts are padded on the left, responses
+on the right. Every forward pass calls `transformers` on a whole mini-batch, every sampled token costs a full forward
+pass, and advantages are computed by loops over Python floats. Start reading at `train`, at the end of the file: it is
+the algorithm. `tests/parity` runs it beside camshaft and compares metrics and weights after every step.
 """
 
+import argparse
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -22,13 +23,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 Reward = Callable[[str, str, Any, dict[str, Any]], float]
 Rows = list[list[float]]
-WORD = 2**64
+U64 = 2**64
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Batch sizes count prompts; each brings `n` sequences."""
+    """Hyperparameters of a run. Batch sizes count prompts; every prompt is sampled `n` times."""
 
     actor: str
     data: str
@@ -75,7 +76,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step did; weights are those after it."""
+    """Results of one step, with the weights after it."""
 
     metrics: dict[str, float]
     prompts: list[list[int]]
@@ -87,16 +88,16 @@ class Step:
 
 @dataclass
 class Batch:
-    """B sequences: prompts on the left of column P, responses of up to T tokens from there."""
+    """B padded sequences: P prompt columns (padded on the left), then T response columns (padded on the right)."""
 
     ids: Tensor
-    """(B, P + T)"""
+    """(B, P + T) token ids"""
     attention: Tensor
-    """(B, P + T) 1 where there is a token"""
+    """(B, P + T) 1 for a token, 0 for padding"""
     mask: Tensor
-    """(B, T) bool: response tokens"""
+    """(B, T) bool, true for response tokens"""
     columns: dict[str, Tensor]
-    """(B, T) each, 0 where there is no token; (B, T, V) what the reference makes of the whole vocabulary"""
+    """(B, T) each, zero at padding; `ref_distribution` is (B, T, V)"""
 
     @property
     def responses(self) -> Tensor:
@@ -116,10 +117,10 @@ def load(path: str, head: Any, dtype: str) -> Any:
 
 
 def logits(model: Any, batch: Batch) -> Tensor:
-    """(B, T, ...) what the model says before each response token."""
+    """Return the (B, T, ...) outputs at the position before each response token."""
     positions = (batch.attention.cumsum(1) - 1).clamp(min=0)
-    found = model(batch.ids, attention_mask=batch.attention, position_ids=positions, use_cache=False).logits
-    return found[:, batch.ids.shape[1] - batch.mask.shape[1] - 1 : -1]
+    outputs = model(batch.ids, attention_mask=batch.attention, position_ids=positions, use_cache=False).logits
+    return outputs[:, batch.ids.shape[1] - batch.mask.shape[1] - 1 : -1]
 
 
 def log_probs_and_entropy(model: Any, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,7 @@ def log_probs_and_entropy(model: Any, batch: Batch, temperature: float) -> tuple
 
 
 def distribution(model: Any, batch: Batch, temperature: float) -> Tensor:
-    """(B, T, V) log-probs"""
+    """Return the (B, T, V) log-probs of the vocabulary."""
     return torch.log_softmax(logits(model, batch) / temperature, dim=-1)
 
 
@@ -144,8 +145,8 @@ def weights(model: Any) -> dict[str, Tensor]:
 # -- data and sampling --------------------------------------------------------------------------------
 
 
-def prompts_of(settings: Settings, tokenizer: Any) -> Iterator[list[tuple[list[int], dict[str, Any]]]]:
-    """Prompts with their rows, for one step after another; an epoch that does not fill a batch ends early."""
+def load_prompts(settings: Settings, tokenizer: Any) -> Iterator[list[tuple[list[int], dict[str, Any]]]]:
+    """Yield one batch of (token ids, row) per step. The incomplete last batch of an epoch is dropped."""
     rows = pq.read_table(settings.data).to_pylist()
     ids = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"] for row in rows]
     for epoch in range(settings.steps):
@@ -155,19 +156,19 @@ def prompts_of(settings: Settings, tokenizer: Any) -> Iterator[list[tuple[list[i
 
 
 def mix(x: int) -> int:
-    """The finaliser of splitmix64."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % WORD
-    x = (x ^ x >> 27) * 0x94D049BB133111EB % WORD
+    """Apply the finalizer of splitmix64."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % U64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % U64
     return x ^ x >> 31
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1): number `position` of the stream of `seed`."""
-    return (mix((mix((seed + GOLDEN) % WORD) + (position + 1) * GOLDEN) % WORD) >> 11) * 2.0**-53
+    """Return the uniform variate in [0, 1) for `position` in the random stream of `seed`."""
+    return (mix((mix((seed + GOLDEN) % U64) + (position + 1) * GOLDEN) % U64) >> 11) * 2.0**-53
 
 
 def draw(scores: Tensor, settings: Settings, u: float) -> tuple[int, float]:
-    """A token by inverse CDF and its log-prob, from (V,) logits: temperature, then top_k, then top_p."""
+    """Sample a token by inverse CDF after temperature, top-k and top-p; also return its log-prob."""
     scores = scores.double() / settings.temperature
     if settings.top_k > 0:
         scores[scores < scores.sort(descending=True).values[settings.top_k - 1]] = -math.inf
@@ -182,28 +183,28 @@ def draw(scores: Tensor, settings: Settings, u: float) -> tuple[int, float]:
 
 @torch.no_grad()
 def generate(model: Any, prompts: list[list[int]], settings: Settings, step: int, stop: int) -> tuple[Batch, Rows]:
-    """Responses up to the end-of-sequence token or the length limit, and the log-probs they were drawn with."""
+    """Sample responses up to the `stop` token or the length limit; return them with their log-probs."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
     attention = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
     log_probs: Rows = [[] for _ in prompts]
-    going = [True] * len(prompts)
+    active = [True] * len(prompts)
     for t in range(settings.response_length):
         positions = (attention.cumsum(1) - 1).clamp(min=0)
-        found = model(ids, attention_mask=attention, position_ids=positions, use_cache=False).logits[:, -1]
-        column = [0] * len(prompts)
-        alive = list(going)
-        for row in [row for row, goes in enumerate(alive) if goes]:
+        scores = model(ids, attention_mask=attention, position_ids=positions, use_cache=False).logits[:, -1]
+        tokens = [0] * len(prompts)
+        was_active = list(active)
+        for row in [row for row, flag in enumerate(was_active) if flag]:
             seed = (settings.seed * 2**20 + step) * 2**24 + row
-            column[row], log_prob = draw(found[row], settings, uniform(seed, len(prompts[row]) + t))
+            tokens[row], log_prob = draw(scores[row], settings, uniform(seed, len(prompts[row]) + t))
             log_probs[row].append(log_prob)
-            going[row] = column[row] != stop
-        ids = torch.cat([ids, torch.tensor(column)[:, None]], dim=1)
-        attention = torch.cat([attention, torch.tensor(alive).long()[:, None]], dim=1)
+            active[row] = tokens[row] != stop
+        ids = torch.cat([ids, torch.tensor(tokens)[:, None]], dim=1)
+        attention = torch.cat([attention, torch.tensor(was_active).long()[:, None]], dim=1)
     return Batch(ids, attention, attention[:, width:].bool(), {}), log_probs
 
 
-# -- rewards and advantages: loops over rows of response tokens ------------------------------------------
+# -- rewards and advantages, one list of floats per response ------------------------------------------
 
 
 def rows_of(column: Tensor, mask: Tensor) -> Rows:
@@ -215,7 +216,7 @@ def grid(rows: Rows, like: Tensor) -> Tensor:
 
 
 def kl(d: Tensor, kind: str) -> Tensor:
-    """Of d = log pi - log pi_ref."""
+    """Estimate the KL divergence per token from d = log pi - log pi_ref."""
     if kind == "low_var_kl":
         d = d.clamp(-20, 20)
         return ((-d).exp() + d - 1).clamp(-10, 10)
@@ -223,22 +224,22 @@ def kl(d: Tensor, kind: str) -> Tensor:
 
 
 def gae(rewards: Rows, values: Rows, gamma: float, lam: float) -> tuple[Rows, Rows]:
-    """Whitened advantages, and returns."""
+    """Return whitened advantages and returns by generalized advantage estimation."""
     advantages: Rows = []
     for r, v in zip(rewards, values, strict=True):
-        row, carried, after = [0.0] * len(r), 0.0, 0.0
+        row, advantage, next_value = [0.0] * len(r), 0.0, 0.0
         for t in range(len(r) - 1, -1, -1):
-            carried = r[t] + gamma * after - v[t] + gamma * lam * carried
-            row[t], after = carried, v[t]
+            advantage = r[t] + gamma * next_value - v[t] + gamma * lam * advantage
+            row[t], next_value = advantage, v[t]
         advantages.append(row)
     returns = [[a + x for a, x in zip(row, v, strict=True)] for row, v in zip(advantages, values, strict=True)]
-    every = [a for row in advantages for a in row]
-    mean, root = statistics.fmean(every), math.sqrt(statistics.variance(every) + 1e-8)
-    return [[(a - mean) / root for a in row] for row in advantages], returns
+    flat = [a for row in advantages for a in row]
+    mean, std = statistics.fmean(flat), math.sqrt(statistics.variance(flat) + 1e-8)
+    return [[(a - mean) / std for a in row] for row in advantages], returns
 
 
 def grpo(rewards: Rows, n: int, norm_by_std: bool) -> tuple[Rows, Rows]:
-    """Each row's total against those of its group, on every token."""
+    """Normalize each response's reward within its group of `n`; return advantages and returns per token."""
     totals = [math.fsum(r) for r in rewards]
     advantages: Rows = []
     for row, r in enumerate(rewards):
@@ -264,22 +265,22 @@ def aggregate(x: Tensor, mask: Tensor, mode: str) -> Tensor:
 
 
 def policy_terms(log_probs: Tensor, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
-    """(B, T) losses, and where a clip acted."""
+    """Return (B, T) losses and the (B, T) masks of clipped tokens."""
     advantages = batch.columns["advantages"]
     difference = (log_probs - batch.columns["old_log_probs"]).clamp(-20, 20)
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     if settings.loss == "cispo":
         ratio = difference.exp().detach()
         return -ratio.clamp(low, high) * advantages * log_probs, {"pg_clipfrac": ratio != ratio.clamp(low, high)}
-    if settings.loss == "gspo":  # one ratio for each row, with the gradient of all its tokens
-        of_row = ((difference * batch.mask).sum(1) / batch.mask.sum(1)).exp()
-        plain, clipped = -advantages * of_row[:, None], -advantages * of_row.clamp(low, high)[:, None]
-        return torch.maximum(plain, clipped), {"pg_clipfrac": clipped > plain}
-    plain, clipped = -advantages * difference.exp(), -advantages * difference.exp().clamp(low, high)
-    worse = torch.maximum(plain, clipped)
+    if settings.loss == "gspo":  # one ratio per sequence
+        ratio = ((difference * batch.mask).sum(1) / batch.mask.sum(1)).exp()
+        unclipped, clipped = -advantages * ratio[:, None], -advantages * ratio.clamp(low, high)[:, None]
+        return torch.maximum(unclipped, clipped), {"pg_clipfrac": clipped > unclipped}
+    unclipped, clipped = -advantages * difference.exp(), -advantages * difference.exp().clamp(low, high)
+    worse = torch.maximum(unclipped, clipped)
     bounded = torch.where(advantages < 0, torch.minimum(worse, -advantages * settings.clip_dual), worse)
     lower = (advantages < 0) & (worse > -advantages * settings.clip_dual)
-    return bounded, {"pg_clipfrac": clipped > plain, "pg_clipfrac_lower": lower}
+    return bounded, {"pg_clipfrac": clipped > unclipped, "pg_clipfrac_lower": lower}
 
 
 def actor_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, dict[str, Tensor]]:
@@ -307,9 +308,9 @@ def critic_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, d
     old, returns = batch.columns["values"], batch.columns["returns"]
     values = values_of(model, batch)
     near = torch.minimum(torch.maximum(values, old - settings.clip_value), old + settings.clip_value)
-    plain, clipped = (values - returns) ** 2, (near - returns) ** 2
-    loss = aggregate(torch.maximum(plain, clipped) / 2, batch.mask, settings.aggregation)
-    fraction = aggregate((clipped > plain).to(values), batch.mask, "token-mean")
+    unclipped, clipped = (values - returns) ** 2, (near - returns) ** 2
+    loss = aggregate(torch.maximum(unclipped, clipped) / 2, batch.mask, settings.aggregation)
+    fraction = aggregate((clipped > unclipped).to(values), batch.mask, "token-mean")
     return loss, {"vf_loss": loss, "vf_clipfrac": fraction, "vpred_mean": aggregate(values, batch.mask, "token-mean")}
 
 
@@ -317,7 +318,7 @@ def critic_loss(model: Any, batch: Batch, settings: Settings) -> tuple[Tensor, d
 
 
 class Learner:
-    """A model with its optimizer and its learning rate, which warms up over calls of `update`."""
+    """A model with its optimizer. The learning rate warms up over the first calls of `update`."""
 
     def __init__(self, model: Any, loss: Any, lr: float, warmup: int, settings: Settings):
         self.model, self.loss, self.lr, self.warmup, self.settings = model, loss, lr, warmup, settings
@@ -325,12 +326,12 @@ class Learner:
         self.updates = 0
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
-        """Some epochs over the batch; metrics are means over the optimizer steps."""
+        """Train for `epochs` over the batch; return metrics averaged over the optimizer steps."""
         settings, size = self.settings, self.settings.mini_batch_size * self.settings.n
         self.updates += 1
         self.optimizer.param_groups[0]["lr"] = self.lr * min(1.0, self.updates / max(self.warmup, 1))
         shuffle = torch.Generator().manual_seed(settings.seed * 2**20 + step)
-        found: list[dict[str, float]] = []
+        history: list[dict[str, float]] = []
         for _ in range(settings.epochs):
             for index in torch.randperm(len(batch.ids), generator=shuffle).split(size):
                 loss, metrics = self.loss(self.model, batch.rows(index), settings)
@@ -338,12 +339,12 @@ class Learner:
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.grad_clip)
                 self.optimizer.step()
-                found.append({name: value.item() for name, value in (metrics | {"grad_norm": norm}).items()})
-        return {name: statistics.fmean(each[name] for each in found) for name in found[0]}
+                history.append({name: value.item() for name, value in (metrics | {"grad_norm": norm}).items()})
+        return {name: statistics.fmean(each[name] for each in history) for name in history[0]}
 
 
 class KLInReward:
-    """beta, and what it is multiplied with."""
+    """Subtract a KL penalty from the rewards, with a fixed or adaptive coefficient `beta`."""
 
     def __init__(self, settings: Settings):
         self.settings, self.beta = settings, settings.kl_coef
@@ -352,14 +353,14 @@ class KLInReward:
         if not self.settings.kl_in_reward:
             return rewards, {}
         penalty = kl(batch.columns["old_log_probs"] - batch.columns["ref_log_prob"], self.settings.kl_penalty)
-        distances, beta = rows_of(penalty, batch.mask), self.beta
-        # The controller follows the mean over sequences of each one's mean over its tokens.
-        current = statistics.fmean(statistics.fmean(row) for row in distances)
+        penalties, beta = rows_of(penalty, batch.mask), self.beta
+        # The controller tracks the KL averaged over the tokens of each sequence, then over sequences.
+        current = statistics.fmean(statistics.fmean(row) for row in penalties)
         if self.settings.kl_control == "adaptive":
             error = min(max(current / self.settings.kl_target - 1, -0.2), 0.2)
             self.beta *= 1 + error * len(rewards) / self.settings.kl_horizon
-        less = [[r - beta * d for r, d in zip(*row, strict=True)] for row in zip(rewards, distances, strict=True)]
-        return less, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
+        penalized = [[r - beta * d for r, d in zip(*row, strict=True)] for row in zip(rewards, penalties, strict=True)]
+        return penalized, {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": beta}
 
 
 def scores_of(texts: list[str], rows: list[dict[str, Any]], reward: Reward) -> list[float]:
@@ -370,15 +371,15 @@ def scores_of(texts: list[str], rows: list[dict[str, Any]], reward: Reward) -> l
 
 
 def train(settings: Settings, reward: Reward) -> Iterator[Step]:
-    """The algorithm."""
+    """Run the algorithm, one `Step` at a time: sample, score, estimate advantages, update critic and policy."""
     tokenizer = AutoTokenizer.from_pretrained(settings.actor)
     policy, reference = (load(settings.actor, AutoModelForCausalLM, settings.dtype) for _ in range(2))
     critic = load(settings.critic, AutoModelForTokenClassification, settings.dtype) if settings.critic else None
     learner = Learner(policy, actor_loss, settings.actor_lr, settings.actor_lr_warmup, settings)
     critic_learner = critic and Learner(critic, critic_loss, settings.critic_lr, settings.critic_lr_warmup, settings)
-    penalise = KLInReward(settings)
-    for step, asked in zip(range(1, settings.steps + 1), prompts_of(settings, tokenizer), strict=False):
-        prompts, rows = [ids for ids, _ in asked], [row for _, row in asked]
+    penalize = KLInReward(settings)
+    for step, samples in zip(range(1, settings.steps + 1), load_prompts(settings, tokenizer), strict=False):
+        prompts, rows = [ids for ids, _ in samples], [row for _, row in samples]
         batch, rollout_log_probs = generate(policy, prompts, settings, step, tokenizer.eos_token_id)
         columns = batch.columns
         responses = [ids[m].tolist() for ids, m in zip(batch.responses, batch.mask, strict=True)]
@@ -390,7 +391,7 @@ def train(settings: Settings, reward: Reward) -> Iterator[Step]:
             if critic:
                 columns["values"] = values_of(critic, batch)
         rewards = [[0.0] * (len(tokens) - 1) + [score] for tokens, score in zip(responses, scores, strict=True)]
-        rewards, metrics = penalise(rewards, batch)
+        rewards, metrics = penalize(rewards, batch)
         if critic:
             advantages, returns = gae(rewards, rows_of(columns["values"], batch.mask), settings.gamma, settings.lam)
         else:
@@ -408,3 +409,28 @@ def train(settings: Settings, reward: Reward) -> Iterator[Step]:
         if step > settings.critic_warmup:
             metrics |= {f"actor/{name}": value for name, value in learner.update(batch, step).items()}
         yield Step(metrics, prompts, responses, rollout_log_probs, weights(policy), weights(critic))
+
+
+def digit_share(data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Score the share of characters that are digits: dense enough for an untrained model to learn from."""
+    return sum(map(str.isdigit, solution)) / max(len(solution), 1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train a model with GRPO, or with PPO when a critic is given.")
+    parser.add_argument("--model", required=True, help="Hugging Face folder of the policy")
+    parser.add_argument("--critic", help="Hugging Face folder of the critic (token classification with one label)")
+    parser.add_argument("--data", required=True, help="parquet file with the columns of `camshaft ppo`")
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    group: dict[str, Any] = {} if options.critic else {"estimator": "grpo", "n": 8}
+    settings = Settings(
+        actor=options.model, critic=options.critic, data=options.data, steps=options.steps, actor_lr=1e-3, **group
+    )
+    for number, step in enumerate(train(settings, digit_share), start=1):
+        shown = {name: step.metrics[name] for name in ("critic/score/mean", "actor/entropy", "actor/grad_norm")}
+        print(f"step {number}:", *(f"{name} {value:.4f}" for name, value in shown.items()), sep="  ")
+
+
+if __name__ == "__main__":
+    main()
