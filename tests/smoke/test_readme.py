@@ -40,6 +40,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
             text = f"python3 {name}"
         script.append(text)
     assert len(script) > 5, "the README has lost its commands"
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "all.sh").write_text("\n".join(script), encoding="utf-8")
     done = subprocess.run(["bash", "all.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
