@@ -19,7 +19,7 @@ import workload
 
 from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.controller import PoolSpec, pools, spawn
-from camshaft.controller.pool import Options
+from camshaft.controller.group import Options
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import Begun
 from camshaft.roles.actor import ActorWorker

@@ -28,7 +28,7 @@ import torch
 
 from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.controller import Dispatch, PoolSpec, Worker, pools, register, spawn
-from camshaft.controller.pool import Options, Pool
+from camshaft.controller.group import Options, Pool
 from camshaft.data import write_arithmetic
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.models.tiny import make_tiny_model

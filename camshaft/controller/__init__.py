@@ -19,19 +19,31 @@ for a cluster. Nothing here knows of reinforcement learning.
 """
 
 from camshaft.controller.dispatch import Dispatch, register
-from camshaft.controller.group import shutdown, spawn, submit, workers
-from camshaft.controller.pool import Options, Pending, Pool, pool, pools, start_pools
+from camshaft.controller.group import (
+    Options,
+    Pending,
+    Pool,
+    WorkerGroup,
+    pool,
+    pools,
+    shutdown,
+    spawn,
+    start_pools,
+    submit,
+    workers,
+)
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import Place, Worker
+from camshaft.controller.worker import RankInfo, Worker
 
 __all__ = [
     "Dispatch",
     "Options",
     "Pending",
-    "Place",
     "Pool",
     "PoolSpec",
+    "RankInfo",
     "Worker",
+    "WorkerGroup",
     "pool",
     "pools",
     "register",

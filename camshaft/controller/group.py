@@ -1,93 +1,214 @@
-"""The proxy: roles on many ranks that look like one role to the driver.
+"""Pools of ranks, and the groups of workers that run one role on the ranks of a pool.
 
     critic = spawn(CriticWorker, config, world_size=2)
-    critic.update_critic(batch)        # go-to-definition opens CriticWorker; a misspelt method is a type error
+    critic.update_critic(batch)        # for a type checker, `critic` is a CriticWorker
     shutdown(critic)
 
-    with workers(CriticWorker, config) as critic: ...
+    with pools([PoolSpec("a", ranks_per_node=2), PoolSpec("b")], backend="ray") as (a, b):
+        actor = spawn(Actor, config, pool=a)
+        critic = spawn(Critic, config, pool=a)             # in the same two processes
+        values = submit(critic.compute_values, batch)      # returns at once: Pending[DataProto]
+        scores = spawn(Scorer, pool=b).score(batch)        # runs meanwhile in the other pool
+        batch = batch.union(values.result())
 
-    values = submit(critic.compute_values, batch)      # does not wait: Pending[DataProto]
-    scores = reward_model.compute_rm_score(batch)      # meanwhile, in another pool
-    for dp_rank, part in values.parts(): ...           # as the ranks answer, if that is of use
-    batch = batch.union(values.result())
-
-A role lives in a pool (`pool.py`), in one of its own unless it is given one. The proxy does what is the same for all
-pools: which methods exist, split, merge.
+A pool holds one process per rank, each with one device. A `WorkerGroup` splits the arguments of a call by the seats of
+its ranks, runs the method on the ranks and merges the results. `InProcess` is the pool of one rank in the driver's own
+process; `processes.py` has the base class of all others, `local.py` and `ray.py` the backends that start them.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from dataclasses import dataclass, field
+from operator import methodcaller
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
-from camshaft.controller.dispatch import Dispatch, place, registered, scatter
-from camshaft.controller.pool import Launch, Options, Pending, Pool, start_pools
+from camshaft.controller.dispatch import Call, Dispatch, gather, registered, result_slot, scatter
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import Worker
-from camshaft.errors import ConfigError
+from camshaft.controller.worker import RankInfo, Worker, build_worker
+from camshaft.errors import ConfigError, WorkerError
+from camshaft.plugins import import_attribute
 from camshaft.seat import Seat
 
 P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Worker)
 
-
-class Method:
-    """A method of a role, as the proxy shows it: called, or submitted."""
-
-    __slots__ = ("_mode", "_name", "_proxy")
-
-    def __init__(self, proxy: Proxy, name: str, mode: Dispatch):
-        self._proxy, self._name, self._mode = proxy, name, mode
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.submit(*args, **kwargs).result()
-
-    def submit(self, *args: Any, **kwargs: Any) -> Pending[Any]:
-        mode, pool, key = self._mode, self._proxy._pool, self._proxy._key
-        if mode is Dispatch.DP_COMPUTE_PROTO:
-            seats = self._proxy._seats_for(self._name)
-        else:
-            # A role may know its seat only after it has built its model, so other modes must not ask for it; and
-            # such a call may be the one that changes it.
-            self._proxy._seats.clear()
-            seats = [Seat(rank=rank, world=pool.world_size) for rank in range(pool.world_size)]
-        calls = scatter(mode, seats, args, kwargs)
-        keep = [place(mode, seat) is not None for seat in seats]
-        return Pending(mode, seats, pool.submit(key, self._name, calls, keep))
+BACKENDS = {"local": "camshaft.controller.local:start", "ray": "camshaft.controller.ray:start"}
+"""A backend is a function from pool specs and `Options` to running pools, in order. It starts all of them or none."""
 
 
-class Proxy:
-    """Stands for the role on the driver: each registered method is split, run on the ranks and merged."""
+@dataclass(frozen=True)
+class Options:
+    """Options of a backend for starting pools."""
 
-    __slots__ = ("_key", "_launch", "_modes", "_own_pool", "_pool", "_seats")
+    timeout: float = 3600.0
+    """Time limit of a call, in seconds; collectives inside the call time out a little later."""
+    log_folder: str | None = None
+    """Folder for the output of the workers, one file per rank; None: the output goes to that of the driver."""
+    preload: tuple[str, ...] = ()
+    """Modules that worker processes may import while they start."""
+    ray_init: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of `ray.init`, read by the backend `ray`."""
 
-    def __init__(self, pool: Pool, launch: Launch, own_pool: bool):
-        self._pool, self._launch, self._own_pool = pool, launch, own_pool
-        self._modes = registered(launch.role_class)
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A role to build: its class and its arguments."""
+
+    role_class: type[Worker]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+    """Name of the role in errors and logs."""
+    timeout: float
+    """Time limit, in seconds, for building the role and for each call."""
+
+
+Answers = Iterable[tuple[int, Any]]
+"""Pairs of rank and result, in the order in which the ranks answer; each iteration starts with the first."""
+
+
+class Pending(Generic[T]):
+    """The result of a call that may still be running."""
+
+    def __init__(self, mode: Dispatch, seats: Sequence[Seat], answers: Answers):
+        self._mode, self._seats = mode, seats
+        self._answers: Answers | None = answers
+        self._value: T
+
+    def parts(self) -> Iterator[tuple[int, T]]:
+        """Yield each part of the result as soon as its rank answers, with its index (dp_rank in a data-parallel call).
+
+        Raises the error of the call. Call it before `result`, which releases the parts.
+        """
+        assert self._answers is not None, "parts() was called after result()"
+        for rank, answer in self._answers:
+            slot = result_slot(self._mode, self._seats[rank])
+            if slot is not None:
+                yield slot, answer
+
+    def result(self) -> T:
+        """Wait for the result; raises the error of the call."""
+        if self._answers is not None:
+            answers = dict(self._answers)
+            self._value = gather(self._mode, self._seats, [answers.get(rank) for rank in range(len(self._seats))])
+            self._answers = None
+        return self._value
+
+
+class Pool(ABC):
+    """Running ranks, each of which may hold several roles."""
+
+    def __init__(self, spec: PoolSpec):
+        self.spec = spec
+
+    @property
+    def world_size(self) -> int:
+        return self.spec.world_size
+
+    @abstractmethod
+    def build(self, role: RoleSpec) -> int:
+        """Build a role on every rank; returns the key for calls."""
+
+    @abstractmethod
+    def seats(self, key: int, method: str) -> list[Seat]:
+        """Read the current seat of each rank for a call of `method`."""
+
+    @abstractmethod
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
+        """Run `method` on every rank that has a call, after the earlier requests of that rank.
+
+        Returns without waiting if the ranks are other processes. A rank that is not kept answers None.
+        """
+
+    @abstractmethod
+    def drop(self, key: int) -> None:
+        """Delete a role; the processes keep running."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """End all processes of the pool. Calling it again has no effect."""
+
+
+class InProcess(Pool):
+    """A pool of one rank in this process: roles are local objects, and their exceptions propagate unchanged."""
+
+    def __init__(self, spec: PoolSpec, device: str):
+        super().__init__(spec)
+        self._rank_info = RankInfo(device=device, pool=spec.name)
+        self._roles: list[tuple[str, Worker | None]] = []
+
+    def build(self, role: RoleSpec) -> int:
+        self._roles.append((role.name, build_worker(role.role_class, self._rank_info, role.args, role.kwargs)))
+        return len(self._roles) - 1
+
+    def seats(self, key: int, method: str) -> list[Seat]:
+        return [self._running(key).seat_for(method)]
+
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
+        (call,) = calls
+        assert call is not None
+        args, kwargs = call
+        return [(0, methodcaller(method, *args, **kwargs)(self._running(key)))]
+
+    def drop(self, key: int) -> None:
+        self._roles[key] = self._roles[key][0], None
+
+    def shutdown(self) -> None:
+        for key in range(len(self._roles)):
+            self.drop(key)
+
+    def _running(self, key: int) -> Worker:
+        name, role = self._roles[key]
+        if role is None:
+            raise WorkerError(f"{name} was shut down; spawn it again")
+        return role
+
+
+class WorkerGroup:
+    """The workers of one role, one on each rank of a pool, with the methods of the role.
+
+    `spawn` returns a group under the type of its role. Attribute access gives a `GroupMethod` for each method that the
+    role registers, and an error for every other name.
+    """
+
+    __slots__ = ("_key", "_modes", "_owns_pool", "_pool", "_role", "_seats")
+
+    def __init__(self, pool: Pool, role: RoleSpec, owns_pool: bool):
+        self._pool, self._role, self._owns_pool = pool, role, owns_pool
+        self._modes = registered(role.role_class)
         self._seats: dict[str, list[Seat]] = {}
-        self._key = pool.build(launch)
+        self._key = pool.build(role)
 
-    def __getattr__(self, name: str) -> Method:
+    def __getattr__(self, name: str) -> GroupMethod:
         if name not in self._modes:
-            raise AttributeError(_not_callable(self._launch.role_class, name, list(self._modes)))
-        return Method(self, name, self._modes[name])
+            raise AttributeError(_not_registered(self._role.role_class, name, list(self._modes)))
+        return GroupMethod(self, name, self._modes[name])
 
     def __dir__(self) -> list[str]:
         return sorted(self._modes)
 
     def __repr__(self) -> str:
-        return f"<{self._launch.name}: {self._launch.role_class.__name__} on {self._pool.world_size} rank(s)>"
+        return f"<{self._role.name}: {self._role.role_class.__name__} on {self._pool.world_size} rank(s)>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} lives on the driver and cannot be copied or sent to a worker")
+        raise TypeError(f"{self!r} cannot be copied or sent to a worker: it belongs to the driver")
 
-    def _seats_for(self, name: str) -> list[Seat]:
-        if name not in self._seats:
-            self._seats[name] = self._pool.seats(self._key, name)
-        return self._seats[name]
+
+class GroupMethod:
+    """A registered method of a group: call it, or pass it to `submit`."""
+
+    __slots__ = ("group", "mode", "name")
+
+    def __init__(self, group: WorkerGroup, name: str, mode: Dispatch):
+        self.group, self.name, self.mode = group, name, mode
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return submit(self, *args, **kwargs).result()
 
 
 def spawn(
@@ -100,45 +221,54 @@ def spawn(
     timeout: float = 3600.0,
     **kwargs: Any,
 ) -> R:
-    """Build `role_class(*args, **kwargs)` on every rank of `pool`; the proxy has the role's static type.
+    """Build `role_class(*args, **kwargs)` on every rank of `pool`; returns the `WorkerGroup`, typed as the role.
 
-    Without `pool` the role gets one of its own, of `world_size` ranks. `timeout` bounds, in seconds, building the role
-    and each call on another process. One local rank lives in this process: calls are plain calls, arguments are not
-    copied, exceptions arrive as they were raised.
+    Without `pool`, the role gets a pool with `world_size` ranks that it does not share. `timeout` limits, in seconds,
+    the construction of the role and each call in another process. One local rank runs in this process: arguments are
+    not copied and exceptions propagate unchanged.
     """
-    launch = Launch(role_class, args, kwargs, name or role_class.__name__, timeout)
+    role = RoleSpec(role_class, args, kwargs, name or role_class.__name__, timeout)
     if pool is not None:
         if world_size is not None or backend is not None:
-            raise ConfigError(
-                f"{launch.name} is to live in a pool, whose world_size and backend are not for spawn to say"
-            )
-        return cast(R, Proxy(pool, launch, own_pool=False))
+            raise ConfigError(f"{role.name}: spawn(pool=...) does not take world_size or backend; the pool has them")
+        return cast(R, WorkerGroup(pool, role, owns_pool=False))
     ranks = 1 if world_size is None else world_size
-    spec = PoolSpec(launch.name, ranks_per_node=ranks, roles=(launch.name,))
-    (own,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
+    spec = PoolSpec(role.name, ranks_per_node=ranks, roles=(role.name,))
+    (started,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
     try:
-        return cast(R, Proxy(own, launch, own_pool=True))
+        return cast(R, WorkerGroup(started, role, owns_pool=True))
     except BaseException:
-        own.shutdown()
+        started.shutdown()
         raise
 
 
 def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-    """Start a call of a role's method and come back at once; calls of one pool run in the order of their start.
+    """Start a call of a group's method and return its pending result; calls of one pool run in the order of submission.
 
-    A role in this process has no other time to run than now: its call is over when `submit` returns.
+    On a pool in this process the call has finished when `submit` returns.
     """
-    if not isinstance(method, Method):
-        raise TypeError(f"submit takes a method of what spawn returned, not {method!r}")
-    return method.submit(*args, **kwargs)
+    if not isinstance(method, GroupMethod):
+        raise TypeError(f"submit() takes a method of a spawned role, such as critic.compute_values; got {method!r}")
+    group, mode = method.group, method.mode
+    if mode is Dispatch.DP_COMPUTE_PROTO:
+        if method.name not in group._seats:
+            group._seats[method.name] = group._pool.seats(group._key, method.name)
+        seats = group._seats[method.name]
+    else:
+        # A role may have no seat before its model is built, so these modes do not read it; and the call may change it.
+        group._seats.clear()
+        seats = [Seat(rank=rank, world=group._pool.world_size) for rank in range(group._pool.world_size)]
+    calls = scatter(mode, seats, args, kwargs)
+    keep = [result_slot(mode, seat) is not None for seat in seats]
+    return Pending(mode, seats, group._pool.submit(group._key, method.name, calls, keep))
 
 
 def shutdown(*roles: Worker) -> None:
-    """End what `spawn` started; ended roles may be named again. A pool that was given goes on."""
+    """End spawned roles, and the pools that `spawn` started for them. Calling it again has no effect."""
     for role in roles:
-        if not isinstance(role, Proxy):
-            raise TypeError(f"shutdown takes what spawn returned, not {type(role).__name__}")
-        if role._own_pool:
+        if not isinstance(role, WorkerGroup):
+            raise TypeError(f"shutdown() takes roles returned by spawn(); got {type(role).__name__}")
+        if role._owns_pool:
             role._pool.shutdown()
         else:
             role._pool.drop(role._key)
@@ -146,7 +276,7 @@ def shutdown(*roles: Worker) -> None:
 
 @contextmanager
 def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Iterator[R]:
-    """`spawn` for the length of a block; takes the same arguments."""
+    """Spawn a role for a `with` block; takes the arguments of `spawn`."""
     role = spawn(role_class, *args, **kwargs)
     try:
         yield role
@@ -154,10 +284,39 @@ def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Iterator[R]:
         shutdown(role)
 
 
-def _not_callable(role_class: type, name: str, known: list[str]) -> str:
-    """One sentence for whoever asked a proxy for something that the driver cannot call."""
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else f"registered: {', '.join(known) or 'none'}"
+def start_pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> list[Pool]:
+    """Start all pools or none; the caller shuts them down."""
+    for spec in specs:
+        if spec.world_size < 1:
+            raise ConfigError(f"world_size={spec.world_size}: a role needs at least one rank")
+    if backend not in BACKENDS:
+        raise ConfigError(f"unknown controller backend '{backend}'; use one of: {', '.join(BACKENDS)}")
+    start: Callable[[Sequence[PoolSpec], Options], list[Pool]] = import_attribute(BACKENDS[backend])
+    return start(specs, options or Options())
+
+
+@contextmanager
+def pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> Iterator[list[Pool]]:
+    """Start pools for a `with` block."""
+    started = start_pools(specs, backend, options)
+    try:
+        yield started
+    finally:
+        for one in started:
+            one.shutdown()
+
+
+@contextmanager
+def pool(spec: PoolSpec, backend: str = "local", options: Options | None = None) -> Iterator[Pool]:
+    """Start one pool for a `with` block."""
+    with pools([spec], backend, options) as (one,):
+        yield one
+
+
+def _not_registered(role_class: type, name: str, methods: list[str]) -> str:
+    """Describe why the driver cannot call `name`."""
+    close = difflib.get_close_matches(name, methods, n=1)
+    hint = f"did you mean '{close[0]}'?" if close else f"registered: {', '.join(methods) or 'none'}"
     if name in dir(role_class):
         return f"{role_class.__name__}.{name} is not decorated with @register(dispatch_mode=...) for the driver; {hint}"
     return f"{role_class.__name__} has no method '{name}'; {hint}"

@@ -1,6 +1,6 @@
 """What one process of a pool holds, and how it answers the driver: several roles by number, one request at a time.
 
-    host = Host(place)
+    host = Host(rank_info)
     frames = host.answer(frames)            # the request's and the answer's, see `wire.py`
 
 Every backend whose ranks are processes runs one of these in each. A request is the name of a method of `Host` with
@@ -26,7 +26,7 @@ import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.controller.wire import Frames, pack, unpack
-from camshaft.controller.worker import Place, Worker, build_worker, init_process_group, open_store
+from camshaft.controller.worker import RankInfo, Worker, build_worker, init_process_group, open_store
 from camshaft.seat import Seat
 
 LINE = "%(asctime)s %(levelname)s %(role)s %(name)s: %(message)s"
@@ -56,8 +56,8 @@ class Failure:
 class Host:
     """The roles of this process."""
 
-    def __init__(self, place: Place):
-        self._place = place
+    def __init__(self, rank_info: RankInfo):
+        self._rank_info = rank_info
         self._roles: dict[int, tuple[str, Worker]] = {}
         self._store: TCPStore | None = None
 
@@ -76,25 +76,25 @@ class Host:
 
     def open_rendezvous(self) -> str:
         """Where the ranks can meet: a store in this process, on a port that the system chose."""
-        self._store, address = open_store(self._place)
+        self._store, address = open_store(self._rank_info)
         return address
 
     def join(self, rendezvous: str) -> None:
         """Meet the other ranks."""
-        init_process_group(self._place, rendezvous, self._store)
+        init_process_group(self._rank_info, rendezvous, self._store)
 
     def build(
         self, key: int, name: str, role_class: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        _Role.now = f"{name}/{self._place.rank}"
-        self._roles[key] = name, build_worker(role_class, self._place, args, kwargs)
+        _Role.now = f"{name}/{self._rank_info.rank}"
+        self._roles[key] = name, build_worker(role_class, self._rank_info, args, kwargs)
 
     def seat_for(self, key: int, method: str) -> Seat:
         return self._roles[key][1].seat_for(method)
 
     def call(self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
         name, role = self._roles[key]
-        _Role.now = f"{name}/{self._place.rank}"
+        _Role.now = f"{name}/{self._rank_info.rank}"
         result = methodcaller(method, *args, **kwargs)(role)
         return result if keep else None
 
@@ -133,10 +133,10 @@ class _Role(logging.Filter):
         return True
 
 
-def log_to_file(place: Place) -> None:
+def log_to_file(rank_info: RankInfo) -> None:
     """All that this process and its children write goes to the file of its rank from now on, in one format."""
-    file = log_file(place)
-    _Role.now = f"{place.pool}/{place.rank}"
+    file = log_file(rank_info)
+    _Role.now = f"{rank_info.pool}/{rank_info.rank}"
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -152,17 +152,23 @@ def log_to_file(place: Place) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-def log_file(place: Place) -> Path | None:
-    return None if place.log_folder is None else Path(place.log_folder) / f"{place.pool}_rank{place.rank}.log"
+def log_file(rank_info: RankInfo) -> Path | None:
+    return (
+        None
+        if rank_info.log_folder is None
+        else Path(rank_info.log_folder) / f"{rank_info.pool}_rank{rank_info.rank}.log"
+    )
 
 
-def set_environment(place: Place, environment: dict[str, str]) -> None:
+def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     """The driver's variables, and where this rank is; the cores of the machine are shared by its ranks."""
     os.environ.update(environment)
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world))
-    os.environ.update(LOCAL_RANK=str(place.local_rank), LOCAL_WORLD_SIZE=str(place.local_world))
+    os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
+    os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
     cores = len(os.sched_getaffinity(0))
-    threads = int(environment.get("OMP_NUM_THREADS") or max(1, cores // (place.local_world + place.beside)))
+    threads = int(
+        environment.get("OMP_NUM_THREADS") or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
+    )
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch was imported before this and has read the variable of that time.
     torch.set_num_threads(threads)

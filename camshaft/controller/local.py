@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from camshaft.controller.pool import InProcess, Options, Pool
+from camshaft.controller.group import InProcess, Options, Pool
 from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.serve import STOP, serve, stacks_of
 from camshaft.controller.wire import Frames, receive, send
-from camshaft.controller.worker import Place
+from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError, how_it_ended
 from camshaft.stop import held_back
 
@@ -53,7 +53,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
         _tell_of_threads(ranks, len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", ""))
     try:
         for spec in specs:
-            pools.append(_begun(spec, options, first, beside=ranks - spec.world_size))
+            pools.append(_begun(spec, options, first, other_ranks=ranks - spec.world_size))
             first += spec.world_size  # pools that are started together have devices of their own
         for pool in pools:
             if isinstance(pool, Processes):
@@ -76,13 +76,13 @@ def _tell_of_threads(ranks: int, cores: int, asked: str) -> None:
         )
 
 
-def _begun(spec: PoolSpec, options: Options, first_device: int, beside: int) -> Pool:
-    """A rank beside others is a process too: it has a device of its own, and works while they do."""
+def _begun(spec: PoolSpec, options: Options, first_device: int, other_ranks: int) -> Pool:
+    """Start one pool; a single rank next to other pools is a process too, so that they run at the same time."""
     if spec.nnodes > 1:
         raise ConfigError(f"pool '{spec.name}': nnodes={spec.nnodes} needs the controller backend 'ray'")
-    if spec.world_size == 1 and not beside:
+    if spec.world_size == 1 and not other_ranks:
         return InProcess(spec, device_of(0, 1, spec.device))
-    pool = LocalPool(spec, options, first_device, beside)
+    pool = LocalPool(spec, options, first_device, other_ranks)
     pool.begin()
     return pool
 
@@ -98,26 +98,26 @@ def processes(spec: PoolSpec, options: Options | None = None) -> LocalPool:
 class LocalPool(Processes):
     """Worker processes of this machine."""
 
-    def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, beside: int = 0):
+    def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0):
         super().__init__(spec, options or Options())
-        self._first_device, self._beside = first_device, beside
+        self._first_device, self._other_ranks = first_device, other_ranks
         self._folder = Path(tempfile.mkdtemp(prefix="camshaft-"))
 
     def start(self) -> None:
         devices = self._first_device + self.world_size
         for rank in range(self.world_size):
-            place = Place(
+            rank_info = RankInfo(
                 rank,
                 self.world_size,
                 device_of(self._first_device + rank, devices, self.spec.device),
                 self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
                 local_rank=rank,
                 local_world=self.world_size,
-                beside=self._beside,
+                other_ranks=self._other_ranks,
                 pool=self.spec.name,
                 log_folder=self.options.log_folder,
             )
-            self.links.append(_LocalLink(place, self._folder, self.inbox, self.options.preload))
+            self.links.append(_LocalLink(rank_info, self._folder, self.inbox, self.options.preload))
 
     def rendezvous(self) -> str:
         return (self._folder / "rendezvous").as_uri()
@@ -129,17 +129,17 @@ class LocalPool(Processes):
 class _LocalLink(Link):
     """One worker process and the thread that talks to it, so that no driver blocks on a stuck worker."""
 
-    def __init__(self, place: Place, folder: Path, inbox: Inbox, preload: Sequence[str]):
-        self.rank = place.rank
+    def __init__(self, rank_info: RankInfo, folder: Path, inbox: Inbox, preload: Sequence[str]):
+        self.rank = rank_info.rank
         self._folder, self._inbox = folder, inbox
         self._requests: queue.SimpleQueue[Frames | None] = queue.SimpleQueue()
         self._socket, theirs = socket.socketpair()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
         # Not a daemon: a role may have child processes of its own.
-        name = f"{place.pool}-{place.rank}"
+        name = f"{rank_info.pool}-{rank_info.rank}"
         self._process: BaseProcess = context.Process(
-            target=serve, args=(theirs, place, folder, dict(os.environ)), name=name
+            target=serve, args=(theirs, rank_info, folder, dict(os.environ)), name=name
         )
         resource_tracker.ensure_running()  # where it is started, it lets SIGTERM through
         with theirs, held_back():  # the fork server too is to live on

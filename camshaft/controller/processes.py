@@ -26,8 +26,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from camshaft.controller.dispatch import Call
+from camshaft.controller.group import Options, Pool, RoleSpec
 from camshaft.controller.host import Failure
-from camshaft.controller.pool import Answers, Launch, Options, Pool
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.wire import Frames, pack, unpack
 from camshaft.controller.worker import Worker
@@ -86,13 +86,16 @@ class Link(ABC):
 class Sent:
     """A request to some ranks, and their answers so far."""
 
-    def __init__(self, name: str, method: str, timeout: float, ranks: set[int]):
-        self.name, self.method, self.timeout = name, method, timeout
+    def __init__(self, pool: Processes, name: str, method: str, timeout: float, ranks: set[int]):
+        self._pool, self.name, self.method, self.timeout = pool, name, method, timeout
         self.num_asked, self.waiting = len(ranks), ranks
         self.answers: dict[int, Any] = {}
         """By rank, in the order in which they came."""
         self.notice = NOTICE_SECONDS
         """The age at which the log says next that it is awaited."""
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self._pool.answers(self)
 
     @property
     def what(self) -> str:
@@ -111,7 +114,7 @@ class Processes(Pool):
         self._lock = threading.RLock()
         self._asked: list[deque[Sent]] = [deque() for _ in range(self.world_size)]
         self._since = [0.0] * self.world_size
-        self._roles: dict[int, Launch] = {}
+        self._roles: dict[int, RoleSpec] = {}
         self._next_key = 0
 
     def begin(self) -> None:
@@ -160,22 +163,21 @@ class Processes(Pool):
 
     # -- the pool ---------------------------------------------------------------------------------
 
-    def build(self, launch: Launch) -> int:
+    def build(self, role: RoleSpec) -> int:
         self._next_key += 1
         key = self._next_key
-        request = ("build", key, launch.name, self.sendable(launch.role_class), launch.args, launch.kwargs)
-        sent = self._send(launch.name, "__init__", launch.timeout, [request] * self.world_size)
-        self._wait(sent)
-        self._roles[key] = launch
+        request = ("build", key, role.name, self.sendable(role.role_class), role.args, role.kwargs)
+        self._wait(self._send(role.name, "__init__", role.timeout, [request] * self.world_size))
+        self._roles[key] = role
         return key
 
     def seats(self, key: int, method: str) -> list[Seat]:
-        launch = self._role(key, method)
+        role = self._role(key, method)
         request = ("seat_for", key, method)
-        return self._wait(self._send(launch.name, f"seat_for({method})", launch.timeout, [request] * self.world_size))
+        return self._wait(self._send(role.name, f"seat_for({method})", role.timeout, [request] * self.world_size))
 
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
-        launch = self._role(key, method)
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Sent:
+        role = self._role(key, method)
         # Ranks that share a call share its message too, so that it is pickled once.
         made: dict[tuple[int, bool], tuple[Any, ...]] = {}
         messages: list[tuple[Any, ...] | None] = []
@@ -183,13 +185,12 @@ class Processes(Pool):
             if call is not None:
                 made.setdefault((id(call), kept), ("call", key, method, *call, kept))
             messages.append(None if call is None else made[id(call), kept])
-        sent = self._send(launch.name, method, launch.timeout, messages)
-        return lambda: self._arriving(sent)
+        return self._send(role.name, method, role.timeout, messages)
 
     def drop(self, key: int) -> None:
-        launch = self._roles.pop(key, None)
-        if launch is not None and not self._ended:
-            self._wait(self._send(launch.name, "drop", launch.timeout, [("drop", key)] * self.world_size))
+        role = self._roles.pop(key, None)
+        if role is not None and not self._ended:
+            self._wait(self._send(role.name, "drop", role.timeout, [("drop", key)] * self.world_size))
 
     def shutdown(self) -> None:
         with self._lock:
@@ -202,7 +203,7 @@ class Processes(Pool):
                 link.join(max(0.0, deadline - time.monotonic()))
             self._end("it was shut down")
 
-    def _role(self, key: int, method: str) -> Launch:
+    def _role(self, key: int, method: str) -> RoleSpec:
         if key not in self._roles:
             raise WorkerError(f"{self.spec.name}.{method}: the role was shut down; spawn it again")
         return self._roles[key]
@@ -220,7 +221,7 @@ class Processes(Pool):
             self._check_running(f"{name}.{method}")
             parcels = self._parcels(f"{name}.{method}", messages)
             ranks = {rank for rank, message in enumerate(messages) if message is not None}
-            sent = Sent(name, method, timeout, ranks)
+            sent = Sent(self, name, method, timeout, ranks)
             for link, message in zip(self.links, messages, strict=True):
                 if message is not None:
                     if not self._asked[link.rank]:
@@ -245,10 +246,10 @@ class Processes(Pool):
 
     def _wait(self, sent: Sent) -> list[Any]:
         """The answers of the ranks that were asked, None for the others."""
-        found = dict(self._arriving(sent))
+        found = dict(sent)
         return [found.get(rank) for rank in range(self.world_size)]
 
-    def _arriving(self, sent: Sent) -> Iterator[tuple[int, Any]]:
+    def answers(self, sent: Sent) -> Iterator[tuple[int, Any]]:
         """(rank, answer) of the ranks that were asked, as they answer; if the wait fails, the pool ends."""
         num_told = 0
         while num_told < sent.num_asked:

@@ -39,14 +39,14 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from camshaft.controller.group import Options, Pool
 from camshaft.controller.host import Host, log_to_file, set_environment
 from camshaft.controller.machine import interface_of, lead_group, read_stacks, stack_file, stacks_on_signal
-from camshaft.controller.pool import Options, Pool
 from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.watch import Watch, answers
 from camshaft.controller.wire import Frames
-from camshaft.controller.worker import Place, Worker
+from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.stop import outlive_stop_signals
 
@@ -86,7 +86,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     ranks = sum(spec.world_size for spec in specs)
     try:
         for spec in specs:
-            pools.append(RayPool(spec, options, beside=ranks - spec.world_size))
+            pools.append(RayPool(spec, options, other_ranks=ranks - spec.world_size))
             pools[-1].begin()
         for pool in pools:
             pool.meet()
@@ -187,10 +187,10 @@ def _watched(watch: Watch, names: set[str]) -> None:
 class RayPool(Processes):
     """Actors on a placement group with one bundle for each machine."""
 
-    def __init__(self, spec: PoolSpec, options: Options, beside: int):
+    def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
         super().__init__(spec, options)
         # Of a cluster of several machines it is not known which pools meet on one.
-        self._beside = beside if len(_nodes()) == 1 else 0
+        self._other_ranks = other_ranks if len(_nodes()) == 1 else 0
         self._group: PlacementGroup | None = None
         self._watch = Watch()
 
@@ -205,7 +205,7 @@ class RayPool(Processes):
                 "another job may have taken it meanwhile. Look at `ray status`"
             )
         for rank in range(self.world_size):
-            self.links.append(RayLink(self._place(rank), self._options(rank), self.inbox, self._watch))
+            self.links.append(RayLink(self._rank_info(rank), self._options(rank), self.inbox, self._watch))
 
     def meet(self) -> None:
         super().meet()
@@ -230,16 +230,16 @@ class RayPool(Processes):
             remove_placement_group(self._group)
         self._watch.end()
 
-    def _place(self, rank: int) -> Place:
+    def _rank_info(self, rank: int) -> RankInfo:
         spec = self.spec
-        return Place(
+        return RankInfo(
             rank,
             self.world_size,
             "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray shows it no other
             self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
             local_rank=rank % spec.ranks_per_node,
             local_world=spec.ranks_per_node,
-            beside=self._beside,
+            other_ranks=self._other_ranks,
             pool=spec.name,
             log_folder=self.options.log_folder,
         )
@@ -260,15 +260,15 @@ class RayPool(Processes):
 class RayLink(Link):
     """One actor."""
 
-    def __init__(self, place: Place, options: Mapping[str, Any], inbox: Inbox, watch: Watch):
-        self.rank = place.rank
+    def __init__(self, rank_info: RankInfo, options: Mapping[str, Any], inbox: Inbox, watch: Watch):
+        self.rank = rank_info.rank
         self._inbox, self._watch = inbox, watch
         self._gone: str | None = None
         self._coming: deque[Future[Frames]] = deque()
         self._arriving = threading.Lock()
         carried = {name: value for name, value in os.environ.items() if CARRIED.match(name)}
         found = [entry for entry in sys.path if entry]
-        self._actor = _ACTOR.options(**options).remote(place, carried, found, os.getcwd())
+        self._actor = _ACTOR.options(**options).remote(rank_info, carried, found, os.getcwd())
         self._node = self._actor.node.remote()
 
     def node(self) -> str:
@@ -328,22 +328,22 @@ class RayLink(Link):
 class ActorHost:
     """A rank: the `Host` of `host.py` in an actor. Its methods run in the main thread, one after the other."""
 
-    def __init__(self, place: Place, environment: dict[str, str], path: list[str], folder: str):
+    def __init__(self, rank_info: RankInfo, environment: dict[str, str], path: list[str], folder: str):
         lead_group()
         stacks_on_signal(stack_file(os.getpid()))
         outlive_stop_signals(signal.SIGTERM)
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
         with contextlib.suppress(OSError):  # another machine may not have it
             os.chdir(folder)
-        place = replace(place, address=get_node_ip_address())
-        interface = interface_of(place.address)
-        if interface is not None and place.world > place.local_world:
+        rank_info = replace(rank_info, address=get_node_ip_address())
+        interface = interface_of(rank_info.address)
+        if interface is not None and rank_info.world > rank_info.local_world:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         chosen = ray.get_runtime_context().runtime_env.env_vars()  # these win over what the driver happens to have
         environment.update({name: os.environ[name] for name in chosen if name in os.environ})
-        set_environment(place, environment)
-        log_to_file(place)
-        self._host = Host(place)
+        set_environment(rank_info, environment)
+        log_to_file(rank_info)
+        self._host = Host(rank_info)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()

@@ -21,7 +21,7 @@ from typing import NoReturn
 from camshaft.controller.host import Host, log_to_file, set_environment
 from camshaft.controller.machine import read_stacks, stacks_on_signal
 from camshaft.controller.wire import Frames, receive, send
-from camshaft.controller.worker import Place
+from camshaft.controller.worker import RankInfo
 from camshaft.stop import outlive_stop_signals
 
 STOP: Frames = []
@@ -34,16 +34,16 @@ def stacks_of(pid: int, folder: Path, rank: int) -> str:
     return "\n\n".join(block for block in blocks if _end_with_driver.__name__ not in block)
 
 
-def serve(connection: socket.socket, place: Place, folder: Path, environment: dict[str, str]) -> None:
+def serve(connection: socket.socket, rank_info: RankInfo, folder: Path, environment: dict[str, str]) -> None:
     """The life of one rank."""
     os.setsid()
-    stacks_on_signal(_stack_file(folder, place.rank))
+    stacks_on_signal(_stack_file(folder, rank_info.rank))
     outlive_stop_signals(signal.SIGTERM)
     threading.Thread(target=_end_with_driver, args=(folder,), name="driver-watch", daemon=True).start()
     os.environ.clear()  # this process was forked from a server with the variables of its start
-    set_environment(place, environment)
-    log_to_file(place)
-    host = Host(place)
+    set_environment(rank_info, environment)
+    log_to_file(rank_info)
+    host = Host(rank_info)
     try:
         while (request := receive(connection)) != STOP:
             send(connection, host.answer(request))

@@ -27,7 +27,7 @@ PUBLIC = {
     "camshaft.dataproto": {"DataProto", "Ragged"},
     "camshaft.engine": {"BaseEngine", "EngineConfig", "StepContext", "StepResult", "build_engine", "ENGINES"},
     "camshaft.rollout": {"BaseRollout", "SamplingParams", "Generation", "build_rollout", "ROLLOUTS"},
-    "camshaft.controller": {"Dispatch", "Worker", "register", "spawn"},
+    "camshaft.controller": {"Dispatch", "Worker", "WorkerGroup", "register", "spawn"},
     "camshaft.roles": {
         *("ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RewardModelWorker", "RolloutWorker")
     },

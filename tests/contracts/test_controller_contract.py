@@ -150,7 +150,7 @@ def test_roles_of_one_pool_live_in_the_same_processes_and_know_nothing_of_each_o
 
 @pytest.mark.parametrize("more", [{"world_size": 2}, {"backend": "local"}])
 def test_a_role_in_a_pool_says_nothing_of_ranks_or_backend(more: dict[str, Any], two_ranks: Pool):
-    with pytest.raises(ConfigError, match=r"Toy is to live in a pool.*not for spawn to say"):
+    with pytest.raises(ConfigError, match=r"Toy: spawn\(pool=...\) does not take world_size or backend"):
         spawn(Toy, pool=two_ranks, **more)
 
 

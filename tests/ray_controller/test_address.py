@@ -8,7 +8,7 @@ import pytest
 
 from camshaft.controller import PoolSpec, start_pools
 from camshaft.controller import ray as backend
-from camshaft.controller.pool import Options
+from camshaft.controller.group import Options
 from camshaft.errors import ConfigError
 
 pytestmark = pytest.mark.alone

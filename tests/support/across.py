@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 
-from camshaft.controller import Dispatch, Options, Place, PoolSpec, pool, register, spawn
+from camshaft.controller import Dispatch, Options, PoolSpec, RankInfo, pool, register, spawn
 from camshaft.errors import WorkerError
 from support.toy_roles import Toy
 
@@ -26,7 +26,7 @@ class Traveller(Toy):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def where(self) -> Any:
-        return socket.gethostname(), self.place, os.environ.get("GLOO_SOCKET_IFNAME")
+        return socket.gethostname(), self.rank_info, os.environ.get("GLOO_SOCKET_IFNAME")
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def nccl_debug(self) -> Any:
@@ -47,7 +47,7 @@ def chosen() -> list[str | None]:
     return found
 
 
-def places() -> list[tuple[str, Place, str | None]]:
+def places() -> list[tuple[str, RankInfo, str | None]]:
     """Where the ranks are; they have summed something together."""
     with pool(TWO, "ray") as two:
         role = spawn(Traveller, pool=two, timeout=60)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.controller.dispatch import Dispatch, gather, place, register, registered, scatter
+from camshaft.controller.dispatch import Dispatch, gather, register, registered, result_slot, scatter
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 from camshaft.seat import Seat
@@ -86,7 +86,7 @@ def test_one_to_all_gives_all_ranks_the_same_and_returns_what_rank_zero_did():
     calls = scatter(Dispatch.ONE_TO_ALL, CROSSED, ("x",), {"k": 1})
     assert calls == [(("x",), {"k": 1})] * 4
     assert gather(Dispatch.ONE_TO_ALL, CROSSED, ["a", "b", "c", "d"]) == "a"
-    assert [place(Dispatch.ONE_TO_ALL, seat) for seat in CROSSED] == [0, None, None, None]
+    assert [result_slot(Dispatch.ONE_TO_ALL, seat) for seat in CROSSED] == [0, None, None, None]
 
 
 def test_one_to_all_does_not_split_a_batch_or_a_list_of_as_many_entries_as_ranks():
@@ -104,13 +104,15 @@ def test_all_to_all_takes_and_returns_one_entry_per_rank():
     calls = scatter(Dispatch.ALL_TO_ALL, FLAT, (["a", "b"],), {"k": [1, 2]})
     assert calls == [(("a",), {"k": 1}), (("b",), {"k": 2})]
     assert gather(Dispatch.ALL_TO_ALL, FLAT, [3, None]) == [3, None]
-    assert [place(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
+    assert [result_slot(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
 
 
 def test_all_to_all_refuses_what_is_not_a_list_with_an_entry_per_rank():
-    with pytest.raises(BatchError, match="argument 0 must be a list with one entry for each of 2 ranks: a list of 3"):
+    with pytest.raises(
+        BatchError, match="argument 0 must be a list with one entry for each of 2 ranks; got a list of 3"
+    ):
         scatter(Dispatch.ALL_TO_ALL, FLAT, ([1, 2, 3],), {})
-    with pytest.raises(BatchError, match=r"argument 'k' .* ranks: str"):
+    with pytest.raises(BatchError, match=r"argument 'k' .* ranks; got str"):
         scatter(Dispatch.ALL_TO_ALL, FLAT, (), {"k": "ab"})
 
 
@@ -154,7 +156,7 @@ def test_rows_that_do_not_divide_are_an_error_that_does_the_sum():
 
 
 def test_a_call_without_a_batch_is_an_error():
-    with pytest.raises(BatchError, match="splits its DataProto arguments, and the call has none"):
+    with pytest.raises(BatchError, match="splits its DataProto arguments; the call has none"):
         scatter(DP, FLAT, (1,), {"k": [numbered(2)]})
 
 
@@ -171,7 +173,7 @@ def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_ran
     assert merged["tokens"].lengths.tolist() == [1, 2, 3, 4]
     assert list(merged["uid"]) == ["u0", "u1", "u2", "u3"]
     assert merged.meta_info == {"of": "low", "ranks": [{"of": "low"}, {"of": "high"}]}
-    assert [place(DP, seat) for seat in CROSSED] == [None, 1, None, 0]
+    assert [result_slot(DP, seat) for seat in CROSSED] == [None, 1, None, 0]
 
 
 def test_none_on_all_ranks_stays_none():
@@ -182,7 +184,7 @@ def test_none_on_all_ranks_stays_none():
     ("results", "said"), [([0.5, 0.5], "float on rank 0"), ([numbered(1), None], "NoneType on rank 1")]
 )
 def test_other_results_are_an_error_that_says_what_to_return(results: list[object], said: str):
-    with pytest.raises(BatchError, match=f"{said}; such a method returns a DataProto, or None"):
+    with pytest.raises(BatchError, match=f"{said}; return a DataProto .*, or None"):
         gather(DP, FLAT, results)
 
 
@@ -194,11 +196,11 @@ def test_a_metric_returned_by_a_lone_rank_is_an_error_too():
 @pytest.mark.parametrize(
     ("seats", "said"),
     [
-        ([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)], r"dp_rank 0 must have exactly one .* has 2: \[0, 1\]"),
-        ([Seat(0, 2, 0, 2), Seat(1, 2, 1, 2, collects=False)], r"dp_rank 1 must have exactly one .* has 0: \[\]"),
-        ([Seat(0, 2, 0, 2), Seat(1, 2, 0, 1)], "rank 1 of 2 states a seat that does not fit"),
-        ([Seat(1, 2, 1, 2), Seat(0, 2, 0, 2)], "rank 0 of 2 states a seat that does not fit"),
-        ([Seat(), Seat()], "rank 0 of 2 states a seat that does not fit"),
+        ([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)], r"dp_rank 0 needs exactly one .* has 2: \[0, 1\]"),
+        ([Seat(0, 2, 0, 2), Seat(1, 2, 1, 2, collects=False)], r"dp_rank 1 needs exactly one .* has 0: \[\]"),
+        ([Seat(0, 2, 0, 2), Seat(1, 2, 0, 1)], "rank 1 of 2 has a seat that does not match"),
+        ([Seat(1, 2, 1, 2), Seat(0, 2, 0, 2)], "rank 0 of 2 has a seat that does not match"),
+        ([Seat(), Seat()], "rank 0 of 2 has a seat that does not match"),
     ],
 )
 def test_seats_that_do_not_cover_the_batch_once_are_an_error_before_anything_runs(seats: list[Seat], said: str):

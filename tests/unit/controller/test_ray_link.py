@@ -10,7 +10,7 @@ import pytest
 from camshaft.controller import ray as on_ray
 from camshaft.controller.processes import Inbox
 from camshaft.controller.watch import Watch
-from camshaft.controller.worker import Place
+from camshaft.controller.worker import RankInfo
 
 
 class Actor:
@@ -41,7 +41,7 @@ def arrived(inbox: Inbox) -> list[Any]:
 
 def test_answers_keep_their_order_and_a_death_is_told_after_them(answers: list[Future[Any]]) -> None:
     inbox: Inbox = queue.SimpleQueue()
-    link = on_ray.RayLink(Place(3, 4, "cpu", 60.0), {}, inbox, Watch())
+    link = on_ray.RayLink(RankInfo(3, 4, "cpu", 60.0), {}, inbox, Watch())
     answers[0].set_result([b"at once"])
     for number in range(4):
         link.post(number)

@@ -1,6 +1,6 @@
 import pytest
 
-from camshaft.controller.worker import Place, Worker, build_worker
+from camshaft.controller.worker import RankInfo, Worker, build_worker
 from camshaft.seat import Seat
 
 
@@ -17,21 +17,21 @@ def test_a_role_built_by_hand_is_alone():
 
 
 def test_a_role_knows_its_place_while_it_is_being_built():
-    role = build_worker(Role, Place(rank=1, world=4, device="cuda:1"), (3,), {"shift": 5})
+    role = build_worker(Role, RankInfo(rank=1, world=4, device="cuda:1"), (3,), {"shift": 5})
     assert role.seen == (1, 4, "cuda:1", 5)
     assert role.factor == 3
 
 
 def test_by_default_all_ranks_are_data_parallel_and_collect():
-    role = build_worker(Role, Place(rank=1, world=4), (3,), {})
+    role = build_worker(Role, RankInfo(rank=1, world=4), (3,), {})
     assert role.seat == Seat(rank=1, world=4, dp_rank=1, dp_size=4, collects=True)
 
 
 def test_places_do_not_leak_between_roles():
-    build_worker(Role, Place(rank=1, world=4), (3,), {})
+    build_worker(Role, RankInfo(rank=1, world=4), (3,), {})
     assert Role(3).world == 1
 
 
 def test_errors_of_the_role_arrive_unchanged():
     with pytest.raises(TypeError, match="factor"):
-        build_worker(Role, Place(), (), {})
+        build_worker(Role, RankInfo(), (), {})
