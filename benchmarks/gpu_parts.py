@@ -25,7 +25,7 @@ from roofline import Group, Rates
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.engine.step import MicroBatchRun
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.linear_logprob import linear_logprob
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
@@ -202,14 +202,14 @@ def syncs_rows(job: Job) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[int]]:
     """Micro-batches are ranges of the profiler's trace, each inside of `around()`; a number for each."""
-    plain, passes = MicroBatchRun.micro_batch, list[int]()
+    plain, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         passes.append(len(passes))
         with torch.profiler.record_function(MARK), around():
             return plain(self, *args, **options)
 
-    with mock.patch.object(MicroBatchRun, "micro_batch", run):
+    with mock.patch.object(TorchEngine, "_micro_batch", run):
         yield passes
 
 

@@ -1,11 +1,20 @@
-"""Training engines: one interface, one file or folder per backend.
+"""Training engines behind one interface.
 
     from camshaft.engine import build_engine
     engine = build_engine("reference", EngineConfig(...))
 
-`base.py` is the interface, `reference.py` the plain engine to read first, `contract.py` the proof that
-every engine must pass, `microbatch.py` and `step.py` what all engines share. Roles import from here and
-never from a backend.
+    base.py             the interface; written for roles, which import from this package and never from a backend
+    torch_engine.py     a transformers model and a torch optimizer, without a layout over devices
+    single.py           `TorchEngine` on one device (`reference`)
+    fsdp/               `TorchEngine` sharded over ranks (`fsdp`, `fsdp1`)
+    micro_batches.py    splits a mini-batch into micro-batches
+    prefix_sharing.py   packs a prefix common to several rows once
+    optim.py            optimizer, learning-rate schedule, gradient clipping
+    offload.py          moves parameters, gradients and optimizer state to host memory between phases
+    checkpoint.py       saves and loads checkpoints at any number of ranks
+    collectives.py      broadcasts and gathers Python results and errors
+
+`contracts/engine` holds every engine to the same rules.
 """
 
 from camshaft.config.engine import EngineConfig
@@ -33,10 +42,10 @@ ENGINES = {
 
 
 def engine_class(strategy: str) -> type[BaseEngine]:
-    """The class called `strategy`: a name above, an entry point, or `package.module:Class`."""
+    """Return the class of `strategy`: a name in `ENGINES`, an entry point, or `package.module:Class`."""
     return load(strategy, ENGINES, "camshaft.engines", BaseEngine)
 
 
 def build_engine(strategy: str, config: EngineConfig) -> BaseEngine:
-    """An engine of the class called `strategy`; its model is built by `init_model`."""
+    """Construct the engine of `strategy`; its `init_model` builds the model."""
     return engine_class(strategy)(config)

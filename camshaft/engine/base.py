@@ -27,6 +27,7 @@ from torch import Tensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
+from camshaft.errors import EngineError
 from camshaft.seat import Seat
 
 Output = Literal["log_probs", "entropy", "distribution", "full_kl", "values", "scores"]
@@ -78,6 +79,26 @@ class StepResult:
     skipped: bool
     predictions: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def check_context(ctx: StepContext | None, head: str) -> StepContext:
+    """Return a new context for one call: keys and outputs checked, metrics empty."""
+    values: dict[str, Any] = dict(ctx or {})
+    unknown = values.keys() - StepContext.__annotations__.keys()
+    if unknown:
+        raise EngineError(
+            f"nobody reads ctx key(s) {sorted(unknown)}; put what your own hooks need under ctx['extras'], "
+            f"known keys: {', '.join(StepContext.__annotations__)}"
+        )
+    supported = OUTPUTS_OF_HEAD[head]
+    outputs = tuple(values.get("outputs", supported[:1]))
+    unsupported = [name for name in outputs if name not in supported]
+    if unsupported:
+        raise EngineError(f"a {head} engine has outputs {', '.join(supported)}; asked for {', '.join(unsupported)}")
+    temperature = float(values.get("temperature", 1.0))
+    if temperature <= 0:
+        raise EngineError(f"ctx['temperature']={temperature} must be above 0")
+    return StepContext(outputs=outputs, temperature=temperature, metrics={}, extras=dict(values.get("extras", {})))
 
 
 class BaseEngine(ABC):

@@ -12,19 +12,54 @@ models.
 """
 
 import bisect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from camshaft.algorithms.partition import attention_pivot, karmarkar_karp, row_cost
-from camshaft.dataproto import Ragged
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.base import Batch
 from camshaft.engine.prefix_sharing import Family
 from camshaft.errors import BatchError
 
 PIVOT = attention_pivot(hidden_size=4096)
 """Where nobody says better: that of a model with some eight billion weights."""
+
+
+def as_batch(batch: Batch) -> DataProto:
+    """A `DataProto` with `input_ids` and `loss_mask`, whatever came in.
+
+    A mapping with padded `input_ids` (B, S) and `attention_mask` is unpadded here, and so is every other
+    (B, S) tensor in it. Without a `loss_mask` all tokens but the first of each row count.
+    """
+    if not isinstance(batch, DataProto):
+        batch = _unpad(batch)
+    ids = batch.ragged("input_ids")
+    if "loss_mask" not in batch:
+        return batch.with_columns(loss_mask=ids.like(ids.positions() > 0))
+    mask = batch.ragged("loss_mask")
+    if not torch.equal(mask.lengths, ids.lengths):
+        raise BatchError("loss_mask and input_ids have rows of different lengths")
+    firsts = mask.offsets[:-1][mask.lengths > 0]
+    if bool(mask.values[firsts.to(mask.values.device)].any()):
+        raise BatchError("loss_mask is set on the first token of a row, which nothing predicts")
+    return batch
+
+
+def _unpad(batch: Mapping[str, Any]) -> DataProto:
+    if "input_ids" not in batch or "attention_mask" not in batch:
+        raise BatchError(f"a padded batch needs 'input_ids' and 'attention_mask'; it has: {', '.join(batch)}")
+    mask = torch.as_tensor(batch["attention_mask"]).bool()
+    columns: dict[str, Any] = {}
+    for name, value in batch.items():
+        if name in ("attention_mask", "position_ids"):
+            continue
+        grid = isinstance(value, Tensor) and value.shape[:2] == mask.shape
+        columns[name] = Ragged.from_padded(value, mask) if grid else value
+    return DataProto.from_dict(columns)
 
 
 def plan_micro_batches(
@@ -38,7 +73,7 @@ def plan_micro_batches(
     """Rows of each micro-batch. `equalise(count)` returns the largest count of all ranks of the group.
 
     With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
-    `MicroBatchRun` runs a row that counts for nothing. `pivot` is the length at which attention costs as much as the
+    the engine runs a row that counts for nothing. `pivot` is the length at which attention costs as much as the
     rest of the model (`attention_pivot`); token budgets are balanced with it. Rows of one family in `together` stay
     together in a token budget, as far as it holds them, and what they share counts once.
     """

@@ -1,17 +1,21 @@
-"""What engines around a `PackedModel` and a torch optimizer share: everything but how the model is laid out.
+"""Engine of a transformers model and a torch optimizer, without the layout over devices.
 
     class MyEngine(TorchEngine):
-        def _build(self) -> PackedModel: ...       # the model, where it computes
+        def _build(self) -> PackedModel: ...       # the model on its device, or sharded over ranks
 
-`SingleDeviceEngine` adds a model on one device to this, `FSDPEngine` one over many ranks. A step is `step.py`, the
-optimizer `optim.py`, places between phases `offload.py`, files `checkpoint.py`; this is how they hang together.
+`SingleDeviceEngine` and `FSDPEngine` derive from it. The optimizer is in `optim.py`, offloading in `offload.py`,
+checkpoints in `checkpoint.py`, the split into micro-batches in `micro_batches.py`. A step is
+
+    padded mapping -> ragged batch -> counts over the mini-batch and all ranks -> plan of micro-batches
+      -> [ preprocess -> model -> postprocess -> loss -> backward ] for each micro-batch
+      -> predictions in the order of the rows; loss and metrics summed over micro-batches and ranks
 """
 
 from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +24,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.config.engine import EngineConfig
-from camshaft.dataproto import DataProto
-from camshaft.device import place, random_states, set_random_states
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import place, random_states, set_random_states, to_device
 from camshaft.engine import checkpoint
-from camshaft.engine.base import BaseEngine, Batch, LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
-from camshaft.engine.micro_batches import attention_pivot
+from camshaft.engine.base import (
+    BaseEngine,
+    Batch,
+    LossFn,
+    PostprocessFn,
+    Predictions,
+    PreprocessFn,
+    StepContext,
+    check_context,
+)
+from camshaft.engine.micro_batches import as_batch, attention_pivot, plan_micro_batches, restore_order
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
-from camshaft.engine.step import MicroBatchRun, packed_forward
+from camshaft.engine.prefix_sharing import families, pack
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import PackedModel
+from camshaft.models.packed import PackedModel, Untouched
+
+PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
+"""Outputs of the model with one entry per token; the others have one per row."""
 
 
 class TorchEngine(BaseEngine):
-    """One model, its optimizer, and one way to lay them out."""
+    """A `PackedModel`, its optimizer and its schedule; a subclass places the model on devices."""
 
-    _resting: tuple[Part, ...] = ()
-    """What waits in host memory between `train_mode` / `eval_mode` contexts."""
-    _files: dist.ProcessGroup | None = None
-    """The ranks that write a checkpoint together, a group used for nothing else; None for one process."""
+    _offloaded: tuple[Part, ...] = ()
+    """Parts kept in host memory outside `train_mode` and `eval_mode`."""
+    _checkpoint_group: dist.ProcessGroup | None = None
+    """Process group used for checkpoints only; None for one process."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -50,58 +66,53 @@ class TorchEngine(BaseEngine):
         self._loss_fn: LossFn | None = None
         self._skipped = 0
 
-    # -- what differs -----------------------------------------------------------------------------
+    # -- the layout, for subclasses ---------------------------------------------------------------
 
     @abstractmethod
     def _build(self) -> PackedModel:
-        """The model with its weights, in eval mode, laid out on `self._device`."""
+        """Return the model with its weights, in eval mode, laid out on `self._device`."""
 
-    def _sum(self, tensor: Tensor) -> Tensor:
-        """Over the ranks that have rows of their own."""
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over the data-parallel ranks."""
         return tensor
 
-    def _most(self, count: int) -> int:
-        """The largest of what these ranks have."""
+    def _max_over_ranks(self, count: int) -> int:
+        """Return the maximum of a number over the data-parallel ranks."""
         return count
 
-    def _forward(self, inputs: DataProto, ctx: StepContext) -> Predictions:
-        return packed_forward(self.module, inputs, ctx, str(self._device), self._shares)
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
+        """Gather a sharded weight."""
+        return tensor
 
     @property
-    def _shares(self) -> bool:
-        """Whether a prompt that rows have in common is computed once."""
-        module, model = self.module, self.config.model
-        possible = module.continues and module.sequence is None and self._device.type == "cpu"
-        return possible and model.use_prefix_grouper and model.head != "reward"
+    def _home_device(self) -> torch.device:
+        """Device of parameters and optimizer state during a step."""
+        return self._device
 
-    def _after_inference(self) -> None:
-        """Let go of what a backward pass would have let go of."""
+    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which the model's forward pass runs."""
+        return contextlib.nullcontext()
 
     def _backward(self, loss: Tensor) -> None:
+        """Add the gradients of one micro-batch's share of the loss."""
         loss.backward()
+
+    def _after_inference(self) -> None:
+        """Free resources that a backward pass would normally free."""
 
     def _clip_and_step(self) -> tuple[float, bool]:
         return clip_and_step(self.optimizer, self.config.grad_clip)
 
-    @property
-    def _home(self) -> torch.device:
-        """Where parameters and optimizer are in a step."""
-        return self._device
-
-    def _whole(self, tensor: Tensor) -> Tensor:
-        """All of a weight that this rank has a part of."""
-        return tensor
-
-    # -- parts, with the error that says which step was forgotten ---------------------------------
+    # -- model, optimizer, schedule ---------------------------------------------------------------
 
     def init_model(self) -> None:
         self._device = place(self.config.device)
         self._module = self._build()
         if self.config.optim is not None:
-            # Before any forward pass: what the optimizer holds must be what the layout made of the parameters.
+            # Before any forward pass: the optimizer must hold the parameters that the layout has made.
             self._optimizer = build_optimizer(self._module.parameters(), self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
-        self._parts = Parts(self._module, self._optimizer, self._home, self._resting)
+        self._parts = Parts(self._module, self._optimizer, self._home_device, self._offloaded)
 
     @property
     def module(self) -> PackedModel:
@@ -131,7 +142,7 @@ class TorchEngine(BaseEngine):
     def skipped_steps(self) -> int:
         return self._skipped
 
-    # -- modes and places -------------------------------------------------------------------------
+    # -- modes and devices ------------------------------------------------------------------------
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
         return self._mode(True, "model", "gradients", "optimizer")
@@ -151,7 +162,7 @@ class TorchEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         target = torch.device(device)
-        target = self._home if target.type == self._home.type else target
+        target = self._home_device if target.type == self._home_device.type else target
         if model:
             self.parts.move("model", target)
         if optimizer:
@@ -170,26 +181,120 @@ class TorchEngine(BaseEngine):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> tuple[Any, ...]:
-        if not forward_only and self._loss_fn is None:
-            raise EngineError("there is no loss: call set_loss_fn(loss_fn) first, or pass forward_only=True")
-        config = self.config
-        run = MicroBatchRun(
-            forward=self._forward,
-            backward=self._backward,
-            device=str(self._device),
-            head=config.model.head,
-            size=config.infer_micro_batch_size if forward_only else config.micro_batch_size,
-            max_tokens=config.infer_max_tokens if forward_only else config.max_tokens,
-            sum_over_ranks=self._sum,
-            most_over_ranks=self._most,
-            pivot=attention_pivot(self.module.hf.config.get_text_config().hidden_size),
-            share=self._shares,
-        )
         loss_fn = None if forward_only else self._loss_fn
-        predictions, loss, ctx = run(batch, ctx, loss_fn, preprocess_fn, postprocess_fn)
-        if forward_only:
+        if not forward_only and loss_fn is None:
+            raise EngineError("the engine has no loss: call set_loss_fn(loss_fn) first, or pass forward_only=True")
+        data = as_batch(batch)
+        ctx = self._count(data, check_context(ctx, self.config.model.head))
+        lengths = data.ragged("input_ids").lengths
+        shortest = int(lengths.argmin())
+        plan = self._plan(data, forward_only)
+        total, metrics = torch.zeros((), device=self._device), dict[str, Tensor]()
+        outputs: list[Predictions] = []
+        with torch.set_grad_enabled(not forward_only):
+            for rows in plan:
+                # A rank with fewer micro-batches than others repeats its shortest row, with weight 0, in collectives.
+                micro_batch = data.reorder(rows or [shortest])
+                predictions, loss, ctx = self._micro_batch(
+                    micro_batch, ctx, loss_fn, preprocess_fn, postprocess_fn, 1 if rows else 0
+                )
+                if not rows:
+                    continue
+                outputs.append(predictions)
+                if loss is not None:
+                    total = total + loss
+                    for name, share in ctx.get("metrics", {}).items():
+                        metrics[name] = metrics.get(name, 0) + share.detach()
+        predictions = {name: restore_order(plan, [part[name] for part in outputs]) for name in outputs[0]}
+        if loss_fn is None:
             self._after_inference()
-        return (predictions, ctx) if forward_only else (predictions, loss, ctx)
+            ctx["metrics"] = {}
+            return predictions, ctx
+        # One collective for the loss and all metrics.
+        shares = [torch.as_tensor(share, device=self._device).double() for share in (total, *metrics.values())]
+        total, *sums = self._sum_over_ranks(torch.stack(shares))
+        ctx["metrics"] = dict(zip(metrics, sums, strict=True))
+        return predictions, total, ctx
+
+    def _micro_batch(
+        self,
+        data: DataProto,
+        ctx: StepContext,
+        loss_fn: LossFn | None,
+        preprocess_fn: PreprocessFn | None,
+        postprocess_fn: PostprocessFn | None,
+        weight: int = 1,
+    ) -> tuple[Predictions, Tensor | None, StepContext]:
+        """Run the model, the hooks and the backward pass on one micro-batch; weight 0 adds no gradient.
+
+        Returns detached predictions, this micro-batch's share of the loss, and the context. With rows in host memory
+        nothing here waits for an accelerator, so that the host queues one micro-batch behind the other.
+        """
+        ctx["metrics"] = {}
+        inputs = data
+        if preprocess_fn is not None:
+            inputs, ctx = preprocess_fn(data, ctx)
+            inputs = as_batch(inputs)
+        ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
+        positions = mask.values.nonzero().squeeze(-1).cpu()
+        packed = pack(ids, positions, families(ids, mask) if self._shares_prefixes else ())
+        log_q = None
+        if "full_kl" in ctx["outputs"]:
+            log_q = Untouched(to_device(packed.of_tokens(inputs.ragged("log_q").values), self._device))
+        with self._forward_context():
+            outputs = self.module(
+                to_device(packed.tokens, self._device),
+                packed.lengths,
+                Untouched(packed.at),  # on the host, where the model checks it without waiting for a device
+                ctx["outputs"],
+                ctx["temperature"],
+                log_q,
+                packed.parents,
+            )
+            predictions: Any = self._align(outputs, ids, positions)
+        if postprocess_fn is not None:
+            predictions, ctx = postprocess_fn(predictions, ctx)
+        detached, loss = _detach(predictions), None
+        if loss_fn is not None:
+            loss, ctx = loss_fn(data.to(self._device), predictions, ctx)
+            self._backward(loss if weight else loss * 0)
+            loss = loss.detach()
+        return detached, loss, ctx
+
+    def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
+        """Spread outputs of counted tokens over all tokens of the rows, with zeros elsewhere."""
+        positions = to_device(positions, self._device)
+        aligned: dict[str, Any] = {}
+        for name, value in outputs.items():
+            if name in PER_TOKEN:
+                value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, positions, value))
+            aligned[name] = value
+        return aligned
+
+    def _plan(self, data: DataProto, forward_only: bool) -> list[list[int]]:
+        """Return the rows of each micro-batch, as many micro-batches on every data-parallel rank."""
+        config, ids = self.config, data.ragged("input_ids")
+        size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
+        max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
+        # Rows that share a prefix are computed once only within one micro-batch.
+        groups = families(ids, data.ragged("loss_mask")) if self._shares_prefixes and max_tokens is not None else None
+        pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
+        return plan_micro_batches(ids.lengths, size, max_tokens, self._max_over_ranks, pivot, groups)
+
+    def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
+        """Put the numbers of counted tokens and sequences, over all data-parallel ranks, into `ctx`."""
+        mask = data.ragged("loss_mask").map(Tensor.double)
+        local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
+        tokens, sequences = self._sum_over_ranks(to_device(local, self._device)).tolist()
+        ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
+        return ctx
+
+    @property
+    def _shares_prefixes(self) -> bool:
+        """True if a prefix common to several rows is computed once."""
+        module, model = self.module, self.config.model
+        supported = module.continues and module.sequence is None and self._device.type == "cpu"
+        return supported and model.use_prefix_grouper and model.head != "reward"
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -197,8 +302,8 @@ class TorchEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         with self.parts.on_device("model", "gradients", "optimizer"):
-            norm, done = self._clip_and_step()
-        self._skipped += not done
+            norm, updated = self._clip_and_step()
+        self._skipped += not updated
         return norm
 
     def lr_scheduler_step(self) -> float:
@@ -211,7 +316,7 @@ class TorchEngine(BaseEngine):
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        yield from (adapter_weights if adapter_only else merged_weights)(self.module.hf, self._whole)
+        yield from (adapter_weights if adapter_only else merged_weights)(self.module.hf, self._full_tensor)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self.module.hf)
@@ -227,17 +332,17 @@ class TorchEngine(BaseEngine):
         checkpoint.save(
             state,
             local_path,
-            group=self._files,
+            group=self._checkpoint_group,
             hdfs_path=hdfs_path,
             global_step=global_step,
             max_ckpt_to_keep=keep,
         )
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        copied = checkpoint.brought(local_path, hdfs_path, del_local_after_load, self._files)
-        # Read to where a step finds them: what rests in host memory goes back there afterwards.
-        with copied as folder, self.parts.on_device("model", "optimizer"):
-            loaded = self._read(folder)
+        fetched = checkpoint.brought(local_path, hdfs_path, del_local_after_load, self._checkpoint_group)
+        # Loaded onto the device of a step; parts that are offloaded return to host memory afterwards.
+        with fetched as folder, self.parts.on_device("model", "optimizer"):
+            loaded = self._load_state(folder)
         if self._optimizer is not None:
             self.schedule.go_to(loaded.facts["update"])
             if loaded.random:
@@ -246,13 +351,16 @@ class TorchEngine(BaseEngine):
 
     def _state(self) -> checkpoint.State:
         random = random_states(self._device)
-        return checkpoint.State.of(self._kept(), self._optimizer, self._parameters(), self._facts(), random)
+        return checkpoint.State.of(
+            self._checkpoint_weights(), self._optimizer, self._parameters(), self._metadata(), random
+        )
 
-    def _read(self, folder: Path) -> checkpoint.Loaded:
-        return checkpoint.load_into(folder, self._kept(), self._optimizer, self._parameters(), group=self._files)
+    def _load_state(self, folder: Path) -> checkpoint.Loaded:
+        weights = self._checkpoint_weights()
+        return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self._checkpoint_group)
 
-    def _facts(self) -> dict[str, Any]:
-        """Where the schedule is; and which model this is, for whoever takes it out of the checkpoint."""
+    def _metadata(self) -> dict[str, Any]:
+        """Return the schedule's position, and the model's description for exports of the checkpoint."""
         update, path = self._schedule.update if self._schedule else 0, Path(self.config.model.path).expanduser()
         model = self.config.model.model_dump(mode="json", fallback=str)
         if path.is_dir():
@@ -262,8 +370,16 @@ class TorchEngine(BaseEngine):
     def _parameters(self) -> dict[str, Tensor]:
         return dict(self.module.hf.named_parameters())
 
-    def _kept(self) -> dict[str, Tensor]:
-        """The live weights that a checkpoint holds: all, or what is trained beside a frozen base from model.path."""
+    def _checkpoint_weights(self) -> dict[str, Tensor]:
+        """Return the live weights that a checkpoint holds: all of them, or with an adapter the trained ones."""
         if self.config.model.lora is None:
             return dict(merged_weights(self.module.hf))
         return {name: p.detach() for name, p in self.module.hf.named_parameters() if p.requires_grad}
+
+
+def _detach(predictions: Any) -> Predictions:
+    if not isinstance(predictions, Mapping):
+        raise EngineError(
+            f"postprocess_fn must return a mapping of Ragged or per-row tensors, got {type(predictions).__name__}"
+        )
+    return {n: v.map(Tensor.detach) if isinstance(v, Ragged) else v.detach() for n, v in predictions.items()}

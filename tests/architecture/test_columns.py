@@ -10,7 +10,7 @@ from support.reward_models import make_tiny_reward_model
 
 from camshaft.columns import COLUMNS
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine import torch_engine as packed_engine
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 
@@ -24,8 +24,17 @@ def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, mo
     plain = ppo.batch_metrics
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
     of_engines: list[DataProto] = []
-    forward = packed_engine.packed_forward
-    monkeypatch.setattr(packed_engine, "packed_forward", lambda m, b, *a: (of_engines.append(b), forward(m, b, *a))[1])
+    micro_batch = TorchEngine._micro_batch
+
+    def watched(engine: TorchEngine, data: DataProto, ctx: Any, loss_fn: Any, preprocess_fn: Any, *rest: Any) -> Any:
+        def inputs(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
+            data, ctx = preprocess_fn(data, ctx) if preprocess_fn is not None else (data, ctx)
+            of_engines.append(data)
+            return data, ctx
+
+        return micro_batch(engine, data, ctx, loss_fn, inputs, *rest)
+
+    monkeypatch.setattr(TorchEngine, "_micro_batch", watched)
     correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
     asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}

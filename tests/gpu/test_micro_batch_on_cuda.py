@@ -15,7 +15,7 @@ from support.ppo_runs import ppo_config
 
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.step import MicroBatchRun
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles import ActorWorker
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -52,7 +52,7 @@ def actor_of(folder: Path, side: str) -> ActorWorker:
 @contextmanager
 def strict() -> Iterator[list[int]]:
     """CUDA raises inside micro-batches where the host would wait; a number for each of them."""
-    plain, passes = MicroBatchRun.micro_batch, list[int]()
+    plain, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         passes.append(len(passes))
@@ -62,7 +62,7 @@ def strict() -> Iterator[list[int]]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with mock.patch.object(MicroBatchRun, "micro_batch", run):
+    with mock.patch.object(TorchEngine, "_micro_batch", run):
         yield passes
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from camshaft.dataproto import DataProto
-from camshaft.engine import step
+from camshaft.engine import torch_engine
 from camshaft.engine.base import Batch, StepContext
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
@@ -56,7 +56,7 @@ class ForgetsOrder(SingleDeviceEngine):
     """Returns predictions in the order in which the micro-batches ran."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(step, "restore_order", _in_order_of_running):
+        with mock.patch.object(torch_engine, "restore_order", _in_order_of_running):
             return _as_ever(self, *args, **kwargs)
 
 
@@ -320,12 +320,11 @@ class StartsResponsesAtZero(SingleDeviceEngine):
 class EstimatesTheGradient(SingleDeviceEngine):
     """Gives the divergence over the whole vocabulary, with the gradient of log p(token) - log q(token)."""
 
-    def _forward(self, inputs: DataProto, ctx: StepContext) -> Any:
-        found = dict(super()._forward(inputs, ctx))
-        if "full_kl" in found:
-            exact, log_probs = found["full_kl"], found["log_probs"].values
-            found["full_kl"] = exact.like(exact.values.detach() + log_probs - log_probs.detach())
-        return found
+    def _align(self, outputs: Any, ids: Any, positions: Any) -> Any:
+        if "full_kl" in outputs:
+            estimate = outputs["log_probs"] - outputs["log_probs"].detach()
+            outputs = outputs | {"full_kl": outputs["full_kl"].detach() + estimate}
+        return super()._align(outputs, ids, positions)
 
 
 class AnswersForGradients(SingleDeviceEngine):

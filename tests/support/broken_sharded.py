@@ -17,14 +17,14 @@ class AveragesOverRanks(FSDPEngine):
 class CountsItsOwnRows(FSDPEngine):
     """Divides by the counts of this rank."""
 
-    def _sum(self, tensor: Tensor) -> Tensor:
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 class KeepsItsShare(FSDPEngine):
     """Exports what this rank holds."""
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
         return getattr(tensor, "to_local", lambda: tensor)()
 
 

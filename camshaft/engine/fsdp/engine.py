@@ -9,14 +9,14 @@
     fsdp1.py             the same engine on the older wrapper
 
 `options` are `config/fsdp_options.py`. What a step is (micro-batches, counts, losses) is not here: that is
-`engine/torch_engine.py` and `engine/step.py`, the same for all engines.
+`engine/torch_engine.py`, the same for all engines.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,6 @@ from camshaft.config.fsdp_options import FSDPOptions
 from camshaft.dataproto import DataProto
 from camshaft.device import join_group, seed_ranks
 from camshaft.engine import checkpoint
-from camshaft.engine.base import Predictions, StepContext
 from camshaft.engine.fsdp import parallelize, weights
 from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
@@ -55,7 +54,7 @@ class FSDPEngine(TorchEngine):
             "gradients": self.options.grad_offload,
             "optimizer": self.options.optimizer_offload,
         }
-        self._resting = tuple(part for part in offloads if offloads[part])
+        self._offloaded = tuple(part for part in offloads if offloads[part])
         self._meshes: Meshes | None = None
         self._saving: checkpoint.BackgroundSave | None = None
 
@@ -63,7 +62,7 @@ class FSDPEngine(TorchEngine):
         join_group(self._device)
         self._meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
         # A group of its own, and gloo: a save in the background must not meet the collectives of training.
-        self._files = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self._checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
         module = self._laid_out(files)
         # Ranks with other rows or tokens drop out others; those that share a matrix product must agree.
@@ -71,7 +70,7 @@ class FSDPEngine(TorchEngine):
         return module
 
     def _laid_out(self, files: dist.ProcessGroup) -> PackedModel:
-        return weights.build(self.config, self._device, self._home, files, self._arrange)
+        return weights.build(self.config, self._device, self._home_device, files, self._arrange)
 
     def _arrange(self, packed: PackedModel) -> None:
         """Cut a model that has no storage yet: matrices, units of FSDP, rows of tokens."""
@@ -95,21 +94,20 @@ class FSDPEngine(TorchEngine):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _forward(self, inputs: DataProto, ctx: StepContext) -> Predictions:
+    def _forward_context(self) -> AbstractContextManager[Any]:
         offload = self.options.activation_offload and torch.is_grad_enabled()
-        with offloaded_activations(self._device) if offload else nullcontext():
-            return super()._forward(inputs, ctx)
+        return offloaded_activations(self._device) if offload else nullcontext()
 
     def _after_inference(self) -> None:
         for module in parallelize.fsdp_modules(self.module):
             module.reshard()  # an export or a checkpoint must find shards
 
-    def _sum(self, tensor: Tensor) -> Tensor:
+    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         if self.meshes.data is not None:
             dist.all_reduce(tensor, group=self.meshes.data)
         return tensor
 
-    def _most(self, count: int) -> int:
+    def _max_over_ranks(self, count: int) -> int:
         if self.meshes.data is None:
             return count
         most = torch.tensor(count, device=self._device)
@@ -127,7 +125,7 @@ class FSDPEngine(TorchEngine):
     # -- weights and checkpoints ------------------------------------------------------------------
 
     @property
-    def _home(self) -> torch.device:
+    def _home_device(self) -> torch.device:
         # By that policy FSDP itself brings each unit to the device and expects it in host memory before and after.
         return HOST if self.options.offload_policy else self._device
 
@@ -135,7 +133,7 @@ class FSDPEngine(TorchEngine):
         if not self.options.offload_policy:  # everything is in host memory then, and stays there
             super().to(device, model, optimizer)
 
-    def _whole(self, tensor: Tensor) -> Tensor:
+    def _full_tensor(self, tensor: Tensor) -> Tensor:
         return weights.whole(tensor, self._device)
 
     def _save(

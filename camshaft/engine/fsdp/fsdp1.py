@@ -97,7 +97,7 @@ class FSDP1Engine(FSDPEngine):
         if adapter_only:
             raise EngineError("there is no adapter: strategy=fsdp1 has no lora")
         for name, tensor in self._shards().items():
-            yield name, self._whole(tensor)
+            yield name, self._full_tensor(tensor)
 
     def _shards(self) -> dict[str, Tensor]:
         """Copies of this rank's parts, each a part of the weight of that name."""
@@ -113,12 +113,12 @@ class FSDP1Engine(FSDPEngine):
             for name, parameter in mirror.parameters.items():
                 mirror.optimizer.state[parameter] = dict(held[PREFIX + name])
         random = random_states(self._device)
-        return checkpoint.State.of(shards, mirror.optimizer, mirror.parameters, self._facts(), random)
+        return checkpoint.State.of(shards, mirror.optimizer, mirror.parameters, self._metadata(), random)
 
-    def _read(self, folder: Path) -> checkpoint.Loaded:
+    def _load_state(self, folder: Path) -> checkpoint.Loaded:
         shards = self._shards()
         mirror = self._mirror(shards)
-        loaded = checkpoint.load_into(folder, shards, mirror.optimizer, mirror.parameters, group=self._files)
+        loaded = checkpoint.load_into(folder, shards, mirror.optimizer, mirror.parameters, group=self._checkpoint_group)
         weights = shards | {name: shards[first] for name, first in self._tied.items()}
         set_model_state_dict(self.module, {PREFIX + name: tensor for name, tensor in weights.items()})
         if mirror.optimizer is not None and mirror.optimizer.state:

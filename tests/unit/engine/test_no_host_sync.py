@@ -17,7 +17,7 @@ from support.ppo_runs import ppo_config
 
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.step import MicroBatchRun
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles import ActorWorker, CriticWorker
 
 ROWS = 8
@@ -78,7 +78,7 @@ def test_no_micro_batch_of_an_actor_waits(
     home: Path, there: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
 ) -> None:
     actor = actor_of(home, LOSSES[loss], half=half)
-    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():  # answers the waits outside of micro-batches
         actor.update_actor(batch_of())
     assert not waits.found, waits.found
@@ -91,7 +91,7 @@ def test_no_micro_batch_of_a_critic_waits(home: Path, there: str, monkeypatch: p
     settings = {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": ROWS, "data.train_batch_size": ROWS}
     critic = CriticWorker(ppo_config(home, settings), Topology(), total_steps=5)
     critic.init_model()
-    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         critic.update_critic(batch_of())
     assert not waits.found, waits.found
@@ -100,7 +100,7 @@ def test_no_micro_batch_of_a_critic_waits(home: Path, there: str, monkeypatch: p
 
 def test_no_micro_batch_without_gradients_waits(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2})
-    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         actor.compute_log_prob(batch_of())
     assert not waits.found, waits.found
@@ -117,7 +117,7 @@ def test_an_update_waits_as_often_however_many_micro_batches_it_has(home: Path, 
     assert counted[ROWS] == counted[2] == counted[1]
     # The counts that losses are divided by, the norm, the loss with its metrics.
     files = sorted(wait.partition(" at ")[2].partition(":")[0] for wait in counted[1].elements())
-    assert files == ["engine/base.py", "engine/optim.py", "engine/step.py"], counted[1]
+    assert files == ["engine/base.py", "engine/optim.py", "engine/torch_engine.py"], counted[1]
 
 
 # -- what would be found --------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def test_what_is_planted_in_a_loss_is_found(home: Path, there: str, monkeypatch:
         return loss, metrics
 
     monkeypatch.setattr(actor, "policy_loss", planted)
-    calls, waits = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         actor.update_actor(batch_of())
     assert calls == [1] * (ROWS // 2), waits.found
@@ -210,7 +210,7 @@ def test_what_is_planted_in_a_model_is_found(home: Path, there: str, monkeypatch
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
     norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)
-    calls, _ = inside(monkeypatch, MicroBatchRun, "micro_batch")
+    calls, _ = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         actor.update_actor(batch_of())
     assert calls == [1] * (ROWS // 2)

@@ -1,11 +1,15 @@
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
+from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import StepContext
-from camshaft.engine.step import MicroBatchRun, as_batch, checked_context
+from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn, StepContext, check_context
+from camshaft.engine.micro_batches import as_batch
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import BatchError, EngineError
 
 
@@ -17,23 +21,44 @@ def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
     return DataProto.from_dict(columns)
 
 
-def linear_run(**changes: Any) -> MicroBatchRun:
+class LinearModel(torch.nn.Module):
     """A model of one weight, w = 2: the log-prob of a token is w times its id."""
-    weight = torch.tensor(2.0, requires_grad=True)
 
-    def forward(inputs: DataProto, ctx: StepContext) -> dict[str, Ragged]:
-        mask = inputs["loss_mask"].values
-        return {"log_probs": inputs["input_ids"].map(lambda ids: weight * ids * mask)}
+    continues, sequence = False, None
 
-    settings: dict[str, Any] = {
-        "forward": forward,
-        "backward": lambda loss: loss.backward(),
-        "device": "cpu",
-        "head": "causal_lm",
-        "size": 1,
-        "max_tokens": None,
-    }
-    return MicroBatchRun(**(settings | changes))
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(2.0))
+        self.hf = SimpleNamespace(config=LlamaConfig(hidden_size=32))
+
+    def forward(self, tokens: torch.Tensor, lengths: Any, at: Any, *_: Any) -> dict[str, torch.Tensor]:
+        return {"log_probs": self.weight * tokens[at.tensor]}
+
+
+class LinearEngine(SingleDeviceEngine):
+    """Runs `LinearModel`, one row per micro-batch."""
+
+    def _build(self) -> Any:
+        return LinearModel()
+
+    def run(
+        self,
+        batch: Any,
+        ctx: StepContext | None = None,
+        loss_fn: LossFn | None = None,
+        preprocess_fn: PreprocessFn | None = None,
+        postprocess_fn: PostprocessFn | None = None,
+    ) -> tuple[Any, ...]:
+        if loss_fn is not None:
+            self.set_loss_fn(loss_fn)
+        return self.forward_backward_step(batch, ctx, loss_fn is None, preprocess_fn, postprocess_fn)
+
+
+def linear(engine_class: type[LinearEngine] = LinearEngine) -> LinearEngine:
+    model = EngineModel(path="unused")
+    engine = engine_class(EngineConfig(model=model, device="cpu", micro_batch_size=1, infer_micro_batch_size=1))
+    engine.init_model()
+    return engine
 
 
 def mean_log_prob(data: DataProto, found: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
@@ -71,7 +96,7 @@ def test_a_padded_mapping_is_unpadded_with_all_its_grids() -> None:
 
 def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
     # ids 0..5 in rows of 3, 1, 2; tokens that count: 1, 2, 5. Mean log-prob: 2 * (1 + 2 + 5) / 3 = 16 / 3.
-    predictions, loss, ctx = linear_run()(batch_of(3, 1, 2), None, mean_log_prob)
+    predictions, loss, ctx = linear().run(batch_of(3, 1, 2), None, mean_log_prob)
     assert float(loss) == pytest.approx(16 / 3)
     assert float(ctx["metrics"]["mean"]) == pytest.approx(16 / 3)
     assert (ctx["num_tokens"], ctx["num_sequences"]) == (3.0, 2.0)
@@ -81,13 +106,17 @@ def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
 
 def test_counts_are_summed_over_ranks_before_the_loss_sees_them() -> None:
     # Another rank with the same rows: twice the tokens, so this rank's share of the loss is half.
-    _, loss, ctx = linear_run(sum_over_ranks=lambda t: 2 * t)(batch_of(3, 1, 2), None, mean_log_prob)
+    class OfTwo(LinearEngine):
+        def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+            return 2 * tensor
+
+    _, loss, ctx = linear(OfTwo).run(batch_of(3, 1, 2), None, mean_log_prob)
     assert ctx["num_tokens"] == 6.0
     assert float(loss) == pytest.approx(16 / 3)
 
 
 def test_nothing_to_count_gives_a_loss_of_zero_and_no_division_by_zero() -> None:
-    _, loss, ctx = linear_run()(batch_of(1, 1), None, mean_log_prob)
+    _, loss, ctx = linear().run(batch_of(1, 1), None, mean_log_prob)
     assert float(loss) == 0.0
     assert ctx["num_tokens"] == 1.0
 
@@ -99,9 +128,13 @@ def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing()
         ran.append(len(data))
         return data, ctx
 
-    alone, loss, ctx = linear_run()(batch_of(3, 1, 2), None, mean_log_prob)
-    run = linear_run(most_over_ranks=lambda count: 7)
-    found, same, again = run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)
+    alone, loss, ctx = linear().run(batch_of(3, 1, 2), None, mean_log_prob)
+
+    class BesideSeven(LinearEngine):
+        def _max_over_ranks(self, count: int) -> int:
+            return 7
+
+    found, same, again = linear(BesideSeven).run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)
     assert len(ran) == 7
     assert all(ran)
     assert float(same) == float(loss)
@@ -111,17 +144,17 @@ def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing()
 
 def test_postprocess_must_return_a_mapping() -> None:
     with pytest.raises(EngineError, match="mapping"):
-        linear_run()(batch_of(3, 2), None, None, postprocess_fn=lambda outputs, ctx: ([1, 2], ctx))
+        linear().run(batch_of(3, 2), postprocess_fn=lambda outputs, ctx: ([1, 2], ctx))
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_a_temperature_that_is_not_positive_is_refused(bad: float) -> None:
     with pytest.raises(EngineError, match="temperature"):
-        checked_context({"temperature": bad}, "causal_lm", "cpu")
+        check_context({"temperature": bad}, "causal_lm")
 
 
 def test_the_context_that_came_back_can_be_given_again() -> None:
-    run = linear_run()
-    _, _, ctx = run(batch_of(3, 2), None, mean_log_prob)
-    _, _, again = run(batch_of(2, 2), ctx, mean_log_prob)
+    engine = linear()
+    _, _, ctx = engine.run(batch_of(3, 2), None, mean_log_prob)
+    _, _, again = engine.run(batch_of(2, 2), ctx, mean_log_prob)
     assert again["num_tokens"] == 2.0

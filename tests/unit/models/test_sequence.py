@@ -14,9 +14,9 @@ from support.tiny import tiny_folder, tiny_rows, wanted
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
-from camshaft.config.engine import EngineModel
+from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.step import packed_forward
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.loader import load_model
@@ -132,13 +132,14 @@ def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
 
 
 def engine_step(folder: str) -> dict[str, Ragged]:
-    model = model_of(folder, "causal_lm")
+    engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=folder), device="cpu"))
+    engine.init_model()
     if dist.get_world_size() > 1:
-        model.sequence = SequenceSplit(dist.group.WORLD)
+        engine.module.sequence = SequenceSplit(dist.group.WORLD)
     ids = Ragged.from_rows(tiny_rows(LENGTHS))
     batch = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() >= 2)})
-    with torch.no_grad():
-        return packed_forward(model, batch, {"outputs": ("log_probs",), "temperature": 1.0}, "cpu")
+    with engine.eval_mode():
+        return dict(engine.infer_batch(batch))
 
 
 def test_a_step_of_an_engine_gets_whole_rows_on_every_rank():
