@@ -1,9 +1,9 @@
-"""A config as it is told to others: trackers, checkpoints and files of responses have it without secrets.
+"""Removal of secrets from a config before it is written to trackers, checkpoints and response files.
 
-    without_secrets(config)        # plain values, nested; no ray_kwargs, and *** where a secret may stand
+    without_secrets(config)        # nested plain values; no ray_kwargs, and *** in place of possible secrets
 
-Environment variables and passwords of a cluster are in `ray_kwargs`, which is left out. Elsewhere a secret can stand in
-a URL, or under a name of the user's own, which is judged by its words: api_key, hf_token, Authorization.
+`ray_kwargs` can contain environment variables and cluster passwords and is omitted. Elsewhere a secret can be part of
+a URL, or the value of a user-defined key; such keys are recognized by name (api_key, hf_token, Authorization).
 """
 
 import re
@@ -21,29 +21,29 @@ _IN_URL = (
     (re.compile(r"(https?://)[^/@:\s]*@"), rf"\1{HIDDEN}@"),
     (re.compile(r"(?<=[?&])([\w.-]+)=[^&\s]*"), rf"\1={HIDDEN}"),
 )
-"""The password before the host, or a token in its place; what is asked of a web page, which may be signed."""
+"""Patterns of secrets in a URL: a password or token before the host, and query values, which can be signatures."""
 
 
 def without_secrets(config: Section) -> dict[str, Any]:
-    """Every section as plain values, as far as they may be shown."""
-    found: dict[str, Any] = {}
+    """Return the config as nested plain values without secrets."""
+    values: dict[str, Any] = {}
     for key, value in flatten(config.model_dump(mode="json"), leaf_fields(type(config))).items():
         if not key.startswith("ray_kwargs"):
-            put(found, key, _shown(value))
-    return found
+            put(values, key, _redact(value))
+    return values
 
 
-def _shown(value: Any, name: str = "") -> Any:
-    """`name` is one of the user's own, which the schema does not know."""
+def _redact(value: Any, name: str = "") -> Any:
+    """Redact a value; `name` is its user-defined key, which is not part of the schema."""
     if isinstance(value, Mapping):
-        return {inner: _shown(held, str(inner)) for inner, held in value.items()}
+        return {key: _redact(item, str(key)) for key, item in value.items()}
     if isinstance(value, list):
-        return [_shown(held, name) for held in value]
+        return [_redact(item, name) for item in value]
     if not isinstance(value, str):
         return value
     if _NAME.search(name):
         return HIDDEN
     if "://" in value:
-        for pattern, shown in _IN_URL:
-            value = pattern.sub(shown, value)
+        for pattern, replacement in _IN_URL:
+            value = pattern.sub(replacement, value)
     return value

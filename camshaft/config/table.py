@@ -1,9 +1,9 @@
-"""The batch sizes of a run in one table: what each number on the command line comes to.
+"""Table of the batch sizes of a run, per role.
 
     sys.stdout.write(render_batch_table(batch_table(config, topology)))
 
-The trainer shows it at the start. Prompts become sequences, these mini-batches of one optimizer step each,
-these the micro-batches that a rank computes at once.
+The trainer logs it at startup. Prompts become sequences, sequences form mini-batches (one optimizer step each), and
+mini-batches are split into the micro-batches of one forward pass on a rank.
 """
 
 from collections.abc import Sequence
@@ -16,20 +16,20 @@ from camshaft.config.topology import Topology
 
 @dataclass(frozen=True)
 class BatchRow:
-    """One line: a number of each role (None where it has none), and where it is from."""
+    """One row: its name, a value per role (None if the role has none), and the formula."""
 
-    what: str
+    name: str
     actor: int | str
     ref: int | str | None
     critic: int | str | None
     reward: int | str | None
-    how: str
+    formula: str
 
 
 def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
-    """The rows, from an iteration's prompts to its optimizer steps. Of a config that was checked.
+    """Return the rows, from the prompts of an iteration to its optimizer steps. `config` must be valid.
 
-    The reference has a column where it is a model of its own, and so has a reward model.
+    The reference and the reward model have a column if the run has a separate engine for them.
     """
     actor: dict[str, int | str] = {RANKS: config.actor_dp_size(topology)} | _column(
         config,
@@ -54,23 +54,23 @@ def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
     if config.needs_reward_engine():
         reward = {RANKS: config.reward_dp_size(topology), FORWARD: _size(reward_infer(config, topology))}
     return [
-        BatchRow(what, actor[what], ref.get(what), critic.get(what), reward.get(what), how)
-        for what, how in _ROWS.items()
+        BatchRow(name, actor[name], ref.get(name), critic.get(name), reward.get(name), formula)
+        for name, formula in _ROWS.items()
     ]
 
 
 def render_batch_table(rows: Sequence[BatchRow]) -> str:
-    """The table as text."""
+    """Format the table as text."""
     cells = [("", "actor", "ref", "critic", "reward", "")]
     cells += [
-        (row.what, _cell(row.actor), _cell(row.ref), _cell(row.critic), _cell(row.reward), row.how) for row in rows
+        (row.name, _cell(row.actor), _cell(row.ref), _cell(row.critic), _cell(row.reward), row.formula) for row in rows
     ]
     if all(row.reward is None for row in rows):
         cells = [(*cell[:4], cell[5]) for cell in cells]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]) - 1)]
     lines = [
-        "  ".join([f"{what:<{widths[0]}}", *(f"{n:>{w}}" for n, w in zip(numbers, widths[1:], strict=True)), how])
-        for what, *numbers, how in cells
+        "  ".join([f"{name:<{widths[0]}}", *(f"{n:>{w}}" for n, w in zip(numbers, widths[1:], strict=True)), formula])
+        for name, *numbers, formula in cells
     ]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -79,7 +79,7 @@ def _cell(number: int | str | None) -> str:
     return "-" if number is None else str(number)
 
 
-RANKS = "ranks with rows of their own"
+RANKS = "data-parallel ranks"
 FORWARD = "forward micro-batch per rank"
 _ROWS = {
     RANKS: "ranks / (sequence x tensor parallel)",
@@ -87,14 +87,14 @@ _ROWS = {
     "sequences per iteration": "prompts x rollout.n",
     "sequences per mini-batch": "ppo_mini_batch_size x rollout.n",
     "mini-batches per epoch": "sequences / mini-batch",
-    "mini-batch per rank": "sequences of a mini-batch / ranks with rows of their own",
+    "mini-batch per rank": "sequences per mini-batch / data-parallel ranks",
     "micro-batch per rank": "one forward and backward pass",
-    "micro-batches per mini-batch": "passes of a rank for one optimizer step",
-    FORWARD: "one pass that computes log-probs, values, or scores",
+    "micro-batches per mini-batch": "passes per rank and optimizer step",
+    FORWARD: "one pass for log-probs, values or scores",
     "epochs": "ppo_epochs",
     "optimizer steps per iteration": "mini-batches x epochs",
 }
-"""What the rows are called, and the arithmetic behind them."""
+"""Row names with their formulas."""
 
 
 def _column(
@@ -115,7 +115,7 @@ def _column(
         epochs,
         mini_batches * epochs,
     ]
-    return dict(zip((what for what in _ROWS if what != RANKS), values, strict=True))
+    return dict(zip((name for name in _ROWS if name != RANKS), values, strict=True))
 
 
 def _size(micro: MicroBatch) -> int | str:

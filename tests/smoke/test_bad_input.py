@@ -53,7 +53,7 @@ def check(run: Run, status: int, said: Sequence[str]) -> None:
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"trainer.sede": 1}, ["trainer.sede = 1", "Did you mean trainer.seed?"]),
     "unknown section": ({"trainr.seed": 1}, ["trainr.seed", "Did you mean trainer.seed"]),
-    "wrong type": ({"trainer.seed": "abc"}, ["trainer.seed = abc", "whole number"]),
+    "wrong type": ({"trainer.seed": "abc"}, ["trainer.seed = abc", "an integer"]),
     "too large a seed": ({"trainer.seed": 2**40}, ["trainer.seed", "below 4294967296"]),
     "several at once": (
         {"trainer.sede": 1, "trainer.seed": "abc", "data.train_batch_size": 10, "data.train_files": "no.parquet"},
@@ -94,7 +94,7 @@ def test_a_wrong_config_is_one_error_that_says_what_to_type(case: str, home: Pat
 
 def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
     words = sft_words(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
-    said = ["3 things", "trainer.sede = 1", "data.max_length = long", "whole number of 2 or more", "model.path"]
+    said = ["3 things", "trainer.sede = 1", "data.max_length = long", "integer >= 2", "model.path"]
     check(camshaft("sft", *words), 2, said)
 
 

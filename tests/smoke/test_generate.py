@@ -345,7 +345,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["2 things", "Did you mean data.path?", "Did you mean rollout.temperature?"],
     ),
     "a key of training": ({"trainer.total_epochs": 3}, ["trainer.total_epochs", "there is no such key"]),
-    "no responses": ({"rollout.n": 0}, ["rollout.n = 0", "whole number of 1 or more"]),
+    "no responses": ({"rollout.n": 0}, ["rollout.n = 0", "integer >= 1"]),
     "equal responses": ({"rollout.do_sample": False}, ["makes 2 equal responses", "Type rollout.do_sample=true"]),
     "no such file": ({"data.path": "/nowhere/in.parquet"}, ["data.path = /nowhere/in.parquet", "no such file"]),
     "no such model": ({"model.path": "/nowhere/model"}, ["model.path = /nowhere/model", "no such folder"]),

@@ -1,4 +1,4 @@
-"""The whole config of `camshaft eval`: responses in, scores out, nothing generated.
+"""Config of `camshaft eval`, which scores existing responses.
 
 config = load_eval(["data.path=responses.parquet"])
 config.custom_reward_function.function_name()          # "auto"
@@ -11,27 +11,28 @@ from camshaft.config.schema.reward import CustomRewardConfig
 
 
 class EvalDataConfig(Section):
-    """Which responses are scored, and where the scores go."""
+    """Responses to score, and output files."""
 
-    path: Paths = Field(description="Parquet files with the responses, those that camshaft generate writes or others.")
+    path: Paths = Field(description="Parquet files with responses, written by camshaft generate or another program.")
     prompt_key: Text = Field(
-        description="Column with the prompt; read where a row has one response, to find those of one question."
+        description="Column with the prompt; groups the responses to one prompt if each row has a single response."
     )
-    response_key: Text = Field(description="Column with the responses to a row's prompt: a list of texts, or one text.")
-    data_source_key: Text = Field(description="Column with the name of a row's data set.")
+    response_key: Text = Field(description="Column with the responses: a list of strings, or a string.")
+    data_source_key: Text = Field(description="Column with the data source of a row.")
     reward_model_key: Text = Field(
-        description="Column whose entry ground_truth a response is compared with; else the column ground_truth is."
+        description="Column whose ground_truth entry is the reference answer; without it the column ground_truth is "
+        "used."
     )
-    score_key: Text = Field(
-        description="Column of the scores in output_path; with _pred behind it that of the answers."
-    )
-    pass_score: float = Field(description="A response with this score or more counts as passed in pass@k.")
+    score_key: Text = Field(description="Score column in output_path; the extracted answers are in <score_key>_pred.")
+    pass_score: float = Field(description="Minimum score of a response that passes in pass@k.")
     output_path: Path | None = Field(description="Parquet file to write: all rows with their scores; null for none.")
-    metrics_path: Path | None = Field(description="JSON file to write, with the numbers of the table; null for none.")
+    metrics_path: Path | None = Field(
+        description="JSON file to write: the metrics of the printed table; null for none."
+    )
 
 
 class EvalConfig(Section):
-    """Everything that `camshaft eval` reads."""
+    """All keys of `camshaft eval`."""
 
-    data: EvalDataConfig = Field(description="Which responses are scored, and where the scores go.")
-    custom_reward_function: CustomRewardConfig = Field(description="What scores them.")
+    data: EvalDataConfig = Field(description="Responses to score, and output files.")
+    custom_reward_function: CustomRewardConfig = Field(description="Scoring function.")

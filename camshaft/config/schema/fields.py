@@ -1,8 +1,8 @@
-"""What the sections of the config are made of: the base class, the shared kinds of value, and their words.
+"""Building blocks of the config schema: the base class of sections, shared value types, and their descriptions.
 
-A section is a class of `Section`; a key is an annotated attribute with `Field(description=...)` and no
-default (defaults live in the YAML files). `describe(field)` puts type and bounds into words, which
-errors and `camshaft config explain` both use.
+A section is a subclass of `Section`. A key is an annotated attribute with `Field(description=...)` and no
+default (defaults live in the YAML files). `describe(field)` formats the type and bounds of a key for error
+messages and `camshaft config explain`.
 
     class KLCtrlConfig(Section):
         kl_coef: float = Field(ge=0, description="Weight of the KL penalty.")
@@ -22,25 +22,25 @@ from camshaft.config.engine import Frozen
 
 
 class Section(Frozen):
-    """Frozen, closed, and strict: `"8"` is not 8, `true` is not 1, and no number is infinite."""
+    """Base class of all sections: frozen, no extra keys, strict types (`"8"` is not 8), no infinite numbers."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class Says:
-    """The words for a kind of value that its Python type does not tell."""
+    """Describe a value in words where its Python type is not enough."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class IsPath:
-    """Marks a key that names a file or a folder (see `not_yet.py` for the file systems)."""
+    """Mark a key that names a file or a folder (`not_yet.py` lists the supported file systems)."""
 
 
 def _as_text(value: Any) -> Any:
-    """Names such as `experiment_name=7` arrive as numbers from the command line."""
+    """Convert numbers to strings: the command line parses `experiment_name=7` as a number."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -53,7 +53,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _local(value: str) -> str:
-    """`file://` names what is on this machine; `~` is the user's folder."""
+    """Strip `file://` and expand `~`."""
     return os.path.expanduser(value.removeprefix("file://"))
 
 
@@ -70,7 +70,7 @@ def _joined(value: Any) -> Any:
 def _off_or_positive(value: int) -> int:
     if value == -1 or value >= 1:
         return value
-    raise ValueError("neither -1 nor positive")
+    raise ValueError("must be -1 or positive")
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
@@ -88,12 +88,12 @@ Contents = Annotated[
     BeforeValidator(_as_tuple),
     Says("a list of model, optimizer, extra, hf_model"),
 ]
-Modules = Annotated[str, BeforeValidator(_joined), Says("a module, or several with commas between")]
-OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Says("-1 (off), or a whole number of 1 or more")]
+Modules = Annotated[str, BeforeValidator(_joined), Says("a module, or several separated by commas")]
+OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Says("-1 (off), or an integer >= 1")]
 Betas = Annotated[
     tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]],
     BeforeValidator(_as_tuple),
-    Says("two numbers, each 0 or more and below 1"),
+    Says("two numbers, each >= 0 and < 1"),
 ]
 DType = Literal["float32", "bfloat16", "float64"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -101,12 +101,12 @@ KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 
 def describe(field: FieldInfo) -> str:
-    """Type, bounds and allowed values of a key in words: 'a whole number of 1 or more, or null'."""
+    """Describe type, bounds and allowed values of a key, for example 'an integer >= 1, or null'."""
     return _describe(field.annotation, field.metadata)
 
 
 def is_path(field: FieldInfo) -> bool:
-    """Whether the key names files or folders."""
+    """Return True if the key names files or folders."""
     parts = [*field.metadata]
     for part in get_args(field.annotation):
         parts.extend(get_args(part))
@@ -127,19 +127,19 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         return words if len(kinds) == len(get_args(annotation)) else f"{words}, or null"
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
-    plain = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
-    return plain.get(annotation, "a section with keys of your own") + _bounds(metadata)
+    names = {bool: "true or false", str: "a string", int: "an integer", float: "a number"}
+    return names.get(annotation, "a mapping") + _bounds(metadata)
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
     words = []
     for mark in metadata:
         if isinstance(mark, Ge):
-            words.append(f"of {mark.ge} or more")
+            words.append(f">= {mark.ge}")
         elif isinstance(mark, Gt):
-            words.append(f"above {mark.gt}")
+            words.append(f"> {mark.gt}")
         elif isinstance(mark, Le):
-            words.append(f"at most {mark.le}")
+            words.append(f"<= {mark.le}")
         elif isinstance(mark, Lt):
-            words.append(f"below {mark.lt}")
+            words.append(f"< {mark.lt}")
     return (" " + " and ".join(words)) if words else ""

@@ -1,4 +1,4 @@
-"""The whole config of `camshaft generate`: prompts in, responses out, nothing trained.
+"""Config of `camshaft generate`, which writes responses to a file of prompts.
 
 config = load_generate(["data.path=in.parquet", "data.output_path=out.parquet", "model.path=models/tiny"])
 config.custom_reward_function.is_named()          # False
@@ -16,49 +16,55 @@ from camshaft.config.schema.roles import GeneratorConfig
 
 
 class GenerateDataConfig(Section):
-    """Which prompts are read, and where the responses go."""
+    """Prompts to read, and the output file."""
 
-    path: Paths = Field(description="Parquet files with the prompts, read whole: paths, folders, patterns or URLs.")
+    path: Paths = Field(
+        description="Parquet files with prompts, read into memory: paths, folders, glob patterns or URLs."
+    )
     output_path: Path = Field(
-        description="Parquet file to write: the rows of data.path, in their order, with the responses in new columns."
+        description="Parquet file to write: the rows of data.path in order, with responses in new columns."
     )
-    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or raw text.")
-    response_key: Text = Field(description="Column that is written; the others begin with its name.")
-    reward_fn_key: Text = Field(description="Column with the name of a row's data set; read where rows are scored.")
-    tokenizer: Path | None = Field(description="Folder of the tokenizer; null takes the model's.")
-    batch_size: int = Field(ge=1, description="Prompts generated and written together, over all ranks.")
+    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
+    response_key: Text = Field(
+        description="Column to write responses to; the other new columns use its name as a prefix."
+    )
+    reward_fn_key: Text = Field(description="Column with the data source of a row; read if responses are scored.")
+    tokenizer: Path | None = Field(description="Path of the tokenizer; null uses the model's.")
+    batch_size: int = Field(
+        ge=1, description="Prompts per generation batch, over all ranks; each batch is written when it is complete."
+    )
     truncation: Truncation = Field(
-        description="A prompt longer than rollout.prompt_length: an error, or cut at the left, the right or the middle."
+        description="Handling of prompts longer than rollout.prompt_length: raise an error, or truncate at that side."
     )
-    filter_overlong_prompts: bool = Field(description="Leave rows out whose prompt is longer than that.")
-    max_samples: OffOrPositive = Field(description="Read at most so many rows; -1 reads all.")
+    filter_overlong_prompts: bool = Field(description="Drop rows whose prompt is longer than rollout.prompt_length.")
+    max_samples: OffOrPositive = Field(description="Maximum number of rows to read; -1 reads all.")
 
 
 class GenerateModelConfig(Section):
     """The language model."""
 
-    path: Path = Field(description="Folder in the Hugging Face layout: config.json, weights, tokenizer; or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
-    override_config: dict[str, Any] = Field(description="Entries that replace those of config.json.")
-    trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
+    path: Path = Field(description="Hugging Face model folder (config.json, weights, tokenizer) or its URL.")
+    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
+    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json.")
+    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
 
 
 class GenerateTrainerConfig(PlaceConfig):
-    """Where it runs."""
+    """Devices and seed."""
 
-    seed: int = Field(ge=0, lt=2**32, description="Seed of everything that is drawn.")
+    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
 class GenerateConfig(Section):
-    """Everything that `camshaft generate` reads."""
+    """All keys of `camshaft generate`."""
 
-    data: GenerateDataConfig = Field(description="Which prompts are read, and where the responses go.")
+    data: GenerateDataConfig = Field(description="Prompts to read, and the output file.")
     model: GenerateModelConfig = Field(description="The language model.")
     rollout: GeneratorConfig = Field(description="Generation of responses.")
-    custom_reward_function: CustomRewardConfig = Field(description="A scoring function for the responses.")
-    trainer: GenerateTrainerConfig = Field(description="Where it runs; nothing is trained.")
-    ray_kwargs: RayConfig = Field(description="For trainer.controller=ray.")
+    custom_reward_function: CustomRewardConfig = Field(description="Scoring function for the responses.")
+    trainer: GenerateTrainerConfig = Field(description="Devices and seed.")
+    ray_kwargs: RayConfig = Field(description="Settings for trainer.controller=ray.")
 
     def tokenizer_path(self) -> str:
-        """Folder of the tokenizer that prompts and responses are in."""
+        """Return the path of the tokenizer of prompts and responses."""
         return self.data.tokenizer or self.model.path

@@ -1,4 +1,4 @@
-"""Sections that every trained model has: the model, its optimizer, its sharding, its checkpoints."""
+"""Sections shared by all models: model, optimizer, sharding and checkpoints."""
 
 from typing import Any, Literal
 
@@ -10,41 +10,48 @@ ComputeDType = Literal["float32", "bfloat16"]
 
 
 class AnyModelConfig(Section):
-    """Which Hugging Face model, and how it is built."""
+    """Hugging Face model, and how it is built."""
 
-    path: Path = Field(description="Folder in the Hugging Face layout: config.json, weights, tokenizer; or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
-    override_config: dict[str, Any] = Field(description="Entries that replace those of config.json, dropout for one.")
-    enable_gradient_checkpointing: bool = Field(description="Recompute activations on the way back: memory for time.")
+    path: Path = Field(description="Hugging Face model folder (config.json, weights, tokenizer) or its URL.")
+    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
+    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json, for example dropout.")
+    enable_gradient_checkpointing: bool = Field(
+        description="Recompute activations in the backward pass to save memory."
+    )
     gradient_checkpointing_mode: Literal["full", "selective"] = Field(
-        description="Recompute whole layers, or all but the results of matrix products and attention."
+        description="full recomputes whole layers; selective keeps the outputs of matmuls and attention."
     )
-    enable_activation_offload: bool = Field(description="Keep activations for the way back in host memory.")
-    use_remove_padding: bool = Field(description="Compute on real tokens only; nothing is ever padded, so always on.")
-    trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
-    lora_rank: int = Field(ge=0, description="Train adapters of this rank and freeze the model; 0: train the model.")
-    lora_alpha: float = Field(gt=0, description="LoRA: the adapters' output is scaled by lora_alpha / lora_rank.")
+    enable_activation_offload: bool = Field(
+        description="Offload saved activations to CPU memory until the backward pass."
+    )
+    use_remove_padding: bool = Field(
+        description="Accepted for compatibility; batches are never padded, so it has no effect."
+    )
+    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
+    lora_rank: int = Field(ge=0, description="Rank of LoRA adapters; the base model is frozen. 0 trains all weights.")
+    lora_alpha: float = Field(gt=0, description="LoRA: scale the adapter output by lora_alpha / lora_rank.")
     target_modules: Names = Field(
-        description="LoRA: endings of names of linear layers, or all-linear: every one but the output head."
+        description="LoRA: suffixes of linear layer names, or all-linear for every linear layer except the output head."
     )
-    exclude_modules: Names = Field(description="LoRA: endings of names of layers that are left alone; null for none.")
+    exclude_modules: Names = Field(description="LoRA: suffixes of layer names without an adapter; null for none.")
     lora_adapter_path: Path | None = Field(
-        description="LoRA: folder of an adapter in PEFT's layout to start from; null: one that changes nothing yet."
+        description="LoRA: PEFT adapter folder to start from; null starts from a zero adapter."
     )
 
 
 class ResponsesModelConfig(AnyModelConfig):
-    """A model that looks at many responses to one prompt."""
+    """A model that reads several responses per prompt."""
 
     use_prefix_grouper: bool = Field(
-        description="Compute the prompt of several responses once in a micro-batch; on CPUs, with full attention."
+        description="Prefix sharing: compute a prompt once for all of its responses in a micro-batch. "
+        "Only on CPUs with full attention."
     )
 
 
 class ModelConfig(AnyModelConfig):
-    """The language model."""
+    """A language model."""
 
-    random_init: bool = Field(description="Draw the weights from trainer.seed instead of reading them.")
+    random_init: bool = Field(description="Initialize weights randomly from trainer.seed instead of loading them.")
 
 
 class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
@@ -52,102 +59,113 @@ class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
 
 
 class OptimSection(Section):
-    """The optimizer and its learning-rate schedule. One step of the schedule is one iteration of the trainer."""
+    """Optimizer and learning-rate schedule. One schedule step is one trainer iteration."""
 
-    optimizer: Text = Field(description="A name in torch.optim, or package.module:Class.")
+    optimizer: Text = Field(description="Class name in torch.optim, or package.module:Class.")
     override_optimizer_config: dict[str, Any] = Field(
-        description="More arguments of the optimizer, by its own names; they win over those below."
+        description="Further keyword arguments of the optimizer; they override the keys below."
     )
-    lr: float = Field(gt=0, description="Learning rate after warm-up.")
-    betas: Betas = Field(description="Decay of the first and second moments.")
-    weight_decay: float = Field(ge=0, description="Weight decay; AdamW's is decoupled.")
+    lr: float = Field(gt=0, description="Peak learning rate, reached after warm-up.")
+    betas: Betas = Field(description="Adam betas: decay of the first and second moments.")
+    weight_decay: float = Field(ge=0, description="Weight decay (decoupled in AdamW).")
     lr_warmup_steps: int = Field(ge=-1, description="Iterations of linear warm-up; -1 uses lr_warmup_steps_ratio.")
-    lr_warmup_steps_ratio: float = Field(ge=0, le=1, description="Warm-up as a share of the schedule's length.")
+    lr_warmup_steps_ratio: float = Field(ge=0, le=1, description="Warm-up as a fraction of the schedule length.")
     min_lr_ratio: float | None = Field(
-        ge=0, le=1, description="Cosine, linear: the lowest rate as a share of lr; null is 0."
+        ge=0, le=1, description="Cosine, linear: minimum learning rate as a fraction of lr; null is 0."
     )
-    num_cycles: float = Field(gt=0, description="Cosine: waves over the run; 0.5 falls once from lr to the minimum.")
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(description="Shape of the rate after warm-up.")
+    num_cycles: float = Field(
+        gt=0, description="Cosine: number of cosine cycles; 0.5 decays once from lr to the minimum."
+    )
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(
+        description="Learning-rate schedule after warm-up."
+    )
     total_training_steps: OffOrPositive = Field(
-        description="Length of the schedule in iterations; -1: the trainer fills in the length of the run."
+        description="Schedule length in iterations; -1 uses the length of the run."
     )
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Iterations of warm-up in a schedule of `total_steps`."""
+        """Return the number of warm-up iterations in a schedule of `total_steps`."""
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * total_steps)
 
 
 class WrapPolicy(Section):
-    """Which modules FSDP makes into one unit; by default the model's decoder layers."""
+    """Modules that FSDP shards as one unit; by default the model's decoder layers."""
 
-    transformer_layer_cls_to_wrap: Text | None = Field(description="Class names of the layers, with commas between.")
-    min_num_params: int = Field(ge=0, description="Wrap modules with so many parameters instead; 0: by layer class.")
+    transformer_layer_cls_to_wrap: Text | None = Field(
+        description="Class names of layers to wrap, separated by commas."
+    )
+    min_num_params: int = Field(
+        ge=0, description="Wrap modules with at least this many parameters instead; 0 wraps by layer class."
+    )
 
 
 class ForwardMixedPrecision(Section):
-    """Numbers of the computation of a model that is not trained."""
+    """Compute dtype of a frozen model."""
 
     param_dtype: ComputeDType | None = Field(
-        description="Number format of weights and activations while they are computed with; null: model_dtype."
+        description="Dtype of weights and activations during computation; null: model_dtype."
     )
 
 
 class MixedPrecision(ForwardMixedPrecision):
-    """Numbers of the computation; the weights that the optimizer moves stay in model_dtype."""
+    """Compute dtypes; the optimizer updates weights in model_dtype."""
 
     reduce_dtype: ComputeDType | None = Field(
-        description="Number format of gradients while they are summed over ranks; null: param_dtype."
+        description="Dtype of the gradient reduction over ranks; null: param_dtype."
     )
 
 
 class Sharding(Section):
-    """Number format of weights and how they are shared out; what trained and frozen models have in common."""
+    """Weight dtype and sharding, common to trained and frozen models."""
 
-    wrap_policy: WrapPolicy = Field(description="Units of sharding.")
+    wrap_policy: WrapPolicy = Field(description="FSDP wrapping policy.")
     fsdp_size: OffOrPositive = Field(
-        description="Ranks that share one copy of the weights; -1: all. Fewer: whole copies on groups of so many ranks."
+        description="Ranks per shard group; -1: all ranks. Fewer ranks replicate the model across groups (HSDP)."
     )
     reshard_after_forward: bool = Field(
-        description="Let go of gathered weights after each unit's forward pass: memory for one more gathering."
+        description="Free gathered weights after each unit's forward pass; saves memory and costs one more all-gather."
     )
-    forward_prefetch: bool = Field(description="Gather the next unit's weights while this one computes.")
-    tensor_parallel_size: int = Field(ge=1, description="Ranks that share each matrix product.")
-    param_offload: bool = Field(description="Keep parameters in host memory while they are not needed.")
+    forward_prefetch: bool = Field(
+        description="All-gather the next unit's weights during the current unit's forward pass."
+    )
+    tensor_parallel_size: int = Field(ge=1, description="Tensor-parallel size in ranks.")
+    param_offload: bool = Field(description="Offload parameters to CPU memory while the engine is idle.")
     offload_policy: bool = Field(
-        description="Keep everything in host memory at all times; each unit is brought to the device for its use."
+        description="Keep parameters, gradients and optimizer state in CPU memory; copy each unit to the device for "
+        "its use."
     )
-    model_dtype: DType = Field(description="Number format of the weights.")
+    model_dtype: DType = Field(description="Dtype of the weights.")
 
 
 class FSDPConfig(Sharding):
-    """Number format of a trained model and how FSDP shards it."""
+    """Weight dtype and FSDP sharding of a trained model."""
 
-    grad_offload: bool = Field(description="Keep gradients in host memory while they are not needed.")
-    optimizer_offload: bool = Field(description="Keep the optimizer's state in host memory while it is not needed.")
-    mixed_precision: MixedPrecision = Field(description="Numbers of the computation.")
+    grad_offload: bool = Field(description="Offload gradients to CPU memory while the engine is idle.")
+    optimizer_offload: bool = Field(description="Offload optimizer state to CPU memory while the engine is idle.")
+    mixed_precision: MixedPrecision = Field(description="Compute dtypes.")
 
     def computes_in(self) -> str:
-        """Number format of the computation, which can be less exact than that of the weights."""
+        """Return the compute dtype, which can have a lower precision than the weights."""
         return self.mixed_precision.param_dtype or self.model_dtype
 
 
 class ForwardFSDPConfig(Sharding):
-    """The same for a model that is not trained."""
+    """Weight dtype and FSDP sharding of a frozen model."""
 
-    mixed_precision: ForwardMixedPrecision = Field(description="Numbers of the computation.")
+    mixed_precision: ForwardMixedPrecision = Field(description="Compute dtypes.")
 
 
 class CheckpointConfig(Section):
-    """How checkpoints are written."""
+    """Checkpoint contents and writing mode."""
 
     save_contents: Contents = Field(
-        description="model, optimizer and extra (random states, schedule) are always there, since a run goes on from "
-        "them; hf_model adds the weights as a Hugging Face folder."
+        description="model, optimizer and extra (random states, schedule) are always saved, because resuming requires "
+        "them; hf_model also saves a Hugging Face model folder."
     )
-    async_save: bool = Field(description="Write in the background, from a copy in host memory, while training goes on.")
+    async_save: bool = Field(description="Write checkpoints in the background from a copy in CPU memory.")
 
     def with_hf_model(self) -> bool:
-        """Is a Hugging Face folder written with every checkpoint?"""
+        """Return True if every checkpoint contains a Hugging Face model folder."""
         return "hf_model" in self.save_contents

@@ -1,4 +1,4 @@
-"""Sections about scores: the reward model, and a scoring function of the user's own."""
+"""Sections `reward_model` and `custom_reward_function`."""
 
 from typing import Any, Literal
 
@@ -9,88 +9,99 @@ from camshaft.config.schema.model import ForwardFSDPConfig
 
 
 class RewardModelModelConfig(Section):
-    """Which model scores."""
+    """The reward model."""
 
     input_tokenizer: Path | None = Field(
-        description="The policy's tokenizer, where the reward model has another tokenizer or chat template: responses "
-        "become text by it, and the conversation is put through the reward model's template. null: the same ids."
+        description="The policy's tokenizer, for a reward model with another tokenizer or chat template: responses are "
+        "decoded with it and the conversation is formatted with the reward model's template. null: same token ids."
     )
-    path: Path = Field(description="Folder of a sequence-classification model in the Hugging Face layout; or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first; they may register models.")
-    override_config: dict[str, Any] = Field(description="Entries that replace those of config.json.")
-    trust_remote_code: bool = Field(description="Let transformers run Python code from the model's folder.")
-    fsdp_config: ForwardFSDPConfig = Field(description="Number format and sharding of the reward model.")
+    path: Path = Field(description="Hugging Face folder of a sequence-classification model, or its URL.")
+    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
+    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json.")
+    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
+    fsdp_config: ForwardFSDPConfig = Field(description="Dtype and sharding of the reward model.")
 
 
 class OverlongBufferConfig(Section):
-    """A penalty for long responses (DAPO), whatever scores them: it grows over the last tokens before the limit."""
+    """Soft overlong penalty (DAPO), which grows linearly over the last tokens before the length limit."""
 
-    enable: bool = Field(description="Take the penalty from the scores that are trained on; validation has none.")
-    len: int = Field(ge=0, description="Tokens before the limit over which the penalty grows from 0 to its largest.")
-    penalty_factor: float = Field(ge=0, description="The largest penalty, for a response as long as the limit.")
-    log: bool = Field(description="Track the mean penalty and the share of responses that have one.")
+    enable: bool = Field(description="Subtract the penalty from training scores; validation scores are unchanged.")
+    len: int = Field(
+        ge=0, description="Number of tokens before the limit over which the penalty grows from 0 to its maximum."
+    )
+    penalty_factor: float = Field(ge=0, description="Maximum penalty, for a response that reaches the limit.")
+    log: bool = Field(description="Log the mean penalty and the fraction of penalized responses.")
 
 
 class RewardModelConfig(Section):
-    """A model that scores whole responses, beside or instead of the scoring functions."""
+    """A model that scores whole responses, in addition to or instead of scoring functions."""
 
-    resource_pool: Text = Field(description="Which devices it lives on: global_pool, or one of trainer.resource_pools.")
-    enable: bool = Field(description="Score with a model; false: with scoring functions alone.")
+    resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
+    enable: bool = Field(description="Score with a reward model; false uses scoring functions only.")
     worker_cls: Text | None = Field(
-        description="A worker of your own, package.module:Class, with init_model and compute_rm_score; null: ours."
+        description="Custom worker, package.module:Class, with init_model and compute_rm_score; null uses the "
+        "built-in one."
     )
     weight: float = Field(
-        description="What the model's score counts: score = function's + weight x model's. Without a function (null as "
-        "custom_reward_function.name) the model's alone."
+        description="Weight of the model score: score = function score + weight * model score. Without a scoring "
+        "function "
+        "(custom_reward_function.name=null) the score is the unweighted model score."
     )
-    strategy: Text = Field(description="Engine of the model: a name, or package.module:Class for one of your own.")
-    model: RewardModelModelConfig = Field(description="Which model scores.")
-    micro_batch_size: int = Field(ge=1, description="Sequences per forward pass, over all ranks.")
+    strategy: Text = Field(description="Engine: a registered name, or package.module:Class.")
+    model: RewardModelModelConfig = Field(description="The reward model.")
+    micro_batch_size: int = Field(
+        ge=1, description="Deprecated: sequences per forward pass over all ranks; use micro_batch_size_per_gpu."
+    )
     micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward pass on one rank; wins over micro_batch_size."
+        ge=1, description="Sequences per forward pass on one rank; overrides micro_batch_size."
     )
-    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens, not sequences.")
-    forward_max_token_len_per_gpu: int = Field(ge=1, description="Most tokens per forward pass on one rank.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ranks that share the tokens of one micro-batch.")
+    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
+    forward_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
+    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
     max_length: int | None = Field(
         ge=1,
-        description="Longest sequence that is scored, in the model's own tokens; of a longer one the beginning is left "
-        "out, and counted. null: prompt plus response.",
+        description="Maximum sequence length in the reward model's tokens; longer sequences are truncated on the left "
+        "and counted. null: prompt length plus response length.",
     )
-    overlong_buffer: OverlongBufferConfig = Field(description="A penalty for long responses, with or without a model.")
+    overlong_buffer: OverlongBufferConfig = Field(
+        description="Penalty for long responses, with or without a reward model."
+    )
 
     def ranks_per_row(self) -> int:
-        """Ranks that compute one row together."""
+        """Return the number of ranks that share one row."""
         return self.ulysses_sequence_parallel_size * self.model.fsdp_config.tensor_parallel_size
 
 
 class CustomRewardConfig(Section):
-    """A scoring function of your own, and how all scoring functions are run."""
+    """Selection of the scoring function, and settings that apply to all scoring functions."""
 
-    path: Path | None = Field(description="Python file or module with the function; null: one of the functions here.")
+    path: Path | None = Field(
+        description="Python file or module with the scoring function; null selects a built-in function."
+    )
     name: Text | None = Field(
-        description="Name of the function, or what @register_reward calls it; without a path, compute_score goes by "
-        "data_source. null is compute_score, but without a path it is no function in camshaft generate and where a "
-        "reward model scores."
+        description="Name of the function, or its @register_reward name. Without a path, compute_score selects by "
+        "data_source. null is compute_score; without a path, null disables scoring functions in camshaft generate and "
+        "with a reward model."
     )
-    reward_kwargs: dict[str, Any] = Field(description="Further keyword arguments for every call.")
+    reward_kwargs: dict[str, Any] = Field(description="Additional keyword arguments for every call.")
     batched: bool | None = Field(
-        description="Whether a call has the lists of a whole batch: data_sources, solution_strs, ground_truths, "
-        "extra_infos. null: if those are the names of the function's parameters."
+        description="Call the function once per batch with lists: data_sources, solution_strs, ground_truths, "
+        "extra_infos. null detects this from the function's parameter names."
     )
-    timeout: float = Field(gt=0, description="Seconds that one call may take.")
-    num_workers: int = Field(ge=1, description="Processes that score.")
+    timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
+    num_workers: int = Field(ge=1, description="Number of scoring processes.")
     on_error: Literal["zero", "drop", "raise"] = Field(
-        description="A sample whose call fails or runs out of time: score 0, leave it out of the update, or stop. In "
-        "validation and camshaft generate drop is zero."
+        description="Handling of a sample whose call fails or times out: score 0, drop it from the update, or stop "
+        "the run. "
+        "In validation and camshaft generate drop means zero."
     )
 
     def is_named(self) -> bool:
-        """Whether a function is asked for at all."""
+        """Return True if a scoring function is configured."""
         return self.path is not None or self.name is not None
 
     def function_name(self) -> str:
-        """The name to load: without a path, the default name means the function that goes by `data_source`."""
+        """Return the name to load; without a path the default name is "auto", which selects by `data_source`."""
         name = self.name or "compute_score"
         return "auto" if self.path is None and name == "compute_score" else name

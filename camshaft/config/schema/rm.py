@@ -1,4 +1,4 @@
-"""The whole config of the training of a reward model."""
+"""Config of `camshaft rm`, which trains a reward model."""
 
 from pydantic import Field
 
@@ -7,27 +7,27 @@ from camshaft.config.schema.supervised import SupervisedConfig, SupervisedDataCo
 
 
 class RMDataConfig(SupervisedDataConfig):
-    """Pairs of answers, of which one is preferred, and batch sizes, which count pairs."""
+    """Preference pairs, and batch sizes in pairs."""
 
     prompt_key: Text | None = Field(
-        description="Column with the prompt: a list of {role, content} messages, or raw text; null: chosen and "
-        "rejected are whole conversations."
+        description="Column with the prompt: a list of {role, content} messages, or a string; null: chosen and "
+        "rejected contain whole conversations."
     )
-    chosen_key: Text = Field(description="Column with the preferred answer: text, or messages.")
-    rejected_key: Text = Field(description="Column with the other answer.")
+    chosen_key: Text = Field(description="Column with the chosen response: a string, or messages.")
+    rejected_key: Text = Field(description="Column with the rejected response: a string, or messages.")
     margin_key: Text | None = Field(
-        description="Column with a number by which the score of the chosen answer is to lead at least; null for none."
+        description="Column with the margin by which the chosen score should exceed the rejected score; null for none."
     )
 
 
 class RMConfig(SupervisedConfig):
-    """Everything that the training of a reward model reads."""
+    """All keys of `camshaft rm`."""
 
-    data: RMDataConfig = Field(description="Pairs of answers, and batch sizes.")
+    data: RMDataConfig = Field(description="Preference pairs, and batch sizes.")
     center_rewards_coefficient: float = Field(
-        ge=0, description="Weight of the squared sum of both scores of a pair, which keeps scores around 0; 0: none."
+        ge=0, description="Coefficient of the squared sum of a pair's scores, which centers scores at 0; 0 disables it."
     )
 
     def longest_row(self) -> int:
-        """Tokens of the longest pair."""
+        """Return the maximum number of tokens of a pair."""
         return 2 * self.data.max_length

@@ -1,4 +1,4 @@
-"""The whole config of a supervised fine-tuning run."""
+"""Config of `camshaft sft`, supervised fine-tuning."""
 
 from pydantic import Field
 
@@ -7,17 +7,17 @@ from camshaft.config.schema.supervised import SupervisedConfig, SupervisedDataCo
 
 
 class SFTDataConfig(SupervisedDataConfig):
-    """Prompts with the responses to learn, and batch sizes."""
+    """Prompts with target responses, and batch sizes."""
 
-    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or raw text.")
-    response_key: Text = Field(description="Column with the response to learn.")
+    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
+    response_key: Text = Field(description="Column with the target response.")
 
 
 class SFTConfig(SupervisedConfig):
-    """Everything that a supervised run reads."""
+    """All keys of `camshaft sft`."""
 
-    data: SFTDataConfig = Field(description="Prompts with the responses to learn.")
+    data: SFTDataConfig = Field(description="Prompts with target responses, and batch sizes.")
 
     def longest_row(self) -> int:
-        """Tokens of the longest sequence."""
+        """Return the maximum number of tokens of a sequence."""
         return self.data.max_length

@@ -218,9 +218,9 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=[2,3]"], "2 values for 1 rules"),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5"], "the largest ratio"),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.9_0.5"], "the largest ratio"),
-        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], "the largest divergence"),
-        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=much"], "the largest divergence"),
-        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=inf"], "the largest divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], "a maximum divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=much"], "a maximum divergence"),
+        ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=inf"], "a maximum divergence"),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=inf"], "the largest ratio"),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=-2"], "the largest ratio"),
         (

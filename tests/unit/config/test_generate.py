@@ -62,7 +62,7 @@ def test_nothing_is_scored_unless_a_function_is_named(words: list[str], tmp_path
 
 def test_the_older_name_of_the_number_of_responses_is_known(words: list[str]) -> None:
     assert load_generate([*words, "data.n_samples=5"]).rollout.n == 5
-    assert explain("data.n_samples", "generate").startswith("data.n_samples is the older name of:")
+    assert explain("data.n_samples", "generate").startswith("data.n_samples is an alias of:")
 
 
 def test_generators_are_checked_as_in_training(words: list[str]) -> None:

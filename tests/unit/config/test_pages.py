@@ -8,29 +8,29 @@ from camshaft.config.tree import fields, leaf_fields
 from camshaft.errors import ConfigError
 
 
-def test_a_key_is_explained_with_meaning_bounds_default_and_remark():
+def test_explain_shows_description_type_default_and_comment():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
     assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Prompts per optimizer step")
-    assert "takes       a whole number of 1 or more" in text
+    assert "type        an integer >= 1" in text
     assert "default     256" in text
     assert "prompts, over all ranks; rollout.n sequences each" in text
 
 
-def test_a_default_that_follows_another_key_is_shown_with_its_value():
+def test_explain_resolves_a_default_that_refers_to_another_key():
     text = explain("actor_rollout_ref.rollout.response_length")
     assert "default     ${data.max_response_length}" in text
-    assert "that is     512" in text
+    assert "resolved    512" in text
 
 
-def test_a_section_is_explained_by_its_keys():
+def test_explain_lists_the_keys_of_a_section():
     text = explain("algorithm.kl_ctrl")
     assert {"type", "kl_coef", "horizon", "target_kl"} < set(text.split())
 
 
-def test_an_older_name_is_explained_by_the_new_one():
+def test_explain_resolves_an_alias():
     text = explain("algorithm.gemma")
-    assert text.startswith("algorithm.gemma is the older name of:")
-    assert "Discount per token." in text
+    assert text.startswith("algorithm.gemma is an alias of:")
+    assert "Discount factor per token." in text
 
 
 def test_what_is_not_there_yet_is_said():
@@ -38,12 +38,12 @@ def test_what_is_not_there_yet_is_said():
     assert "not every value is there yet" in explain("actor_rollout_ref.actor.strategy")
 
 
-def test_an_unknown_key_is_told_with_the_nearest_ones():
+def test_an_unknown_key_is_reported_with_the_nearest_keys():
     with pytest.raises(ConfigError, match=r"Nearest: .*algorithm\.kl_ctrl\.kl_coef"):
         explain("algorithm.kl_ctrl.kl_coeff")
-    with pytest.raises(ConfigError, match=r"`camshaft sft` has it"):
+    with pytest.raises(ConfigError, match=r"is a key of `camshaft sft`"):
         explain("data.response_key")
-    with pytest.raises(ConfigError, match=r"begins with: data, actor_rollout_ref"):
+    with pytest.raises(ConfigError, match=r"Sections: data, actor_rollout_ref"):
         explain("xyzzy")
 
 
@@ -55,12 +55,12 @@ def test_every_key_can_be_explained(trainer, schema):
     assert all(explain(key, trainer).startswith(key) for key in fields(schema))
 
 
-def test_remarks_belong_to_the_key_they_stand_at():
-    found = comments(PPOConfig)
-    assert found["data.truncation"] == "or left, right, middle"
-    assert found["actor_rollout_ref.actor.optim.num_cycles"] == "cosine only"
-    assert found["actor_rollout_ref.actor.ppo_micro_batch_size"].startswith("Sequences per pass")
-    assert set(found) <= set(fields(PPOConfig))
+def test_comments_belong_to_the_key_on_their_line():
+    remarks = comments(PPOConfig)
+    assert remarks["data.truncation"] == "or left, right, middle"
+    assert remarks["actor_rollout_ref.actor.optim.num_cycles"] == "cosine only"
+    assert remarks["actor_rollout_ref.actor.ppo_micro_batch_size"].startswith("Sequences per forward pass")
+    assert set(remarks) <= set(fields(PPOConfig))
 
 
 def test_show_is_the_file_of_defaults():
@@ -73,5 +73,5 @@ def test_the_reference_page_has_a_line_for_every_key():
     rows = [line for line in lines if line.startswith("| `")]
     schemas = (PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
     assert len(rows) == sum(len(leaf_fields(schema)) for schema in schemas)
-    assert any(row.startswith("| `data.val_batch_size` | `1312` | a whole number of 1 or more |") for row in rows)
+    assert any(row.startswith("| `data.val_batch_size` | `1312` | an integer >= 1 |") for row in rows)
     assert all(row.count(" | ") == 3 for row in rows)

@@ -1,4 +1,4 @@
-"""The YAML files and the schema are held to each other, to the specification, and to the code above."""
+"""The YAML files and the schema agree with each other, the specification and the registries."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ def test_yaml_and_schema_have_the_same_keys_in_the_same_order(schema):
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_every_key_says_what_it_is_for_in_one_line_and_has_no_default_in_the_schema(schema):
+def test_every_key_has_a_description_and_no_default_in_the_schema(schema):
     for key, field in fields(schema).items():
         assert field.description, key
         assert field.description.endswith("."), key
@@ -134,7 +134,7 @@ def test_keys_and_defaults_are_those_of_the_specification():
     assert found == SPECIFIED
 
 
-def test_the_config_offers_what_the_algorithms_have():
+def test_config_choices_match_the_algorithm_registries():
     assert set(ESTIMATORS) == set(algorithms.ESTIMATORS)
     assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(get_args(LossAggMode)) == set(algorithms.AGGREGATIONS)
@@ -143,7 +143,7 @@ def test_the_config_offers_what_the_algorithms_have():
     assert set(GROUP_ESTIMATORS) == groups
 
 
-def test_built_in_names_are_those_of_the_registries():
+def test_built_in_names_match_the_registries():
     assert set(ENGINES) == set(engine.ENGINES)
     assert set(ROLLOUTS) == set(rollout.ROLLOUTS)
     assert set(TRACKERS) == set(tracking.TRACKERS)

@@ -1,4 +1,4 @@
-"""What others are told of a config holds no secret, and all the rest."""
+"""without_secrets removes secrets from a config and keeps all other values."""
 
 import json
 from pathlib import Path
@@ -11,26 +11,26 @@ from camshaft.config.tree import flatten, get, leaf_fields
 SECRET = "hunter2"
 
 
-def told(words: list[str], *more: str) -> dict:
-    found = without_secrets(load_ppo([*words, *more]))
-    assert SECRET not in json.dumps(found)
-    return found
+def redacted(words: list[str], *more: str) -> dict:
+    public = without_secrets(load_ppo([*words, *more]))
+    assert SECRET not in json.dumps(public)
+    return public
 
 
-def test_what_is_no_secret_is_told_as_it_is(words):
+def test_values_without_secrets_are_unchanged(words):
     config = load_ppo(words)
-    found = without_secrets(config)
-    assert set(config.model_dump(mode="json")) - set(found) == {"ray_kwargs"}
+    public = without_secrets(config)
+    assert set(config.model_dump(mode="json")) - set(public) == {"ray_kwargs"}
     leaves = leaf_fields(type(config))
-    wanted = flatten(config.model_dump(mode="json", exclude={"ray_kwargs"}), leaves)
-    assert flatten(found, leaves) == wanted
-    assert "data.prompt_key" in wanted  # a name of ours, whatever it ends with
+    expected = flatten(config.model_dump(mode="json", exclude={"ray_kwargs"}), leaves)
+    assert flatten(public, leaves) == expected
+    assert "data.prompt_key" in expected  # a key of the schema is never hidden by its name
 
 
-def test_what_ray_is_given_is_left_out(words):
+def test_ray_kwargs_are_omitted(words):
     ray = "+ray_kwargs.ray_init"
-    found = told(words, f"{ray}.runtime_env.env_vars.WANDB_API_KEY={SECRET}", f"{ray}._redis_password={SECRET}")
-    assert "ray_kwargs" not in found
+    public = redacted(words, f"{ray}.runtime_env.env_vars.WANDB_API_KEY={SECRET}", f"{ray}._redis_password={SECRET}")
+    assert "ray_kwargs" not in public
 
 
 @pytest.mark.parametrize(
@@ -45,18 +45,18 @@ def test_what_ray_is_given_is_left_out(words):
         ("hdfs://host:8020/run", "hdfs://host:8020/run"),
     ],
 )
-def test_a_url_is_told_without_its_password(words, url, shown):
-    found = told(words, f"trainer.default_hdfs_dir='{url}'")
-    assert found["trainer"]["default_hdfs_dir"] == shown
+def test_secrets_in_urls_are_hidden(words, url, shown):
+    public = redacted(words, f"trainer.default_hdfs_dir='{url}'")
+    assert public["trainer"]["default_hdfs_dir"] == shown
 
 
 @pytest.mark.parametrize(
     "name", ["api_key", "OPENAI_API_KEY", "apikey", "hf_token", "client_secret", "password", "Authorization", "auth"]
 )
-def test_what_a_name_of_the_users_own_says_to_be_secret_is_hidden(words, name, tmp_path):
+def test_user_keys_that_name_secrets_are_hidden(words, name, tmp_path):
     (tmp_path / "mine.py").touch()
     section = "custom_reward_function"
-    found = told(
+    public = redacted(
         words,
         f"{section}.path={tmp_path}/mine.py",
         f"+{section}.reward_kwargs.{name}={SECRET}",
@@ -65,7 +65,7 @@ def test_what_a_name_of_the_users_own_says_to_be_secret_is_hidden(words, name, t
         f"+{section}.reward_kwargs.max_tokens=5",
         f"+{section}.reward_kwargs.style=terse",
     )
-    assert get(found, f"{section}.reward_kwargs") == {
+    assert get(public, f"{section}.reward_kwargs") == {
         name: "***",
         "headers": {name: "***", "all": [{name: "***"}]},
         "judge": "http://me:***@host/v1",
@@ -74,7 +74,7 @@ def test_what_a_name_of_the_users_own_says_to_be_secret_is_hidden(words, name, t
     }
 
 
-def test_a_path_with_a_question_mark_is_no_url(words, tmp_path: Path):
+def test_a_path_with_a_question_mark_is_not_a_url(words, tmp_path: Path):
     (tmp_path / "a?b=c.parquet").touch()
-    found = told(words, f"data.train_files={tmp_path}/a?b=c.parquet")
-    assert found["data"]["train_files"] == [f"{tmp_path}/a?b=c.parquet"]
+    public = redacted(words, f"data.train_files={tmp_path}/a?b=c.parquet")
+    assert public["data"]["train_files"] == [f"{tmp_path}/a?b=c.parquet"]

@@ -9,9 +9,9 @@ def test_every_number_from_prompts_to_optimizer_steps(words):
     config = load_ppo(
         [*words, f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2", "critic.ppo_mini_batch_size=512", "critic.ppo_epochs=3"]
     )
-    found = {row.what: (row.actor, row.critic) for row in batch_table(config, Topology(8))}
-    assert found == {
-        "ranks with rows of their own": (8, 8),
+    rows = {row.name: (row.actor, row.critic) for row in batch_table(config, Topology(8))}
+    assert rows == {
+        "data-parallel ranks": (8, 8),
         "prompts per iteration": (1024, 1024),
         "sequences per iteration": (4096, 4096),  # x 4
         "sequences per mini-batch": (1024, 2048),  # 256 x 4, 512 x 4
@@ -27,11 +27,11 @@ def test_every_number_from_prompts_to_optimizer_steps(words):
 
 def test_a_last_micro_batch_may_be_smaller(words):
     config = load_ppo([*words, f"{ACTOR}.ppo_micro_batch_size_per_gpu=100"])
-    found = {row.what: row.actor for row in batch_table(config, Topology())}
-    assert found["micro-batches per mini-batch"] == 3  # 100 + 100 + 56
+    rows = {row.name: row.actor for row in batch_table(config, Topology())}
+    assert rows["micro-batches per mini-batch"] == 3  # 100 + 100 + 56
 
 
-def test_budgets_of_tokens_are_told_as_such_and_a_missing_critic_is_a_dash(words):
+def test_token_budgets_and_missing_roles_are_shown(words):
     config = load_ppo(
         [*words, f"{ACTOR}.use_dynamic_bsz=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8"],
     )
@@ -55,8 +55,8 @@ def test_each_role_has_the_ranks_of_its_own_layout(words):
             "critic.model.fsdp_config.tensor_parallel_size=8",
         ]
     )
-    found = {row.what: (row.actor, row.ref, row.critic) for row in batch_table(config, Topology(8))}
-    assert found["ranks with rows of their own"] == (2, 4, 1)  # 8 / 4, 8 / 2, 8 / 8
-    assert found["mini-batch per rank"] == (128, None, 256)  # 256 / 2, 256 / 1
-    assert found["micro-batch per rank"] == (32, None, 64)  # 64 / 2, 64 / 1
-    assert found["forward micro-batch per rank"] == (64, 32, 64)  # 128 / 2, 128 / 4, 64 / 1
+    rows = {row.name: (row.actor, row.ref, row.critic) for row in batch_table(config, Topology(8))}
+    assert rows["data-parallel ranks"] == (2, 4, 1)  # 8 / 4, 8 / 2, 8 / 8
+    assert rows["mini-batch per rank"] == (128, None, 256)  # 256 / 2, 256 / 1
+    assert rows["micro-batch per rank"] == (32, None, 64)  # 64 / 2, 64 / 1
+    assert rows["forward micro-batch per rank"] == (64, 32, 64)  # 128 / 2, 128 / 4, 64 / 1

@@ -66,9 +66,9 @@ def test_types_and_bounds_are_put_into_words():
     words = {key: describe(field) for key, field in leaf_fields(PPOConfig).items()}
     assert words["data.tokenizer"] == "a path, or null"
     assert words["data.shuffle"] == "true or false"
-    assert words["trainer.total_training_steps"] == "a whole number of 1 or more, or null"
-    assert words["algorithm.gamma"] == "a number of 0 or more and at most 1"
+    assert words["trainer.total_training_steps"] == "an integer >= 1, or null"
+    assert words["algorithm.gamma"] == "a number >= 0 and <= 1"
     assert words["trainer.resume_mode"] == "one of auto, disable, resume_path"
-    assert words["actor_rollout_ref.model.override_config"] == "a section with keys of your own"
-    assert words["actor_rollout_ref.model.external_lib"] == "a module, or several with commas between, or null"
+    assert words["actor_rollout_ref.model.override_config"] == "a mapping"
+    assert words["actor_rollout_ref.model.external_lib"] == "a module, or several separated by commas, or null"
     assert words["trainer.logger"] == "a list of names"

@@ -226,8 +226,8 @@ def test_options_of_ours_and_of_vllm_are_told_apart() -> None:
     ("own", "told"),
     [
         ({"vllm_server_base_url": "10.0.0.7:8000"}, "write it as http://127.0.0.1:8000"),
-        ({"vllm_server_base_url": ["http://a:1"]}, "names 1 server for 2 ranks"),
-        ({"vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "one server twice"),
+        ({"vllm_server_base_url": ["http://a:1"]}, "lists 1 server for 2 ranks"),
+        ({"vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "listed twice"),
         ({"vllm_server_base_url": ["http://a:1", "http://b:1"], "swap_space": 2}, "swap_space: these are for starting"),
         ({"vllm_server_timeout": 0}, "vllm_server_timeout: .*greater than 0"),
         ({"weight_transfer": "pigeon"}, "weight_transfer: .*'shared_memory' or 'broadcast'"),
