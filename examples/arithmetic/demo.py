@@ -1,13 +1,13 @@
-"""The demo: a tiny model learns to carry. A few minutes on two CPU cores, nothing is downloaded.
+"""Demo: teach a tiny model to carry, in a few minutes on two CPU cores and without downloads.
 
     python examples/arithmetic/demo.py [--out demo_out] [--steps N]
 
-1. Make a model of 0.6 million parameters and sums of two numbers of two digits; 256 sums are held out.
-2. Warm it up on a text in which six answers out of ten forget to carry (57+68=15): `camshaft sft`.
-3. Train it with PPO: a critic, a reference with a KL penalty, reward 1 for the right sum: `camshaft ppo`.
-4. Show what it says before and after, and draw the curves.
+1. Create a 0.6M-parameter model and a data set of two-digit additions; 256 of them are held out.
+2. Fine-tune on answers of which six in ten forget to carry (57+68=15): `camshaft sft`.
+3. Train with PPO, a critic and a KL penalty; the reward is 1 for a correct sum: `camshaft ppo`.
+4. Print responses before and after PPO, and plot the curves.
 
-Both runs are the ordinary commands with the ordinary config; they are printed, so you can type them yourself.
+Both runs use the ordinary commands, which are printed so that you can repeat them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> int:
     console.rule("1. a model and a task")
     make_task(out)
 
-    console.rule("2. warm-up: supervised, on sums that often forget to carry")
-    run("sft", sft_words(out, options.sft_steps))
+    console.rule("2. supervised fine-tuning on sums that often forget to carry")
+    run("sft", sft_arguments(out, options.sft_steps))
 
-    console.rule("3. PPO: reward 1 for the right sum")
-    run("ppo", ppo_words(out, options.steps))
+    console.rule("3. PPO with reward 1 for a correct sum")
+    run("ppo", ppo_arguments(out, options.steps))
 
-    console.rule("4. what changed")
+    console.rule("4. results")
     metrics = [json.loads(line) for line in (out / "ppo" / "metrics.jsonl").read_text().splitlines()]
     first, last = scores(metrics)[0], scores(metrics)[-1]
     show_transcripts(out / "ppo" / "validation", metrics[-1]["step"])
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def make_task(out: Path) -> None:
-    """`out/data/*.parquet` and `out/model`, unless they are there."""
+    """Write `out/data/*.parquet` and `out/model`."""
     from camshaft.data import write_arithmetic
     from camshaft.models.tiny import make_tiny_model
 
@@ -67,10 +67,12 @@ def make_task(out: Path) -> None:
     make_tiny_model(
         out / "model", hidden=128, layers=3, heads=4, kv_heads=2, intermediate=384, seed=1, initializer_range=0.06
     )
-    console.print(f"{paths.train}: 7000 sums; {paths.heldout}: 256 others; {out / 'model'}: a random model")
+    console.print(
+        f"{paths.train}: 7000 training sums; {paths.heldout}: 256 held-out sums; {out / 'model'}: untrained model"
+    )
 
 
-def sft_words(out: Path, steps: int) -> list[str]:
+def sft_arguments(out: Path, steps: int) -> list[str]:
     return [
         "strategy=reference",
         f"model.path={out}/model",
@@ -92,7 +94,7 @@ def sft_words(out: Path, steps: int) -> list[str]:
     ]
 
 
-def ppo_words(out: Path, steps: int) -> list[str]:
+def ppo_arguments(out: Path, steps: int) -> list[str]:
     return [
         "algorithm.adv_estimator=gae",
         "algorithm.use_kl_in_reward=True",
@@ -133,20 +135,20 @@ def ppo_words(out: Path, steps: int) -> list[str]:
     ]
 
 
-def run(command: str, words: list[str]) -> None:
-    console.print("camshaft " + shlex.join([command, *words]), style="dim", soft_wrap=True)
-    status = subprocess.run([sys.executable, "-m", "camshaft", command, *words]).returncode
+def run(command: str, arguments: list[str]) -> None:
+    console.print("camshaft " + shlex.join([command, *arguments]), style="dim", soft_wrap=True)
+    status = subprocess.run([sys.executable, "-m", "camshaft", command, *arguments]).returncode
     if status:
         sys.exit(status)
 
 
 def scores(metrics: list[dict[str, Any]]) -> list[float]:
-    """Share of held-out sums that were right, at each validation."""
+    """Return the share of correct held-out sums at each validation."""
     return [line["val/reward/mean"] for line in metrics if "val/reward/mean" in line]
 
 
 def show_transcripts(folder: Path, last: int, count: int = 8) -> None:
-    """Sums that were wrong before, and what is said of them now."""
+    """Print held-out sums that were wrong before PPO, with the responses before and after."""
     before, after = (
         [json.loads(line) for line in (folder / f"step_{step}.jsonl").read_text().splitlines()] for step in (0, last)
     )
@@ -160,7 +162,7 @@ def show_transcripts(folder: Path, last: int, count: int = 8) -> None:
 
 
 def draw(metrics: list[dict[str, Any]], target: Path) -> None:
-    """Reward, KL, entropy and value error over the iterations."""
+    """Plot reward, KL, entropy and value loss over the iterations."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -169,8 +171,8 @@ def draw(metrics: list[dict[str, Any]], target: Path) -> None:
     figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
     panels = {
         "reward": {"sampled, training sums": "critic/score/mean", "greedy, held-out sums": "val/reward/mean"},
-        "KL from the start (nats a token)": {"": "actor/reward_kl_penalty"},
-        "entropy (nats a token)": {"": "actor/entropy"},
+        "KL to the initial policy (nats/token)": {"": "actor/reward_kl_penalty"},
+        "entropy (nats/token)": {"": "actor/entropy"},
         "value loss": {"": "critic/vf_loss"},
     }
     for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):

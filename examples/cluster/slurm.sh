@@ -1,12 +1,12 @@
 #!/bin/bash
-# A run on the machines of a Slurm job: Ray on each of them, `camshaft ppo` on the first, nothing left at the end.
+# Run on the nodes of a Slurm job: start Ray on every node, run `camshaft ppo` on the first, stop Ray at the end.
 #
 #     sbatch --nodes=4 examples/cluster/slurm.sh data.train_files=/shared/sums/train.parquet ...
 #
-# The words are those of `camshaft ppo`; how many machines and devices there are is known from Slurm. What `camshaft`
-# and `ray` need is active where sbatch is typed (Slurm takes the environment along) and, like models, data and
-# trainer.default_local_dir, at the same place on every machine. Ten minutes before the job's time is over, or when it is
-# preempted, the run is asked to save and end, and the job is queued again; it goes on from its newest checkpoint.
+# Arguments are those of `camshaft ppo`; the numbers of nodes and devices are taken from Slurm. Activate the environment
+# of `camshaft` and `ray` before sbatch. That environment, models, data and trainer.default_local_dir must have the same
+# paths on every node. Ten minutes before the time limit, or on preemption, the run saves a checkpoint and exits, and the
+# job is requeued and resumes from it.
 #SBATCH --job-name=camshaft
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

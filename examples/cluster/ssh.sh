@@ -1,14 +1,13 @@
 #!/bin/bash
-# A run on machines that ssh reaches without a password: starts Ray on all, `camshaft ppo` on the first, stops Ray.
+# Run on hosts that ssh reaches without a password: start Ray on all, run `camshaft ppo` on the first, stop Ray.
 #
 #     HOSTS="gpu1 gpu2" examples/cluster/ssh.sh trainer.n_gpus_per_node=8 data.train_files=/shared/train.parquet ...
 #
-# The words are those of `camshaft ppo`. This folder, the environment that `camshaft` is in, models, data and
-# trainer.default_local_dir are at the same place on every machine. `ray stop` at the end stops every Ray process that
-# is yours on these machines: they run nothing else on Ray.
+# Arguments are those of `camshaft ppo`. This folder, the environment, models, data and trainer.default_local_dir must have
+# the same paths on every host. The final `ray stop` stops all of your Ray processes on these hosts.
 set -euo pipefail
 
-read -ra hosts <<< "${HOSTS:?type HOSTS=\"one two\", as ssh knows them}"
+read -ra hosts <<< "${HOSTS:?set HOSTS=\"host1 host2\"}"
 port=${PORT:-6379}
 bin=$(dirname "$(command -v camshaft)")
 

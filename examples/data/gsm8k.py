@@ -1,8 +1,10 @@
-"""GSM8K as prompts with a checked answer: python examples/data/gsm8k.py --local_dir downloads/gsm8k --out data/gsm8k
+"""Convert GSM8K to prompts with verifiable answers.
 
-`--local_dir` holds the files of openai/gsm8k as they are on the hub (main/train-00000-of-00001.parquet, ...; `socratic`
-beside it is left alone) or in the authors' repository (train.jsonl, test.jsonl): rows with `question` and `answer`,
-which ends in `#### <number>`.
+    python examples/data/gsm8k.py --local_dir downloads/gsm8k --out data/gsm8k
+
+`--local_dir` is a copy of openai/gsm8k from the hub (main/train-00000-of-00001.parquet, ...; the `socratic` subset is
+ignored) or of the authors' repository (train.jsonl, test.jsonl). Rows have a `question` and an `answer` that ends in
+`#### <number>`.
 """
 
 import argparse

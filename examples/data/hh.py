@@ -1,11 +1,13 @@
-"""HH-RLHF: python examples/data/hh.py --local_dir downloads/hh-rlhf --out data/hh
+"""Convert HH-RLHF to prompts and preference pairs.
 
-`--local_dir` holds the files of Anthropic/hh-rlhf (helpful-base/train.jsonl.gz, ...: whole dialogues `chosen` and
-`rejected`) or Dahoas/full-hh-rlhf (data/train-00000-of-00001.parquet, ...: `prompt`, and the last turns `chosen` and
-`rejected`) as they are on the hub. For each split are written
+    python examples/data/hh.py --local_dir downloads/hh-rlhf --out data/hh
+
+`--local_dir` is a copy of Anthropic/hh-rlhf from the hub (helpful-base/train.jsonl.gz, ...: full dialogues `chosen` and
+`rejected`) or of Dahoas/full-hh-rlhf (data/train-00000-of-00001.parquet, ...: `prompt`, and the last turns `chosen` and
+`rejected`). Each split yields two files:
   <split>.parquet        `prompt` as messages, for PPO with a reward model (custom_reward_function.name=null)
   <split>_pairs.parquet  `prompt`, `chosen`, `rejected` as messages, for training a reward model
-A pair whose dialogues do not end in an assistant's turn after the same beginning says nothing, and is counted.
+Pairs whose dialogues do not share a prompt and end in an assistant turn are dropped and counted.
 """
 
 import argparse
@@ -25,7 +27,7 @@ Messages = list[dict[str, str]]
 
 
 def messages(dialogue: str) -> Messages:
-    """`\\n\\nHuman: Hello\\n\\nAssistant: Hi` as messages; turns of one side that follow each other are one."""
+    """Parse `\\n\\nHuman: Hello\\n\\nAssistant: Hi` into messages; consecutive turns of one speaker are merged."""
     _, *parts = TURN.split(dialogue)
     turns: Messages = []
     for speaker, text in zip(parts[::2], parts[1::2], strict=True):

@@ -1,10 +1,10 @@
-r"""MATH as prompts with a checked answer:
+r"""Convert MATH to prompts with verifiable answers.
 
     python examples/data/math_dataset.py --local_dir downloads/math --out data/math
 
-`--local_dir` holds the files of DigitalLearningGmbH/MATH-lighteval (data/train-00000-of-00001.parquet, ...) or
-HuggingFaceH4/MATH-500 (test.jsonl; --data_source HuggingFaceH4/MATH-500) as they are on the hub: rows with `problem`
-and `solution`, in which the answer is the last \boxed{}. Both data sets are scored by the reward `math`.
+`--local_dir` is a copy of DigitalLearningGmbH/MATH-lighteval from the hub (data/train-00000-of-00001.parquet, ...) or
+of HuggingFaceH4/MATH-500 (test.jsonl; --data_source HuggingFaceH4/MATH-500). Rows have a `problem` and a `solution`
+with the answer in its last \boxed{}. The reward function `math` scores both data sets.
 """
 
 import argparse
@@ -19,7 +19,7 @@ INSTRUCTION = "Let's think step by step and output the final answer within \\box
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last \boxed{...} or \fbox{...} (or after "\boxed ", up to a $), braces inside it included."""
+    r"""Return the content of the last \boxed{...} or \fbox{...} (or after "\boxed ", up to a $), with nested braces."""
     start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
     if start < 0:
         return None

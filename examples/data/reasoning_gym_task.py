@@ -1,10 +1,10 @@
-"""Made-up questions of reasoning-gym, nothing to download: pip install 'camshaft[reasoning-gym]', then
+"""Generate a reasoning-gym task, without a download (requires pip install 'camshaft[reasoning-gym]').
 
     python examples/data/reasoning_gym_task.py --task gcd --size 2000 --test_size 200 --set max_value=20 --out data/gcd
 
-`--set name=value` gives a setting of the task's own (a number, true, a list, or a word). `--system` adds a system
-message, for a model that is to think first: the reward takes what stands in the last <answer>...</answer>, or else the
-whole response.
+`--set name=value` passes a setting to the task (a number, true, a list, or a string). `--system` adds a system message
+that asks the model to reason first. The reward scores the last <answer>...</answer>, or the full response if it has
+none.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from camshaft.errors import CamshaftError, ConfigError, tell
 def setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
-        raise ConfigError(f"--set {text}: type name=value")
+        raise ConfigError(f"--set {text} has no value; use name=value")
     try:
         return name, json.loads(value)
     except ValueError:

@@ -1,9 +1,9 @@
-"""Train a model on two ranks with nothing but an engine and its loop: no roles, no controller.
+"""Train a model on two ranks with an engine and a training loop, without roles or a controller.
 
     torchrun --nproc-per-node 2 examples/engine/train.py out/counting
     torchrun --nproc-per-node 2 examples/engine/train.py out/counting cuda
 
-The model learns to count: every row goes up by one from where it starts.
+The model learns to count: each row of the data set increases by one per token.
 """
 
 import sys
@@ -18,21 +18,21 @@ from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 
 
 def loss_fn(data, predictions, ctx):
-    """Negative log-likelihood: a share of the mean over the whole mini-batch, over all ranks."""
+    """Compute the negative log-likelihood, divided by the token count of the full mini-batch over all ranks."""
     return -(predictions["log_probs"].values * data["loss_mask"].values).sum() / ctx["num_tokens"], ctx
 
 
 def main(out: str, device: str = "cpu") -> None:
     dist.init_process_group("gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl")
     make_tiny_tokenizer(f"{out}/model")
-    make_tiny_model(f"{out}/model", hidden=32, layers=2, heads=4, kv_heads=2)  # on rank 0; real models are there
+    make_tiny_model(f"{out}/model", hidden=32, layers=2, heads=4, kv_heads=2)  # written by rank 0
     dist.barrier()
 
     model = EngineModel(path=f"{out}/model")
     engine = build_engine("fsdp", EngineConfig(model=model, optim=OptimConfig(lr=3e-3), device=device))
     engine.init_model()
     engine.set_loss_fn(loss_fn)
-    random = torch.Generator().manual_seed(engine.seat.dp_rank)  # each rank draws rows of its own
+    random = torch.Generator().manual_seed(engine.seat.dp_rank)  # each rank draws different rows
     for step in range(60):
         starts = torch.randint(3, 20, (8,), generator=random).tolist()
         batch = DataProto.from_dict({"input_ids": Ragged.from_rows([torch.arange(s, s + 8) for s in starts])})

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# PPO with a critic on GSM8K: a 7B model on eight devices. What comes behind the script's name wins:
+# PPO with a critic on GSM8K: a 7B model on eight devices. Arguments override the settings below:
 #   bash examples/ppo_trainer/run_deepseek7b_llm.sh trainer.n_gpus_per_node=4 actor_rollout_ref.model.path=models/mine
 set -x
 

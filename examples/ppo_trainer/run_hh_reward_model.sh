@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# PPO scored by a reward model, a sequence classifier with one label, on the prompts of Anthropic HH; one GPU.
-# The reward model has a tokenizer and a template of its own: responses go over as text (docs/reward_model.md).
-# The model first, nothing is downloaded in a run:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
+# PPO with a reward model (a sequence classifier with one label) on the prompts of Anthropic HH, on one GPU.
+# The reward model has a different tokenizer and chat template, so responses are re-tokenized (docs/reward_model.md).
+# Download the model first:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
 set -x
 
 python3 -m camshaft.trainer.main_ppo \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# GRPO on GSM8K: eight responses to each question, no critic; micro-batches by tokens; one GPU.
-# The model first, nothing is downloaded in a run:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
+# GRPO on GSM8K with eight responses per question and token-budget micro-batches, on one GPU.
+# Download the model first:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
 set -x
 
 python3 -m camshaft.trainer.main_ppo \

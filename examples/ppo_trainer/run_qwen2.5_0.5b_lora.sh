@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# GRPO with LoRA: the adapter alone is trained, and the reference is the model without it; one GPU.
+# GRPO with LoRA on one GPU: only the adapter is trained, and the reference is the base model.
 # Afterwards:  camshaft export checkpoints/camshaft_examples/qwen2.5_0.5b_lora models/merged   (or with --adapter)
-# The model first, nothing is downloaded in a run:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
+# Download the model first:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
 set -x
 
 python3 -m camshaft.trainer.main_ppo \

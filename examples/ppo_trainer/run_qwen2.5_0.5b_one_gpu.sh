@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# PPO with a critic on GSM8K: a model of 0.5B on one GPU of 24 GB or more.
-# The model first, nothing is downloaded in a run:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
+# PPO with a critic on GSM8K: a 0.5B model on one GPU with at least 24 GB.
+# Download the model first:  hf download Qwen/Qwen2.5-0.5B-Instruct --local-dir ~/models/Qwen2.5-0.5B-Instruct
 set -x
 
 python3 -m camshaft.trainer.main_ppo \

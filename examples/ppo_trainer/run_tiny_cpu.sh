@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything on the CPU, nothing needed: makes a tiny model and sums to learn in ./tiny, then runs PPO with a critic.
+# PPO with a critic on the CPU: creates a tiny model and an addition task in ./tiny, then trains on it.
 set -x
 
 python3 - <<'MAKE' || exit

@@ -112,4 +112,4 @@ def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
     assert json.loads(rows[0]["extra_info"]["config"])["max_value"] == 30
     assert main([*words, "--set", "max_value"]) == 2
-    assert "--set max_value: type name=value" in capsys.readouterr().err
+    assert "--set max_value has no value; use name=value" in capsys.readouterr().err
