@@ -1,9 +1,11 @@
-"""Has camshaft become slower beside other ways to do the same work than the committed results say?
+"""Compare camshaft's speed ratios with the committed ones for this kind of processor.
 
-    python benchmarks/check.py            # or: make bench-check; one and a half minutes, up to three if a ratio fell
+    python benchmarks/check.py            # or: make bench-check; about two minutes
+    python benchmarks/check.py --commit   # store this machine's ratios in results/ratios.json
 
-Only ratios by CPU time are compared, for they travel best between machines. A ratio that fell by more than the margin
-is measured once more, with twice the rounds, before it counts: a busy machine should not fail a change.
+A ratio is the wall time of another implementation divided by camshaft's, both measured in one run. Ratios depend on the
+kind of processor (vendor and vector instructions), so `results/ratios.json` has one section for each kind. A ratio that
+fell by more than the margin is measured again with twice the rounds before the check fails.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import machine
 import ppo_step
 import train_step
 
-RESULTS = Path(__file__).parent / "results"
+RATIOS = Path(__file__).parent / "results" / "ratios.json"
 MARGIN = 0.15
 MODEL, ROUNDS = "1M", 3
 CASES: dict[str, tuple[Callable[..., list[dict[str, Any]]], list[str]]] = {
@@ -25,37 +28,65 @@ CASES: dict[str, tuple[Callable[..., list[dict[str, Any]]], list[str]]] = {
     "ppo_step": (ppo_step.compared, ["careful"]),
 }
 
+Ratios = dict[str, dict[str, float]]
 
-def committed(name: str) -> dict[str, float]:
-    """The ratio of each side on one thread; of updates, those of the actor."""
-    rows = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"]
-    case = {"model": MODEL, "threads": 1, "role": "actor"}
-    return {row["side"]: row["cpu_ratio"] for row in rows if {"role": "actor", **row}.items() >= case.items()}
+
+def committed() -> dict[str, Ratios]:
+    """Return the committed ratios: kind of processor, benchmark, side."""
+    return json.loads(RATIOS.read_text(encoding="utf-8"))
+
+
+def nearest(kind: str, kinds: list[str]) -> str | None:
+    """Return the committed kind to compare `kind` with: the same one, else another of the same vendor."""
+    vendor = kind.split()[0]
+    return kind if kind in kinds else next((other for other in kinds if other.split()[0] == vendor), None)
 
 
 def slower(name: str, before: dict[str, float], now: dict[str, float]) -> list[str]:
-    """A sentence for each ratio that fell too far."""
+    """Describe each ratio that fell by more than the margin."""
     return [
-        f"{name}: {side} takes {ratio:.2f} times what camshaft takes, and took {before[side]:.2f}"
+        f"{name}: {side} takes {ratio:.2f} times as long as camshaft; committed: {before[side]:.2f}"
         for side, ratio in now.items()
         if ratio < before[side] * (1 - MARGIN)
     ]
 
 
-def main() -> int:
-    found = []
-    for name, (compared, sides) in CASES.items():
+def measure(name: str, rounds: int) -> dict[str, float]:
+    """Return the wall-time ratio of each side of a benchmark."""
+    compared, sides = CASES[name]
+    rows = compared(MODEL, ["camshaft", *sides], 1, rounds)
+    ratios = {row["side"]: round(row["wall_ratio"], 3) for row in rows if row["side"] in sides}
+    print(f"{name}: {ratios}", flush=True)
+    return ratios
+
+
+def check(before: Ratios) -> list[str]:
+    """Measure every benchmark and return the ratios that fell, as sentences."""
+    failures = []
+    for name in CASES:
         for rounds in (ROUNDS, 2 * ROUNDS):
-            rows = compared(MODEL, ["camshaft", *sides], 1, rounds)
-            now = {row["side"]: row["cpu_ratio"] for row in rows if row["side"] in sides}
-            complaints = slower(name, committed(name), now)
-            print(f"{name}: {now}", flush=True)
-            if not complaints:
+            fallen = slower(name, before[name], measure(name, rounds))
+            if not fallen:
                 break
-        found += complaints
-    print("\n".join(found) or f"no ratio fell by more than {MARGIN:.0%}")
-    return bool(found)
+        failures += fallen
+    return failures
+
+
+def main(arguments: list[str]) -> int:
+    kind, ratios = machine.kind(), committed()
+    if arguments == ["--commit"]:
+        ratios[kind] = {name: measure(name, 2 * ROUNDS) for name in CASES}
+        RATIOS.write_text(json.dumps(ratios, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+        return 0
+    reference = nearest(kind, list(ratios))
+    if reference is None:
+        print(f"no committed ratios for {kind} (committed: {', '.join(ratios)}); store them with --commit")
+        return 0
+    print(f"this machine: {kind}; compared with: {reference}")
+    failures = check(ratios[reference])
+    print("\n".join(failures) or f"no ratio fell by more than {MARGIN:.0%}")
+    return bool(failures)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

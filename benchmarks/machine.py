@@ -1,6 +1,6 @@
-"""What a benchmark ran on, as its page says it, and the CPU time that has passed.
+"""Describe the machine of a benchmark and measure CPU time.
 
-machine(), machine("cuda"), cpu_seconds()
+machine(), machine("cuda"), kind(), cpu_seconds()
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import transformers
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of those that it has started and that still run; of these the system counts hundredths."""
+    """Return the CPU seconds of this process and of its running descendants (those in steps of 10 ms)."""
     ticks, left = 0, _children(os.getpid())
     while left:
         pid = left.pop()
         try:
             spent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         ticks += sum(map(int, spent))
         left += _children(pid)
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
@@ -37,21 +37,32 @@ def _children(pid: int) -> list[int]:
         return []
 
 
-def machine(device: str = "cpu") -> str:
-    """The processor, without a name of its own, and the versions; a GPU first, where that is the `device`."""
+def processor() -> str:
+    """Return the model name of the processor, or the architecture where the system does not report it."""
     about = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
     names = [line.partition(":")[2].strip() for line in about.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def kind() -> str:
+    """Return the vendor and the vector instructions that torch uses, such as "AMD AVX2"."""
+    vendor = processor().split("(")[0].split()[0]
+    return f"{vendor} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def machine(device: str = "cpu") -> str:
+    """Describe the processor and the versions; for a CUDA device, the GPU first."""
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     if importlib.util.find_spec("vllm"):
         import vllm  # pyright: ignore[reportMissingImports]
 
         versions += f", vllm {vllm.__version__}"
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{gpu(device)}{names[0] if names else platform.machine()}, {os.cpu_count()} cores, {capability}, {versions}"
+    return f"{gpu(device)}{processor()}, {os.cpu_count()} cores, {capability}, {versions}"
 
 
 def gpu(device: str) -> str:
-    """The name, memory and number of multiprocessors of a CUDA device, and CUDA's version; nothing of others."""
+    """Describe a CUDA device: name, memory, multiprocessors and CUDA version. Empty for other devices."""
     if not device.startswith("cuda"):
         return ""
     about = torch.cuda.get_device_properties(device)

@@ -30,39 +30,53 @@ def test_sides_that_tell_different_losses_are_found_out() -> None:
         paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)}, ["loss"])
 
 
-def test_a_ratio_that_fell_further_than_the_margin_is_named() -> None:
+def test_ratio_below_the_margin_is_reported() -> None:
     from check import CASES, committed, slower
 
     assert slower("steps", {"careful": 2.0}, {"careful": 1.75}) == []
     assert slower("steps", {"careful": 2.0}, {"careful": 1.65}) == [
-        "steps: careful takes 1.65 times what camshaft takes, and took 2.00"
+        "steps: careful takes 1.65 times as long as camshaft; committed: 2.00"
     ]
-    for name, (_, sides) in CASES.items():
-        assert all(committed(name)[side] > 1 for side in sides)
+    for ratios in committed().values():
+        assert all(ratios[name][side] > 1 for name, (_, sides) in CASES.items() for side in sides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reference"), [("AMD AVX2", "AMD AVX2"), ("AMD AVX512", "AMD AVX2"), ("Intel AVX2", "Intel AVX512")]
+)
+def test_ratios_of_the_nearest_processor_are_used(kind: str, reference: str) -> None:
+    from check import nearest
+
+    assert nearest(kind, ["Intel AVX512", "AMD AVX2"]) == reference
+
+
+def test_unknown_vendor_has_no_ratios(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import check
+
+    monkeypatch.setattr(check.machine, "kind", lambda: "ARM DEFAULT")
+    assert check.main([]) == 0
+    assert "no committed ratios for ARM DEFAULT" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("second", "status"), [(1.9, 0), (1.6, 1)])
-def test_a_ratio_counts_as_fallen_when_twice_the_rounds_say_so_too(
+def test_fallen_ratio_is_measured_twice(
     second: float, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import check
 
-    asked = []
+    measured = []
 
     def compared(model: str, sides: list[str], threads: int, rounds: int) -> list[dict[str, Any]]:
-        asked.append(rounds)
-        return [
-            {"side": "camshaft", "cpu_ratio": 1.0},
-            {"side": "careful", "cpu_ratio": 1.6 if rounds == 3 else second},
-        ]
+        measured.append(rounds)
+        ratio = 1.6 if rounds == 3 else second
+        return [{"side": "camshaft", "wall_ratio": 1.0}, {"side": "careful", "wall_ratio": ratio}]
 
     monkeypatch.setattr(check, "CASES", {"steps": (compared, ["careful"])})
-    monkeypatch.setattr(check, "committed", lambda name: {"careful": 2.0})
-    assert check.main() == status
-    assert asked == [3, 6]
-    said = capsys.readouterr().out.splitlines()[-1]
-    assert said == (
-        "steps: careful takes 1.60 times what camshaft takes, and took 2.00"
+    monkeypatch.setattr(check, "committed", lambda: {check.machine.kind(): {"steps": {"careful": 2.0}}})
+    assert check.main([]) == status
+    assert measured == [3, 6]
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "steps: careful takes 1.60 times as long as camshaft; committed: 2.00"
         if status
         else "no ratio fell by more than 15%"
     )
