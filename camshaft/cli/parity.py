@@ -14,8 +14,8 @@ from camshaft.config.command import as_tree
 from camshaft.engine import engine_class
 from camshaft.errors import ConfigError, EngineError, RolloutError
 from camshaft.models.loader import load_tokenizer, model_folder
-from camshaft.parity.diagnosis import Cause, Verdict, investigate
-from camshaft.parity.pair import Case
+from camshaft.parity.diagnosis import Diagnosis, Finding, diagnose
+from camshaft.parity.pair import ParityCase
 from camshaft.parity.tokens import differences, file_prompts, random_prompts
 from camshaft.rollout import SamplingParams, rollout_class
 
@@ -45,11 +45,11 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"  {text}", markup=False, style="dim", soft_wrap=True)
 
     _print(console, f"{options.engine} and {options.rollout} on {options.model}: {len(prompts)} prompts, {_told(case)}")
-    verdict = investigate(case, prompts, tokenizer, options.limit, say)
+    diagnosis = diagnose(case, prompts, tokenizer, options.limit, say)
     if tokenizer is not own:
-        verdict.causes += _two_tokenizers(differences(own, tokenizer), options)
-    _report(console, verdict, options.limit)
-    return 1 if verdict.causes or verdict.worst > options.limit else 0
+        diagnosis.findings += _two_tokenizers(differences(own, tokenizer), options)
+    _report(console, diagnosis, options.limit)
+    return 1 if diagnosis.findings or diagnosis.worst > options.limit else 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -83,8 +83,8 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         raise ConfigError(f"--response-length, --temperature, --top-k, --top-p: {said}") from error
 
 
-def _case(options: argparse.Namespace) -> Case:
-    return Case(
+def _case(options: argparse.Namespace) -> ParityCase:
+    return ParityCase(
         engine=options.engine,
         rollout=options.rollout,
         model=options.model,
@@ -100,7 +100,7 @@ def _case(options: argparse.Namespace) -> Case:
     )
 
 
-def _told(case: Case) -> str:
+def _told(case: ParityCase) -> str:
     sampling = case.sampling
     return (
         f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
@@ -108,34 +108,34 @@ def _told(case: Case) -> str:
     )
 
 
-def _two_tokenizers(found: list[str], options: argparse.Namespace) -> list[Cause]:
+def _two_tokenizers(found: list[str], options: argparse.Namespace) -> list[Finding]:
     """The prompts' tokenizer against that of the model's folder."""
     if not found:
         return []
     seen = f"{options.model} and {options.tokenizer} do not have the same tokenizer: {'; '.join(found)}."
     advice = "Prompts and stop tokens must be those that the model was trained with: take the tokenizer of its folder"
-    return [Cause("template", seen, advice)]
+    return [Finding("template", seen, advice)]
 
 
-def _report(console: Console, verdict: Verdict, limit: float) -> None:
-    if verdict.rounds:
-        _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in verdict.rounds))
+def _report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
+    if diagnosis.rounds:
+        _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in diagnosis.rounds))
         for key, said in ROWS.items():
-            numbers = "".join(f"{measured.found[key]:>18.3g}" for measured in verdict.rounds.values())
+            numbers = "".join(f"{measured.metrics[key]:>18.3g}" for measured in diagnosis.rounds.values())
             _print(console, f"{said:24}{numbers}")
-        tokens = "".join(f"{len(measured.responses.values):>18}" for measured in verdict.rounds.values())
+        tokens = "".join(f"{len(measured.responses.values):>18}" for measured in diagnosis.rounds.values())
         _print(console, f"{'tokens':24}{tokens}")
-    if verdict.moved is not None:
-        _print(console, f"(the update moved the log-probs by {verdict.moved:.2g} on average)")
-    if verdict.no_update is not None:
-        _print(console, f"(no update was tried: {verdict.no_update})")
-    if verdict.worst <= limit and not verdict.causes:
+    if diagnosis.moved is not None:
+        _print(console, f"(the update moved the log-probs by {diagnosis.moved:.2g} on average)")
+    if diagnosis.no_update is not None:
+        _print(console, f"(no update was tried: {diagnosis.no_update})")
+    if diagnosis.worst <= limit and not diagnosis.findings:
         _print(console, f"they agree: no difference above {limit:g}")
-    for cause in verdict.causes:
-        console.print(f"[red]LIKELY CAUSE: {cause.kind}[/]")
-        _print(console, f"  {cause.seen}")
-        _print(console, f"  {cause.advice}.")
-    if verdict.causes:
+    for finding in diagnosis.findings:
+        console.print(f"[red]LIKELY CAUSE: {finding.kind}[/]")
+        _print(console, f"  {finding.evidence}")
+        _print(console, f"  {finding.advice}.")
+    if diagnosis.findings:
         _print(console, "docs/mismatch.md says what the numbers mean")
 
 

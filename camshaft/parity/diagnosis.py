@@ -1,7 +1,7 @@
 """Why an engine and a rollout differ: experiments that change one thing and look whether the difference goes away.
 
-    verdict = investigate(case, prompts, tokenizer, limit=1e-3)
-    for cause in verdict.causes: ...
+    diagnosis = diagnose(case, prompts, tokenizer, limit=1e-3)
+    for finding in diagnosis.findings: ...
 
 In this order, because each needs the ones before it out of the way:
 
@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
-from camshaft.parity.pair import Case, HandOver, Measured, Pair, temperature_of
+from camshaft.parity.pair import Comparison, Pair, ParityCase, WeightSyncError, temperature_of
 from camshaft.parity.tokens import special_ids
 
-Kind = Literal["dtype", "sampling", "weights", "template", "unknown"]
+FindingKind = Literal["dtype", "sampling", "weights", "template", "unknown"]
 LOADED, UPDATED = "as loaded", "after an update"
 
 HALVINGS = 24
@@ -45,65 +45,67 @@ FEW = 4
 
 
 @dataclass(frozen=True)
-class Cause:
+class Finding:
     """One thing that makes them differ."""
 
-    kind: Kind
-    seen: str
+    kind: FindingKind
+    evidence: str
     """What the experiment showed."""
     advice: str
     """What to do or type."""
 
 
 @dataclass
-class Verdict:
+class Diagnosis:
     """What was measured, and what explains it."""
 
-    rounds: dict[str, Measured] = field(default_factory=dict)
+    rounds: dict[str, Comparison] = field(default_factory=dict)
     moved: float | None = None
     """How far the update moved the log-probs, the mean |change|; None without one."""
     no_update: str | None = None
     """Why there was none."""
-    causes: list[Cause] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
         return max((measured.worst for measured in self.rounds.values()), default=math.inf)
 
 
-def investigate(
-    case: Case, prompts: Ragged, tokenizer: Any, limit: float, say: Callable[[str], None] = lambda _: None
-) -> Verdict:
+def diagnose(
+    case: ParityCase, prompts: Ragged, tokenizer: Any, limit: float, say: Callable[[str], None] = lambda _: None
+) -> Diagnosis:
     """Measure, and if the largest difference is above `limit`, look for the cause. `say` hears what is tried."""
     pair = Pair(case)
-    verdict = _measured(pair, prompts, limit, say)
-    if not verdict.causes and verdict.worst > limit:
-        search = _Search(pair, verdict, prompts, tokenizer, limit, say)
-        verdict.causes = _explained(search, case)
-    elif not verdict.causes:
-        verdict.causes = [cause for cause in [_raw(pair, prompts, limit, say)] if cause is not None]
-    return verdict
+    diagnosis = _measured(pair, prompts, limit, say)
+    if not diagnosis.findings and diagnosis.worst > limit:
+        search = _Search(pair, diagnosis, prompts, tokenizer, limit, say)
+        diagnosis.findings = _explained(search, case)
+    elif not diagnosis.findings:
+        diagnosis.findings = [cause for cause in [_raw(pair, prompts, limit, say)] if cause is not None]
+    return diagnosis
 
 
-def _measured(pair: Pair, prompts: Ragged, limit: float, say: Callable[[str], None]) -> Verdict:
+def _measured(pair: Pair, prompts: Ragged, limit: float, say: Callable[[str], None]) -> Diagnosis:
     """As loaded and, where that was close enough to tell something, after an update."""
-    verdict = Verdict()
+    diagnosis = Diagnosis()
     try:
         say("generating with the weights of the folder")
-        verdict.rounds[LOADED] = loaded = pair.measure(prompts)
+        diagnosis.rounds[LOADED] = loaded = pair.measure(prompts)
         if not pair.case.trains():
-            verdict.no_update = f"small updates of {pair.case.dtype} weights are lost to rounding"
+            diagnosis.no_update = f"small updates of {pair.case.dtype} weights are lost to rounding"
         elif loaded.worst > limit:
-            verdict.no_update = "the two differ before it"
+            diagnosis.no_update = "the two differ before it"
         else:
             say("generating after an update")
-            verdict.moved = pair.update(loaded)
-            verdict.rounds[UPDATED] = pair.measure(prompts)
-    except HandOver as error:
-        verdict.causes.append(
-            Cause("weights", str(error), "Look at the rollout's load_weights(): camshaft check-rollout tries it alone")
+            diagnosis.moved = pair.update(loaded)
+            diagnosis.rounds[UPDATED] = pair.measure(prompts)
+    except WeightSyncError as error:
+        diagnosis.findings.append(
+            Finding(
+                "weights", str(error), "Look at the rollout's load_weights(): camshaft check-rollout tries it alone"
+            )
         )
-    return verdict
+    return diagnosis
 
 
 @dataclass(frozen=True)
@@ -111,18 +113,18 @@ class _Search:
     """A pair that differs, and what to try it with."""
 
     pair: Pair
-    verdict: Verdict
+    diagnosis: Diagnosis
     prompts: Ragged
     tokenizer: Any
     limit: float
     say: Callable[[str], None]
 
     @property
-    def loaded(self) -> Measured:
-        return self.verdict.rounds[LOADED]
+    def loaded(self) -> Comparison:
+        return self.diagnosis.rounds[LOADED]
 
 
-def _explained(search: _Search, case: Case) -> list[Cause]:
+def _explained(search: _Search, case: ParityCase) -> list[Finding]:
     exact = case.exact()
     if exact == case:
         return _causes(search)
@@ -130,20 +132,20 @@ def _explained(search: _Search, case: Case) -> list[Cause]:
     search.pair.close()
     pair = Pair(exact)
     again = _measured(pair, search.prompts, search.limit, search.say)
-    if again.causes:
-        return again.causes
+    if again.findings:
+        return again.findings
     if again.worst > search.limit:
-        return _causes(replace(search, pair=pair, verdict=again))
+        return _causes(replace(search, pair=pair, diagnosis=again))
     sides = f"the engine in {case.computes_in()} and the rollout in {case.rollout_dtype}"
-    seen = f"With {sides} the largest difference is {search.verdict.worst:.1e}; in float32 it is {again.worst:.1e}."
+    seen = f"With {sides} the largest difference is {search.diagnosis.worst:.1e}; in float32 it is {again.worst:.1e}."
     advice = (
         "Give both the same format (actor_rollout_ref.rollout.dtype, actor.fsdp_config.model_dtype and "
         "mixed_precision.param_dtype), or live with it: algorithm.rollout_correction.rollout_is=token"
     )
-    return [Cause("dtype", seen, advice)]
+    return [Finding("dtype", seen, advice)]
 
 
-def _causes(search: _Search) -> list[Cause]:
+def _causes(search: _Search) -> list[Finding]:
     """Of a pair in float32. One is enough: what it does not explain is above the limit still, and is looked into."""
     if search.loaded.worst <= search.limit:
         return [_stale(search)]
@@ -154,7 +156,7 @@ def _causes(search: _Search) -> list[Cause]:
     silent = _without_effect(search)
     if silent:
         seen = f"The rollout computes without the weights that it is sent. Without effect on it: {', '.join(silent)}."
-        return [Cause("weights", seen, "Look at the rollout's load_weights(), and at layers it leaves out")]
+        return [Finding("weights", seen, "Look at the rollout's load_weights(), and at layers it leaves out")]
     seen = (
         "Not the number format, not a special token around the prompt, not the sampling; every weight arrived as it "
         f"was sent, and {'whether each has an effect was not tried' if silent is None else 'each has an effect'}."
@@ -163,15 +165,15 @@ def _causes(search: _Search) -> list[Cause]:
         "The two compute the model differently: look at what the folder's config says of rotary frequencies, windows "
         "and normalisation, at quantisation and number formats inside the generator, at modules it replaces"
     )
-    return [Cause("unknown", seen, advice)]
+    return [Finding("unknown", seen, advice)]
 
 
 # -- weights --------------------------------------------------------------------------------------
 
 
-def _stale(search: _Search) -> Cause:
+def _stale(search: _Search) -> Finding:
     """They agree as loaded and not after an update."""
-    updated = search.verdict.rounds[UPDATED]
+    updated = search.diagnosis.rounds[UPDATED]
     seen = (
         f"With the weights of the folder the largest difference is {search.loaded.worst:.1e}, after one update "
         f"{updated.worst:.1e}: the rollout goes on computing with something of the weights before. "
@@ -184,7 +186,7 @@ def _stale(search: _Search) -> Cause:
     else:
         seen += "Every tensor by itself has some effect on it."
     advice = "Look for copies that the rollout makes of its weights (fused, repacked, a tied head) and keeps"
-    return Cause("weights", seen, advice)
+    return Finding("weights", seen, advice)
 
 
 def _without_effect(search: _Search) -> list[str] | None:
@@ -215,7 +217,7 @@ def _without_effect(search: _Search) -> list[str] | None:
 # -- template -------------------------------------------------------------------------------------
 
 
-def _template(search: _Search) -> Cause | None:
+def _template(search: _Search) -> Finding | None:
     """Are the rollout's log-probs those of other prompts?"""
     search.say("special tokens around the prompts")
     few = slice(0, FEW)
@@ -235,7 +237,7 @@ def _template(search: _Search) -> Cause | None:
                 "The rollout changes the token ids it is given, or makes prompts of text by itself: switch that off "
                 "(add_special_tokens, the chat template), or give both one tokenizer"
             )
-            return Cause("template", seen, advice)
+            return Finding("template", seen, advice)
     return None
 
 
@@ -254,7 +256,7 @@ def _edits(prompts: Ragged, special: dict[int, str]) -> Iterator[tuple[str, Ragg
 # -- sampling -------------------------------------------------------------------------------------
 
 
-def _sampling(search: _Search) -> Cause | None:
+def _sampling(search: _Search) -> Finding | None:
     """Do they speak of one distribution?"""
     sampling, measured = search.pair.case.sampling, search.loaded
     asked = temperature_of(sampling)
@@ -268,7 +270,7 @@ def _sampling(search: _Search) -> Cause | None:
             f"The rollout's log-probs are those of temperature {temperature:.4g}, it was told {asked:g}: "
             f"there the difference is {fitted.worst:.1e}."
         )
-        return Cause("sampling", seen, "Look for settings of the generator's own (generation_config.json)")
+        return Finding("sampling", seen, "Look for settings of the generator's own (generation_config.json)")
     if not _is_cut(search) and asked == 1.0:
         return _hidden_cut(measured, search.limit)
     settings = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
@@ -285,7 +287,7 @@ def _sampling(search: _Search) -> Cause | None:
                 "Train on samples of the whole distribution: actor_rollout_ref.rollout.top_p=1.0 top_k=0. Or weigh "
                 "them: algorithm.rollout_correction.rollout_is=token"
             )
-            return Cause("sampling", seen, advice)
+            return Finding("sampling", seen, advice)
     return None
 
 
@@ -294,18 +296,18 @@ def _is_cut(search: _Search) -> bool:
     return not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 
-def _fitted(search: _Search) -> tuple[Measured, float]:
+def _fitted(search: _Search) -> tuple[Comparison, float]:
     """The temperature at which the engine comes closest, by golden sections of its logarithm, and how close."""
     measured = search.loaded
 
-    def at(log: float) -> Measured:
+    def at(log: float) -> Comparison:
         return measured.against(search.pair.log_probs(measured.prompts, measured.responses, math.exp(log)))
 
     golden = (math.sqrt(5) - 1) / 2
     low, high = math.log(COLDEST), math.log(HOTTEST)
     for _ in range(HALVINGS):
         left, right = high - golden * (high - low), low + golden * (high - low)
-        if at(left).found["log_prob_diff_mean"] < at(right).found["log_prob_diff_mean"]:
+        if at(left).metrics["log_prob_diff_mean"] < at(right).metrics["log_prob_diff_mean"]:
             high = right
         else:
             low = left
@@ -313,7 +315,7 @@ def _fitted(search: _Search) -> tuple[Measured, float]:
     return at(middle), math.exp(middle)
 
 
-def _hidden_cut(measured: Measured, limit: float) -> Cause | None:
+def _hidden_cut(measured: Comparison, limit: float) -> Finding | None:
     """Tokens that were kept when others were cut away are likelier than the model holds them, all of them."""
     more = measured.rollout.values - measured.engine.values
     if not bool((more > -limit).all()) or float(more.mean()) < limit:
@@ -322,10 +324,10 @@ def _hidden_cut(measured: Measured, limit: float) -> Cause | None:
         f"No token is less likely to the rollout than to the engine, and by {float(more.mean()):.1e} likelier on "
         "average, as where unlikely tokens are cut away: the rollout cuts, though it was told not to."
     )
-    return Cause("sampling", seen, "Look for top_k or top_p of the generator's own (generation_config.json)")
+    return Finding("sampling", seen, "Look for top_k or top_p of the generator's own (generation_config.json)")
 
 
-def _raw(pair: Pair, prompts: Ragged, limit: float, say: Callable[[str], None]) -> Cause | None:
+def _raw(pair: Pair, prompts: Ragged, limit: float, say: Callable[[str], None]) -> Finding | None:
     """Does the rollout tell log-probs of the model where it samples from another distribution?
 
     With top_k=1 one token is left, whose log-prob is 0 in what is sampled from.
@@ -344,5 +346,5 @@ def _raw(pair: Pair, prompts: Ragged, limit: float, say: Callable[[str], None]) 
         if model.worst <= limit:
             seen = f"The rollout tells raw log-probs, {what}, and samples from another distribution."
             advice = "Ask the generator for those after them (vLLM: logprobs_mode=processed_logprobs)"
-            return Cause("sampling", seen, advice)
+            return Finding("sampling", seen, advice)
     return None

@@ -1,6 +1,6 @@
 """An engine and a rollout on one model folder, as a run puts them together.
 
-pair = Pair(Case("reference", "torch", "models/tiny", sampling=SamplingParams(max_tokens=32)))
+pair = Pair(ParityCase("reference", "torch", "models/tiny", sampling=SamplingParams(max_tokens=32)))
 measured = pair.measure(prompts)       # weights over, generate, log-probs by the engine, the difference
 pair.update(measured)                  # one optimizer step, so that the weights are no longer the folder's
 pair.measure(prompts)
@@ -35,7 +35,7 @@ ROWS = 4
 
 
 @dataclass(frozen=True)
-class Case:
+class ParityCase:
     """Which two, on what, told what."""
 
     engine: str
@@ -54,7 +54,7 @@ class Case:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Of the rollout."""
 
-    def exact(self) -> Case:
+    def exact(self) -> ParityCase:
         """The same with float32 on both sides; float64 stays as it is."""
         options = dict(self.options)
         numbers = options.get("mixed_precision") or {}
@@ -103,7 +103,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Measured:
+class Comparison:
     """What one generation came to."""
 
     prompts: Ragged
@@ -112,36 +112,36 @@ class Measured:
     """log-probs by the rollout"""
     engine: Ragged
     """log-probs by the engine"""
-    found: dict[str, float]
+    metrics: dict[str, float]
     """See `algorithms.mismatch`."""
 
     @property
     def worst(self) -> float:
         """The largest difference; what is not a number is the worst of all."""
-        largest = self.found["log_prob_diff_max"]
+        largest = self.metrics["log_prob_diff_max"]
         return largest if largest == largest else float("inf")
 
-    def against(self, engine: Ragged) -> Measured:
+    def against(self, engine: Ragged) -> Comparison:
         """The same generation and other log-probs by the engine."""
         ones = torch.ones_like(engine.values, dtype=torch.bool)
         found = mismatch(engine.values, self.rollout.values, ones, engine.lengths)
-        return replace(self, engine=engine, found={name: float(value) for name, value in found.items()})
+        return replace(self, engine=engine, metrics={name: float(value) for name, value in found.items()})
 
 
-class HandOver(RolloutError):
+class WeightSyncError(RolloutError):
     """The weights did not arrive; generation was not begun."""
 
 
 class Pair:
     """The two, built."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: ParityCase):
         self.case = case
         self.engine: BaseEngine = build_engine(case.engine, case.engine_config())
         self.engine.init_model()
         self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config())
 
-    def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Measured:
+    def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Comparison:
         """Hand over, generate with the case's sampling or another, compute the log-probs again, compare."""
         sampling = sampling or self.case.sampling
         seeds = torch.arange(len(prompts)) + 1000 * self.case.seed
@@ -153,8 +153,8 @@ class Pair:
         except RolloutError as error:
             if arrived:
                 raise
-            raise HandOver(str(error)) from error
-        measured = Measured(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
+            raise WeightSyncError(str(error)) from error
+        measured = Comparison(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
         return measured.against(self.log_probs(prompts, measured.responses, temperature_of(sampling)))
 
     def log_probs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
@@ -164,7 +164,7 @@ class Pair:
             found = self.engine.infer_batch(_sequences(prompts, responses), ctx)
         return found["log_probs"].suffix(responses.lengths).to("cpu")
 
-    def update(self, measured: Measured) -> float:
+    def update(self, measured: Comparison) -> float:
         """One optimizer step towards what was generated; returns how far its log-probs moved, the mean |change|."""
         batch = _sequences(measured.prompts, measured.responses)
         before = self.log_probs(measured.prompts, measured.responses, 1.0)

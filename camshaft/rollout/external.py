@@ -2,9 +2,9 @@
 
     class MyRollout(ExternalRollout):
         def generate_sequences(self, prompts, sampling, seeds=None):
-            requests = self.requests(prompts, sampling, seeds)
+            requests = self.build_requests(prompts, sampling, seeds)
             answers = my_library(requests, self.all_stop_ids(sampling))
-            return self.generation(prompts, answers, seconds)
+            return self.build_generation(prompts, answers, seconds)
 
 They copy weights, which are checked before the library sees them; they are given rows with a limit and a seed each,
 and give back tokens and log-probs.
@@ -25,14 +25,14 @@ from camshaft.models.loader import load_config, model_folder
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, refuse_load, refuse_use
 from camshaft.rollout.shared_model import stop_ids_of
-from camshaft.rollout.weights.checks import Expected
+from camshaft.rollout.weights.checks import ExpectedWeights
 
 CPU_CACHE_BYTES = 2**28
 """Keys and values on a CPU, where a share of all memory would be too much for each of several ranks."""
 
 
 @dataclass(frozen=True)
-class Request:
+class RowRequest:
     """One row: what it continues, how long it may get, and what it is drawn from."""
 
     prompt: list[int]
@@ -41,7 +41,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Answer:
+class RowResponse:
     """One response."""
 
     tokens: list[int]
@@ -58,7 +58,7 @@ class ExternalRollout(BaseRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self.expected = Expected.of_folder(config)
+        self.expected = ExpectedWeights.of_folder(config)
         self.folder = model_folder(config.model_path)
         hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
         self.stop_ids = stop_ids_of(self.folder, hf_config, config.trust_remote_code)
@@ -81,15 +81,15 @@ class ExternalRollout(BaseRollout):
     def all_stop_ids(self, sampling: SamplingParams) -> list[int]:
         return [*(() if sampling.ignore_eos else self.stop_ids), *sampling.stop_token_ids]
 
-    def requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[Request]:
+    def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
         """What the library is asked for."""
         self.ready()
         limits = self.limits(prompts, sampling, self._num_embeddings).tolist()
         drawn = self.seeds_of_call(len(prompts), seeds).tolist()
         rows = [row.tolist() for row in prompts.rows()]
-        return [Request(*row) for row in zip(rows, limits, drawn, strict=True)]
+        return [RowRequest(*row) for row in zip(rows, limits, drawn, strict=True)]
 
-    def generation(self, prompts: Ragged, answers: Sequence[Answer], seconds: float) -> Generation:
+    def build_generation(self, prompts: Ragged, answers: Sequence[RowResponse], seconds: float) -> Generation:
         """The answers, one per prompt, as the contract wants them."""
         if not len(prompts):
             return Generation.empty(prompts)
@@ -110,7 +110,7 @@ class ExternalRollout(BaseRollout):
         return Generation(responses, log_probs, finished, metrics)
 
 
-def refuse_own(asked: Collection[str], arguments: Collection[str]) -> None:
+def reject_reserved(asked: Collection[str], arguments: Collection[str]) -> None:
     """`engine_kwargs` may add what is `asked` for to the `arguments` that the config makes, and may not replace one."""
     own = [name for name in sorted(asked) if name in arguments]
     if own:

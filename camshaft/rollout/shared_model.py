@@ -23,7 +23,7 @@ from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
 from camshaft.rollout.base import refuse_load, refuse_use
-from camshaft.rollout.weights.checks import Expected, Weight, empty_model
+from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
 
 class SharedModel:
@@ -39,7 +39,7 @@ class SharedModel:
         self._folder, self._trust = model_folder(config.model_path), config.trust_remote_code
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.stop_ids = stop_ids_of(self._folder, self.hf.config, self._trust)
-        self.expected = Expected.of_model(self.hf)
+        self.expected = ExpectedWeights.of_model(self.hf)
         self._came: set[str] | None = None
         self._asleep = False
 
@@ -61,10 +61,10 @@ class SharedModel:
         refuse_load(self._asleep)
         self._came = None
         came: set[str] = set()
-        for name, tensor in self.expected.checked(weights):
+        for name, tensor in self.expected.validate(weights):
             weight = self.expected.weights[name]
             if not came & set(weight.names):
-                _put(self.hf, weight, tensor.detach().to(self.device, weight.empty.dtype))
+                _put(self.hf, weight, tensor.detach().to(self.device, weight.meta.dtype))
             came.add(name)
         self._came = came
 
@@ -83,14 +83,14 @@ class SharedModel:
         """Let go of the weights; what was copied is freed."""
         self._asleep, self._came = True, None
         for weight in self.expected.weights.values():
-            _put(self.hf, weight, weight.empty)
+            _put(self.hf, weight, weight.meta)
 
     def wake_up(self) -> None:
         """Be ready to take weights; nothing happens to a model that is awake."""
         self._asleep = False
 
 
-def _put(hf: nn.Module, weight: Weight, tensor: Tensor) -> None:
+def _put(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
     """Let all places of `weight` hold `tensor` itself."""
     held = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
     for name in weight.names:

@@ -13,7 +13,7 @@ from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES
 from camshaft.controller.ray import CARRIED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
-from camshaft.parity.diagnosis import Kind
+from camshaft.parity.diagnosis import FindingKind
 from camshaft.rollout import ROLLOUTS
 from camshaft.tracking import TRACKERS
 from camshaft.tracking.names import reference_page as reference_of_metrics
@@ -54,7 +54,7 @@ def test_the_page_on_mismatch_explains_every_metric_of_it() -> None:
     one = torch.zeros(1)
     for name in mismatch(one, one, one == 0, torch.tensor([1])):
         assert f"| `rollout/{name}` |" in page, name
-    for kind in get_args(Kind):
+    for kind in get_args(FindingKind):
         assert f"| `{kind}` |" in page, kind
 
 

@@ -95,18 +95,18 @@ WEIGHTS = [("q_proj.weight", torch.ones(4, 4)), ("k_proj.weight", torch.ones(2, 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    from camshaft.rollout.sglang import scheduler
+    from camshaft.rollout.sglang import worker
 
     reader, writer = Pipe(duplex=False)
-    monkeypatch.setattr(scheduler, "_state", scheduler._State(writer, sampler_is_ours=True))
+    monkeypatch.setattr(worker, "_state", worker._State(writer, sampler_is_ours=True))
 
     def hand_over(model: Layer, weights: list[tuple[str, Tensor]], spoil: str = "") -> tuple[dict[str, int], str]:
-        scheduler.begin(model, [("windows", torch.zeros(1))])
-        scheduler.take(model, weights[:2])
-        scheduler.take(model, weights[2:])
+        worker.begin_update(model, [("windows", torch.zeros(1))])
+        worker.load_bucket(model, weights[:2])
+        worker.load_bucket(model, weights[2:])
         if spoil:
             model.get_parameter(spoil).data[-1] += 1
-        scheduler.finish(model, [])
+        worker.finish_update(model, [])
         return reader.recv()
 
     return hand_over

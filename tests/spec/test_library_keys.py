@@ -11,7 +11,7 @@ from support.tiny import tiny_folder
 from camshaft.config import EngineModel, RolloutEngineConfig
 from camshaft.models.loader import stored_weights
 from camshaft.rollout.process import rollout as process_rollout
-from camshaft.rollout.vllm.engine import arguments_of
+from camshaft.rollout.vllm.engine import engine_arguments
 
 VLLM: dict[str, tuple[Any, str, Any, Any]] = {
     # key: told, vLLM's name, what it is by default, what with the key
@@ -32,7 +32,7 @@ VLLM: dict[str, tuple[Any, str, Any, Any]] = {
 def test_libraries_are_told_what_the_key_says(key: str) -> None:
     told, name, before, after = VLLM[key]
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device="cuda")
-    plain, changed = arguments_of(config), arguments_of(config.model_copy(update={key: told}))
+    plain, changed = engine_arguments(config), engine_arguments(config.model_copy(update={key: told}))
     assert (plain[name], changed[name]) == (before, after)
     assert {other for other in plain if plain[other] != changed[other]} == {name}
 
@@ -41,7 +41,7 @@ def test_libraries_are_told_what_the_key_says(key: str) -> None:
 def test_a_format_that_is_no_dummy_reads_the_weights_of_the_folder(load_format: str) -> None:
     config = RolloutEngineConfig(model_path=str(tiny_folder()))
     for name, loads in ((load_format, "auto"), (f"dummy_{load_format}", "dummy")):
-        assert arguments_of(config.model_copy(update={"load_format": name}))["load_format"] == loads
+        assert engine_arguments(config.model_copy(update={"load_format": name}))["load_format"] == loads
 
 
 def test_weights_go_in_buckets_of_the_size_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,7 @@ class TakesWhatFits(TorchRollout):
 
     def load_weights(self, weights: Weights) -> None:
         known = self.model.expected.weights
-        fitting = {n: w for n, w in weights if n in known and w.shape == known[n].empty.shape}
+        fitting = {n: w for n, w in weights if n in known and w.shape == known[n].meta.shape}
         self.held = self.__dict__.get("held", {}) | fitting
         super().load_weights(self.held.items())
 
@@ -191,7 +191,7 @@ class TakesWhatFits(TorchRollout):
 class BeginsWithNoise(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        weights = {weight.names[0]: weight.empty for weight in self.model.expected.weights.values()}
+        weights = {weight.names[0]: weight.meta for weight in self.model.expected.weights.values()}
         self.load_weights((name, torch.rand(empty.shape)) for name, empty in weights.items())
 
 

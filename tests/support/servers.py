@@ -9,7 +9,7 @@ from collections import Counter
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.rollout.server import ServerRollout
-from camshaft.rollout.server.launch import Launched
+from camshaft.rollout.server.launch import ServerProcess
 
 SECONDS = 600.0
 """So long may one take to start on a machine that is busy."""
@@ -21,16 +21,16 @@ class Servers:
 
     def __init__(self, keep: int):
         self._keep = keep
-        self._running: dict[tuple[str, str], Launched] = {}
+        self._running: dict[tuple[str, str], ServerProcess] = {}
         self._uses: Counter[tuple[str, str]] = Counter()
 
-    def launched(self, config: RolloutEngineConfig) -> Launched:
+    def launched(self, config: RolloutEngineConfig) -> ServerProcess:
         key = (config.model_path, config.dtype)
         launched = self._running.pop(key, None)
         if launched is None or launched.ended():
             while len(self._running) >= self._keep:
                 self._running.pop(min(self._running, key=lambda other: self._uses[other])).end()
-            launched = Launched(config.model_copy(update={"max_model_len": LONGEST, "max_num_seqs": 256}), {})
+            launched = ServerProcess(config.model_copy(update={"max_model_len": LONGEST, "max_num_seqs": 256}), {})
             launched.wait(SECONDS)
         self._running[key] = launched
         self._uses[key] += 1

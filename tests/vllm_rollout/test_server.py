@@ -26,7 +26,7 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness, off_by
 from camshaft.errors import RolloutError
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.server import ServerRollout
-from camshaft.rollout.server.launch import Launched
+from camshaft.rollout.server.launch import ServerProcess
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -50,7 +50,7 @@ def given(harness: RolloutHarness, url: str, **own: Any) -> Case:
     return harness.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
 
 
-def launched_by(rollout: Any) -> Launched:
+def launched_by(rollout: Any) -> ServerProcess:
     return rollout._launched
 
 
@@ -112,7 +112,7 @@ def test_sleep_gives_keys_and_values_back(own: Case, harness: RolloutHarness) ->
 
 
 def test_a_server_that_was_given_takes_weights_by_broadcast_too(own: Case, harness: RolloutHarness) -> None:
-    url = own.rollout.wire.url  # pyright: ignore[reportAttributeAccessIssue]
+    url = own.rollout.http.url  # pyright: ignore[reportAttributeAccessIssue]
     case = given(harness, url, weight_transfer="broadcast")
     train(case)
     case.rollout.load_weights(case.weights())
@@ -148,7 +148,7 @@ import sys, time
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.rollout.server import launch
 launch._free_port = lambda: int(sys.argv[2])
-launched = launch.Launched(RolloutEngineConfig.model_validate_json(sys.argv[1]), {})
+launched = launch.ServerProcess(RolloutEngineConfig.model_validate_json(sys.argv[1]), {})
 launched.wait(600)
 print(launched._guard.pid, flush=True)
 time.sleep(600)
@@ -158,7 +158,7 @@ time.sleep(600)
 def test_killed_started_anew_and_gone_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
     """The last test of the module: it ends the server."""
     rollout: Any = own.rollout
-    url, guard = rollout.wire.url, launched_by(rollout)._guard.pid
+    url, guard = rollout.http.url, launched_by(rollout)._guard.pid
     case = given(harness, url)
     case.rollout.load_weights(case.weights())
 

@@ -37,10 +37,10 @@ from camshaft.stop import outlive_stop_signals
 WATCH_SECONDS = 0.5
 """How often the process looks whether its parent still lives."""
 
-Answer = tuple[str, Any]
+Reply = tuple[str, Any]
 
 
-class Served:
+class RequestHandler:
     """The generator and what can be asked of it, one method per request."""
 
     def __init__(self, connection: Connection):
@@ -106,13 +106,13 @@ class Served:
 
 
 def serve(connection: Connection) -> None:
-    """Answer until the other side is gone."""
-    served = Served(connection)
+    """Reply until the other side is gone."""
+    handler = RequestHandler(connection)
     methods = {
         method.__name__: method
         for method in (
-            served.start, served.load_weights, served.weight_digests, served.arrival_dtype,
-            served.generate_sequences, served.sleep, served.wake_up,
+            handler.start, handler.load_weights, handler.weight_digests, handler.arrival_dtype,
+            handler.generate_sequences, handler.sleep, handler.wake_up,
         )
     }  # fmt: skip
     while True:
@@ -128,7 +128,7 @@ def serve(connection: Connection) -> None:
         _send(connection, answer)
 
 
-def _send(connection: Connection, answer: Answer) -> None:
+def _send(connection: Connection, answer: Reply) -> None:
     connection.send_bytes(pickle.dumps(answer))
 
 

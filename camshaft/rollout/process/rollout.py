@@ -35,7 +35,7 @@ from camshaft.device import here
 from camshaft.errors import RolloutError, how_it_ended
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
-from camshaft.rollout.weights.buckets import packed
+from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
 
 POLL_SECONDS = 0.2
@@ -81,7 +81,7 @@ class ProcessRollout(BaseRollout):
             sender.close()
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], sender: Sender) -> None:
-        stream = packed(weights, sender.buffer)
+        stream = pack_buckets(weights, sender.buffer)
         while True:
             try:
                 bucket = next(stream, None)

@@ -1,7 +1,7 @@
 """vLLM's own server as a generator, over HTTP: one that runs already, or one that is started here.
 
 rollout.py    what the contract asks for
-wire.py       HTTP to one server: bounded waits, bounded repetition
+http.py       HTTP to one server: bounded waits, bounded repetition
 control.py    what is asked of a server beside tokens: is it one that fits, which weights has it, here are others
 launch.py     starting one
 guard.py      neither it nor the trainer outlives the other

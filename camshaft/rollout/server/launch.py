@@ -1,6 +1,6 @@
 """Starting vLLM's server for one rank: on 127.0.0.1, on a port that is free, with the process of the trainer.
 
-launched = Launched(config, options.arguments)
+launched = ServerProcess(config, options.arguments)
 launched.wait(240.0)                    # or an error with the last lines that it wrote
 launched.url
 launched.end()
@@ -31,15 +31,15 @@ import camshaft
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here
 from camshaft.errors import RolloutError
-from camshaft.rollout.external import refuse_own
+from camshaft.rollout.external import reject_reserved
 from camshaft.rollout.server import guard
-from camshaft.rollout.server.wire import Wire
-from camshaft.rollout.vllm.engine import arguments_of
+from camshaft.rollout.server.http_client import HTTPClient
+from camshaft.rollout.vllm.engine import engine_arguments
 from camshaft.rollout.vllm.installed import MISSING
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
-EXTENSION = "camshaft.rollout.vllm.served.Served"
+EXTENSION = "camshaft.rollout.vllm.worker.WorkerExtension"
 """What vLLM adds to its workers."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Only with it does vLLM's server take weights."""
@@ -48,10 +48,10 @@ OF_THE_TRAINER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_POR
 """Variables of the environment that would make vLLM one of the trainer's ranks."""
 
 
-def words_of(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
+def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
     """The options of a server that this rollout can use, as typed behind its name."""
-    known = arguments_of(config)
-    refuse_own(arguments, known)
+    known = engine_arguments(config)
+    reject_reserved(arguments, known)
     words: list[str] = []
     options = {**known, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
     for name, value in options.items():
@@ -65,13 +65,13 @@ def words_of(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[
     return words
 
 
-def command_for(config: RolloutEngineConfig) -> str:
+def server_command(config: RolloutEngineConfig) -> str:
     """What somebody types who starts the server."""
     place = f"{DEV_MODE}=1 python -m vllm.entrypoints.openai.api_server"
-    return f"{place} {shlex.join(words_of(config, {}))}"
+    return f"{place} {shlex.join(command_line_options(config, {}))}"
 
 
-class Launched:
+class ServerProcess:
     """A server of our own. It ends with this object's `end`, and with this process, however that ends."""
 
     def __init__(self, config: RolloutEngineConfig, arguments: Mapping[str, Any]):
@@ -85,7 +85,12 @@ class Launched:
         self._owner = os.getpid()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the server runs
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
-        server += ["--served-model-name", self._name, "--disable-uvicorn-access-log", *words_of(config, arguments)]
+        server += [
+            "--served-model-name",
+            self._name,
+            "--disable-uvicorn-access-log",
+            *command_line_options(config, arguments),
+        ]
         self._guard = subprocess.Popen(
             [sys.executable, "-P", str(Path(guard.__file__)), str(os.getpid()), *server],
             stdin=subprocess.DEVNULL,
@@ -97,15 +102,15 @@ class Launched:
 
     def wait(self, timeout: float) -> None:
         """Until it answers; if it does not, it is ended."""
-        wire, deadline = Wire(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
+        http, deadline = HTTPClient(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
         try:
             while True:
                 if ended := self.ended():
                     raise RolloutError(f"the server that was started at {self.url} {ended}")
                 with contextlib.suppress(RolloutError):
-                    wire.ask("GET", "/health")
+                    http.request("GET", "/health")
                     # Somebody else may have taken the port, and then ours will end.
-                    if wire.ask("GET", "/v1/models")["data"][0]["id"] == self._name:
+                    if http.request("GET", "/v1/models")["data"][0]["id"] == self._name:
                         return
                 if time.monotonic() > deadline:
                     raise RolloutError(

@@ -29,17 +29,17 @@ from camshaft.device import rank, world_size
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.external import Answer, Request
-from camshaft.rollout.server.control import Control
-from camshaft.rollout.server.launch import Launched
-from camshaft.rollout.server.wire import Line, Wire
-from camshaft.rollout.vllm.base import VLLMBase
+from camshaft.rollout.external import RowRequest, RowResponse
+from camshaft.rollout.server.client import ServerClient
+from camshaft.rollout.server.http_client import HTTPClient, RetryingConnection
+from camshaft.rollout.server.launch import ServerProcess
+from camshaft.rollout.vllm.base import BaseVLLMRollout
 
 MOST_CONNECTIONS = 128
 COMPLETIONS = "/v1/completions"
 
 
-class ServerRollout(VLLMBase):
+class ServerRollout(BaseVLLMRollout):
     """See the map above."""
 
     def __init__(self, config: RolloutEngineConfig):
@@ -48,28 +48,28 @@ class ServerRollout(VLLMBase):
             options = ServerOptions.of(config.engine_kwargs, world_size())
         except ValueError as error:
             raise RolloutError(f"engine_kwargs: {error}") from error
-        self._launched: Launched | None = None
+        self._launched: ServerProcess | None = None
         self._name = secrets.token_hex(4)
         self._holds: str | None = None
-        self.wire = self._connect(options)
-        self._control = Control(self.wire, config, options.weight_transfer)
-        self._control.meet()
+        self.http = self._connect(options)
+        self._client = ServerClient(self.http, config, options.weight_transfer)
+        self._client.handshake()
 
-    def _connect(self, options: ServerOptions) -> Wire:
+    def _connect(self, options: ServerOptions) -> HTTPClient:
         """To the server, when it is ready."""
         if options.vllm_server_base_url:
             url = options.vllm_server_base_url[rank()]
             _wait_for(url, options.vllm_server_timeout)
-            return Wire(url, options.timeout, options.retry_timeout)
+            return HTTPClient(url, options.timeout, options.retry_timeout)
         if self.config.tensor_model_parallel_size > 1:
             raise RolloutError(
                 f"tensor_model_parallel_size={self.config.tensor_model_parallel_size}: each rank starts a server on "
                 "its own device; set it to 1, or start a larger one yourself and name it in vllm_server_base_url"
             )
-        launched = self._launched = Launched(self.config, options.arguments)
+        launched = self._launched = ServerProcess(self.config, options.arguments)
         weakref.finalize(self, launched.end)
         launched.wait(options.vllm_server_timeout)
-        return Wire(launched.url, options.timeout, options.retry_timeout, launched.ended)
+        return HTTPClient(launched.url, options.timeout, options.retry_timeout, launched.ended)
 
     # -- weights --------------------------------------------------------------------------------------
 
@@ -77,12 +77,12 @@ class ServerRollout(VLLMBase):
         self.ready_to_load()
         self._holds = None
         version = f"hand-over {self.weights_version} of {self._name}"
-        self._control.send(self.expected, weights, version)
+        self._client.send_weights(self.expected, weights, version)
         self._holds = version
 
     def weight_digests(self) -> Mapping[str, int]:
         """Recomputed in the server's workers."""
-        return self._control.digests(self._version())
+        return self._client.digests(self._version())
 
     def has_weights(self) -> bool:
         return self._holds is not None
@@ -97,34 +97,34 @@ class ServerRollout(VLLMBase):
     def sleep(self) -> None:
         """A server that somebody else started keeps its memory; others may be using it."""
         if self._launched is not None and not self._asleep and self.config.free_cache_engine:
-            self._control.sleep()
+            self._client.sleep()
         self._asleep, self._holds = True, None
 
     def wake_up(self) -> None:
         if self._launched is not None and self._asleep and self.config.free_cache_engine:
-            self._control.wake_up()
+            self._client.wake_up()
         self._asleep = False
 
     # -- tokens ---------------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        start, retries = time.perf_counter(), self.wire.retries
-        requests = self.requests(prompts, sampling, seeds)
+        start, retries = time.perf_counter(), self.http.retries
+        requests = self.build_requests(prompts, sampling, seeds)
         if not requests:
             return Generation.empty(prompts)
         bodies = self._bodies(requests, sampling)
         version = self._version()
-        self._control.check(version)
+        self._client.check_version(version)
         answers = self._answers(requests, bodies)
-        self._control.check(version)
-        out = self.generation(prompts, answers, time.perf_counter() - start)
-        out.metrics["http_retries"] = float(self.wire.retries - retries)
+        self._client.check_version(version)
+        out = self.build_generation(prompts, answers, time.perf_counter() - start)
+        out.metrics["http_retries"] = float(self.http.retries - retries)
         return out
 
-    def _bodies(self, requests: Sequence[Request], sampling: SamplingParams) -> list[dict[str, Any]]:
+    def _bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
         """All that decides about tokens is said, so that nothing is left to what the server would choose."""
         common: dict[str, Any] = {
-            "model": self._control.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
+            "model": self._client.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": 0.0,
@@ -137,25 +137,25 @@ class ServerRollout(VLLMBase):
             for request in requests
         ]
 
-    def _answers(self, requests: Sequence[Request], bodies: Sequence[dict[str, Any]]) -> list[Answer]:
+    def _answers(self, requests: Sequence[RowRequest], bodies: Sequence[dict[str, Any]]) -> list[RowResponse]:
         """In the order of the requests. The first error ends all others."""
         todo: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(len(bodies)):
             todo.put(number)
         count = min(len(bodies), self.config.max_num_seqs, MOST_CONNECTIONS)
-        answers: list[Answer | None] = [None] * len(bodies)
-        stopped, lines = threading.Event(), list[Line]()
+        answers: list[RowResponse | None] = [None] * len(bodies)
+        stopped, lines = threading.Event(), list[RetryingConnection]()
 
         def work() -> None:
-            with self.wire.line(stopped) as line:
-                lines.append(line)
+            with self.http.connection(stopped) as connection:
+                lines.append(connection)
                 while not stopped.is_set():
                     try:
                         number = todo.get_nowait()
                     except queue.Empty:
                         return
                     answers[number] = _answer(
-                        line.ask("POST", COMPLETIONS, bodies[number]), requests[number], self.wire.url
+                        connection.request("POST", COMPLETIONS, bodies[number]), requests[number], self.http.url
                     )
 
         with ThreadPoolExecutor(count) as pool:
@@ -165,12 +165,12 @@ class ServerRollout(VLLMBase):
             except BaseException:
                 stopped.set()
                 for line in list(lines):
-                    line.hang_up()
+                    line.abort()
                 raise
         return [answer for answer in answers if answer is not None]
 
 
-def _answer(told: Any, request: Request, url: str) -> Answer:
+def _answer(told: Any, request: RowRequest, url: str) -> RowResponse:
     """One answer, which has to be one to this request."""
     try:
         (choice,) = told["choices"]
@@ -188,16 +188,18 @@ def _answer(told: Any, request: Request, url: str) -> Answer:
         )
     if reason not in ("stop", "length"):
         raise RolloutError(f"{url} broke a response off ({reason}); somebody else told it to")
-    return Answer(tokens, [float("nan") if value is None else value for value in log_probs], reason == "stop", cached)
+    return RowResponse(
+        tokens, [float("nan") if value is None else value for value in log_probs], reason == "stop", cached
+    )
 
 
 def _wait_for(url: str, timeout: float) -> None:
     """Until a server that somebody else started is ready."""
     deadline = time.monotonic() + timeout
-    wire = Wire(url, min(timeout, 10.0), 0.0)
+    http = HTTPClient(url, min(timeout, 10.0), 0.0)
     while True:
         try:
-            wire.ask("GET", "/health")
+            http.request("GET", "/health")
             return
         except RolloutError as error:
             if time.monotonic() > deadline:

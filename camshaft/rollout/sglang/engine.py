@@ -27,7 +27,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
+from camshaft.rollout.external import CPU_CACHE_BYTES, RowRequest, RowResponse, reject_reserved
 from camshaft.rollout.sglang.installed import check_installed, hint
 
 REPORT_SECONDS = 60.0
@@ -46,7 +46,7 @@ class SGLangEngine:
         self._reports: queue.Queue[tuple[dict[str, int], str]] = queue.Queue()
         # It warns of all that this device does not have, once in each process.
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
-        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `arguments_of`
+        os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `engine_arguments`
         if config.tensor_model_parallel_size > 1 and torch.device(config.device).type == "cpu":
             # Else it wants a NUMA node for each of its processes.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
@@ -54,24 +54,24 @@ class SGLangEngine:
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", own_cores)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            arguments = arguments_of(config)
-            refuse_own(config.engine_kwargs, arguments)
-            self._start(defaults_of(config) | arguments | config.engine_kwargs)
+            arguments = engine_arguments(config)
+            reject_reserved(config.engine_kwargs, arguments)
+            self._start(default_arguments(config) | arguments | config.engine_kwargs)
 
     def _start(self, arguments: dict[str, Any]) -> None:
         from sglang.srt.entrypoints.engine import Engine  # pyright: ignore[reportMissingImports]
 
-        from camshaft.rollout.sglang import scheduler
+        from camshaft.rollout.sglang import worker
 
-        scheduler.register_sampler()
+        worker.register_sampler()
         reader, writer = Pipe(duplex=False)
         # Read at once: a pipe takes little, and who writes into it holds up SGLang.
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
         class OwnEngine(Engine):
-            run_scheduler_process_func = staticmethod(functools.partial(scheduler.run, writer))
+            run_scheduler_process_func = staticmethod(functools.partial(worker.run, writer))
 
-        self._row_params: str = scheduler.RowParams.to_str()
+        self._row_params: str = worker.RowParams.to_str()
         try:
             self._engine: Any = OwnEngine(**arguments)
         except Exception as error:  # of SGLang, torch and transformers
@@ -90,14 +90,14 @@ class SGLangEngine:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         """Replace all weights; their digests, computed where the model is."""
-        from camshaft.rollout.sglang.scheduler import BEGIN, FINISH, TAKE
+        from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD
 
         windows = [("windows", torch.tensor([windowed_layers(self._config)]))]
         self._told(self._engine.begin_weight_update())
         try:
             self._send(windows, BEGIN)
             for bucket in _buckets(weights, self._config.update_weights_bucket_megabytes * 2**20):
-                self._send(bucket, TAKE)
+                self._send(bucket, LOAD)
             # Keys and values of the old weights must not serve new prompts.
             self._send(windows, FINISH, flush_cache=True)
         finally:
@@ -146,7 +146,9 @@ class SGLangEngine:
 
     # -- tokens ---------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> list[Answer]:
+    def generate(
+        self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
+    ) -> list[RowResponse]:
         """One answer per request, in their order. `stop_ids` are all tokens that end a row; strings end none."""
         params = [_params(request, sampling, stop_ids) for request in requests]
         prompts = [request.prompt for request in requests]
@@ -161,7 +163,7 @@ class SGLangEngine:
             raise RolloutError(f"SGLang does not generate: {error}{self._hint}") from error
         return [self._answer(row, output, set(stop_ids)) for row, output in enumerate(outputs)]
 
-    def _answer(self, row: int, output: dict[str, Any], ends: set[int]) -> Answer:
+    def _answer(self, row: int, output: dict[str, Any], ends: set[int]) -> RowResponse:
         told, tokens = output["meta_info"], list(output["output_ids"])
         if told["finish_reason"]["type"] not in ("stop", "length"):
             raise RolloutError(f"SGLang gave up on row {row}: {told['finish_reason']}{self._hint}")
@@ -169,10 +171,10 @@ class SGLangEngine:
         end = next((place for place, token in enumerate(tokens) if token in ends), None)
         count = len(tokens) if end is None else end + 1
         log_probs = [value for value, *_ in told["output_token_logprobs"][:count]]
-        return Answer(tokens[:count], log_probs, end is not None, told["cached_tokens"])
+        return RowResponse(tokens[:count], log_probs, end is not None, told["cached_tokens"])
 
 
-def _params(request: Request, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+def _params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
     """How SGLang is to choose is left to `scheduler.py`; its own sampling changes nothing."""
     row = {
         "seed": request.seed, "greedy": sampling.greedy, "temperature": float(sampling.temperature),
@@ -184,9 +186,9 @@ def _params(request: Request, sampling: SamplingParams, stop_ids: Sequence[int])
     }  # fmt: skip
 
 
-def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
+def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     """What the keys of the config are called in SGLang, and what has to be as it is."""
-    from camshaft.rollout.sglang.scheduler import BEGIN, FINISH, SAMPLER, TAKE
+    from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD, SAMPLER
 
     place = torch.device(config.device)
     arguments: dict[str, Any] = {
@@ -208,7 +210,7 @@ def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
         "enable_memory_saver": config.free_cache_engine and place.type != "cpu",
         "sampling_backend": SAMPLER,
         "enable_custom_logit_processor": True,
-        "custom_weight_loader": [BEGIN, TAKE, FINISH],
+        "custom_weight_loader": [BEGIN, LOAD, FINISH],
         # Ids in, ids out; and nothing that the folder recommends for chatting.
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
@@ -221,7 +223,7 @@ def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def defaults_of(config: RolloutEngineConfig) -> dict[str, Any]:
+def default_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     """What `engine_kwargs` may change."""
     # Without the last, its processes keep a core busy each while the trainer trains.
     defaults: dict[str, Any] = {"log_level": "error", "skip_server_warmup": True, "sleep_on_idle": True}

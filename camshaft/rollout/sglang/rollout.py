@@ -17,7 +17,7 @@ from camshaft.errors import RolloutError
 from camshaft.rollout.process.rollout import ProcessRollout
 from camshaft.rollout.sglang.installed import check_installed
 
-INSIDE = "camshaft.rollout.sglang.inside:InsideRollout"
+INSIDE = "camshaft.rollout.sglang.child:SGLangChildRollout"
 
 
 class SGLangRollout(ProcessRollout):

@@ -1,6 +1,6 @@
 """An adapter beside the base weights, in vLLM's own LoRA layers: how it gets there, and what is there then.
 
-    vllm.LLM(**arguments_of(config), **adapter_arguments(config))
+    vllm.LLM(**engine_arguments(config), **adapter_arguments(config))
     with peft_folder(weights, config) as folder:
         llm.llm_engine.add_lora(LoRARequest("1", 1, folder))
     llm.apply_model(adapter_digests(expected, 1))        # by name, of what the kernels read
@@ -25,7 +25,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.lora import save_adapter
-from camshaft.rollout.weights.checks import Expected
+from camshaft.rollout.weights.checks import ExpectedWeights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Sizes of vLLM's buffers; a smaller adapter is filled up with zeros."""
@@ -48,7 +48,7 @@ def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
             f"vLLM computes adapters in half precision on {config.device}, and rollout.dtype={config.dtype}; set "
             "actor_rollout_ref.rollout.dtype=bfloat16, or actor_rollout_ref.rollout.lora_weights=merged"
         )
-    layers = {name.rpartition(".lora_")[0] for name in Expected.adapter_of_folder(config, config.lora).weights}
+    layers = {name.rpartition(".lora_")[0] for name in ExpectedWeights.adapter_of_folder(config, config.lora).weights}
     return {
         "enable_lora": True,
         "max_loras": 1,

@@ -9,21 +9,21 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.external import ExternalRollout, Request
+from camshaft.rollout.external import ExternalRollout, RowRequest
 from camshaft.rollout.sampling import spread
 
 COLDEST = 0.01
 """vLLM raises a lower temperature to this one."""
 
 
-class VLLMBase(ExternalRollout):
+class BaseVLLMRollout(ExternalRollout):
     """See the map above."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         _check_quantization(config)
 
-    def requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[Request]:
+    def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
         self.ready()
         if not sampling.greedy and sampling.temperature < COLDEST:
             raise RolloutError(
@@ -31,7 +31,7 @@ class VLLMBase(ExternalRollout):
             )
         if sampling.stop and not has_tokenizer(self.folder):
             raise RolloutError(f"{self.config.model_path} has no tokenizer, so no text in which to find stop strings")
-        return super().requests(prompts, sampling, seeds)
+        return super().build_requests(prompts, sampling, seeds)
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         """What vLLM is told: it takes -1 for "no seed", and on a CPU torch draws from the low 32 bits of a seed alone.

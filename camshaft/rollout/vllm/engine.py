@@ -1,10 +1,10 @@
 """One vLLM engine in this process, through vLLM's public API: `LLM` and its methods.
 
-engine = VLLMEngine.take(config)       # an idle one of this config, or a new one
+engine = VLLMEngine.acquire(config)       # an idle one of this config, or a new one
 engine.load(weights)                   # names and tensors; the caller has checked them
 engine.load_adapter(weights)           # with `config.lora`, each time; the weights above stay
 answers = engine.generate(requests, sampling, stop_ids)
-engine.give_back()
+engine.release()
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from camshaft.device import world_size
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, model_folder
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.external import CPU_CACHE_BYTES, Answer, Request, refuse_own
-from camshaft.rollout.vllm import inside
+from camshaft.rollout.external import CPU_CACHE_BYTES, RowRequest, RowResponse, reject_reserved
+from camshaft.rollout.vllm import workarounds
 from camshaft.rollout.vllm.adapters import adapter_arguments, adapter_digests, peft_folder
+from camshaft.rollout.vllm.environment import preserve_random_state, startup_environment
 from camshaft.rollout.vllm.installed import check_platform, hint, import_vllm
-from camshaft.rollout.vllm.process import own_random_state, starting
 
 
 class VLLMEngine:
@@ -38,7 +38,7 @@ class VLLMEngine:
     _idle: dict[str, list[VLLMEngine]] = {}  # noqa: RUF012
 
     @classmethod
-    def take(cls, config: RolloutEngineConfig) -> VLLMEngine:
+    def acquire(cls, config: RolloutEngineConfig) -> VLLMEngine:
         """An engine of this config that nobody else has."""
         idle = cls._idle.get(config.model_dump_json(), [])
         return idle.pop() if idle else cls(config)
@@ -50,9 +50,9 @@ class VLLMEngine:
         self._cache_sizes: list[int] = []
         self._adapters = 0
         self._adapter: Any = None
-        arguments = arguments_of(config) | _arguments_of_ranks(config) | adapter_arguments(config)
-        refuse_own(config.engine_kwargs, arguments)
-        with starting(config.device):
+        arguments = engine_arguments(config) | _rank_arguments(config) | adapter_arguments(config)
+        reject_reserved(config.engine_kwargs, arguments)
+        with startup_environment(config.device):
             vllm = import_vllm()
             self.version: str = vllm.__version__
             check_platform(config.device)
@@ -60,9 +60,9 @@ class VLLMEngine:
                 self._llm: Any = vllm.LLM(**arguments, **config.engine_kwargs)
             except Exception as error:  # of vLLM, pydantic, torch and transformers
                 raise RolloutError(f"vLLM {self.version} does not start: {error}{hint(self.version)}") from error
-        inside.leave_exit_alone(self._llm)
+        workarounds.disable_exit_finalizer(self._llm)
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """For whoever wants one of the same config next; nobody is given one that failed, it has requests inside."""
         self.sleep()
         self._idle.setdefault(self._failed or self._config.model_dump_json(), []).append(self)
@@ -81,14 +81,14 @@ class VLLMEngine:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights; a parameter that vLLM found nothing for is an error."""
         self._usable()
-        with inside.reload_warnings() as warnings:
+        with workarounds.capture_reload_warnings() as warnings:
             try:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             except BaseException:
                 # Half-loaded layers would count what came, and take later weights for superfluous.
-                self._llm.apply_model(inside.finish_reload(self._llm.llm_engine.model_config))
+                self._llm.apply_model(workarounds.finish_reload(self._llm.llm_engine.model_config))
                 raise
-        self._llm.apply_model(inside.pack_tied_head)
+        self._llm.apply_model(workarounds.repack_tied_head)
         # It says the same of layers that have nothing to load, rotary ones say; this sentence names parameters.
         left = [text for text in warnings if "not loaded from checkpoint" in text]
         if left:
@@ -126,7 +126,7 @@ class VLLMEngine:
     def digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
         """Of the weights that vLLM holds as they came, not fused, split or packed; by name."""
         (found,) = self._llm.apply_model(
-            inside.digests_of(expected, whole=self._config.tensor_model_parallel_size == 1)
+            workarounds.parameter_digests(expected, whole=self._config.tensor_model_parallel_size == 1)
         )
         return found
 
@@ -147,7 +147,7 @@ class VLLMEngine:
         if self._llm.llm_engine.model_config.enable_sleep_mode:
             self._llm.sleep(level=1 if keep_weights else 2)
         elif self._config.free_cache_engine:
-            (self._cache_sizes,) = self._llm.collective_rpc(inside.free_caches)
+            (self._cache_sizes,) = self._llm.collective_rpc(workarounds.free_kv_cache)
         self._asleep = True
 
     def wake_up(self) -> None:
@@ -158,12 +158,14 @@ class VLLMEngine:
         if self._llm.llm_engine.model_config.enable_sleep_mode:
             self._llm.wake_up()
         elif self._config.free_cache_engine:
-            self._llm.collective_rpc(inside.restore_caches, args=(self._cache_sizes,))
+            self._llm.collective_rpc(workarounds.restore_kv_cache, args=(self._cache_sizes,))
         self._asleep = False
 
     # -- tokens ---------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: SamplingParams, stop_ids: Sequence[int]) -> list[Answer]:
+    def generate(
+        self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
+    ) -> list[RowResponse]:
         """One answer per request, in their order. `stop_ids` are all tokens that end a row."""
         self._usable()
         from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
@@ -182,7 +184,7 @@ class VLLMEngine:
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         try:
             # It draws from the process' random state, and then overwrites it with each row's seed.
-            with own_random_state(self._config.device):
+            with preserve_random_state(self._config.device):
                 outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
             self._failed = f"{type(error).__name__}: {error}"
@@ -196,7 +198,7 @@ class VLLMEngine:
             raise RolloutError(f"this vLLM engine failed before ({self._failed}); start the run anew")
 
 
-def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
+def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     """What the keys of the config are called in vLLM."""
     folder = model_folder(config.model_path)
     on_cpu = torch.device(config.device).type == "cpu"
@@ -230,7 +232,7 @@ def arguments_of(config: RolloutEngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def _arguments_of_ranks(config: RolloutEngineConfig) -> dict[str, Any]:
+def _rank_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     """For vLLM inside ranks that exist: it makes its groups of consecutive ones."""
     if world_size() == 1:
         return {}
@@ -240,9 +242,9 @@ def _arguments_of_ranks(config: RolloutEngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any) -> RowResponse:
     row = output.outputs[0]
-    return Answer(
+    return RowResponse(
         tokens=list(row.token_ids),
         log_probs=list(row.logprobs.logprobs)[: len(row.token_ids)],
         finished=row.finish_reason == "stop",

@@ -27,13 +27,13 @@ from camshaft.digest import noted
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.external import Request
-from camshaft.rollout.vllm.base import VLLMBase
+from camshaft.rollout.external import RowRequest
+from camshaft.rollout.vllm.base import BaseVLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
-from camshaft.rollout.weights.checks import Expected, each_once
+from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicates
 
 
-class VLLMRollout(VLLMBase):
+class VLLMRollout(BaseVLLMRollout):
     """See the map above. `seeds` decide each row's samples."""
 
     takes_adapter = True
@@ -43,11 +43,11 @@ class VLLMRollout(VLLMBase):
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
         self._came: dict[str, int] | None = None
-        self._adapter = None if config.lora is None else Expected.adapter_of_folder(config, config.lora)
+        self._adapter = None if config.lora is None else ExpectedWeights.adapter_of_folder(config, config.lora)
         self._adapter_came = False
-        self.engine = VLLMEngine.take(config)
+        self.engine = VLLMEngine.acquire(config)
         self.engine.wake_up()
-        weakref.finalize(self, self.engine.give_back).atexit = False
+        weakref.finalize(self, self.engine.release).atexit = False
 
     # -- weights --------------------------------------------------------------------------------------
 
@@ -55,8 +55,8 @@ class VLLMRollout(VLLMBase):
         self.ready_to_load()
         self._came, self._adapter_came = None, False
         came: dict[str, int] = {}
-        arriving = noted(self.expected.checked(weights), came)
-        self.engine.load(each_once(arriving, self.expected.own_names, set()))
+        arriving = noted(self.expected.validate(weights), came)
+        self.engine.load(drop_tied_duplicates(arriving, self.expected.canonical_names, set()))
         self._came = came
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -66,7 +66,7 @@ class VLLMRollout(VLLMBase):
         if self._came is None:
             raise RolloutError("load_adapter: the base weights are not there; call load_weights() with them before")
         self._adapter_came = False
-        self.engine.load_adapter(self._adapter.checked(weights))
+        self.engine.load_adapter(self._adapter.validate(weights))
         self._adapter_came = True
 
     def weight_digests(self) -> Mapping[str, int]:
@@ -77,10 +77,10 @@ class VLLMRollout(VLLMBase):
         self.ready()
         assert self._came is not None
         weights = self.expected.weights
-        held = self.engine.digests({name: weight.empty for name, weight in weights.items()})
+        held = self.engine.digests({name: weight.meta for name, weight in weights.items()})
         digests = {name: held.get(weights[name].names[0], arrived) for name, arrived in self._came.items()}
         if self._adapter is not None:
-            digests |= self.engine.adapter_digests({name: w.empty for name, w in self._adapter.weights.items()})
+            digests |= self.engine.adapter_digests({name: w.meta for name, w in self._adapter.weights.items()})
         return digests
 
     def ready(self) -> None:
@@ -106,13 +106,15 @@ class VLLMRollout(VLLMBase):
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
-        requests, error = _attempt(lambda: self.requests(prompts, sampling, seeds))
+        requests, error = _attempt(lambda: self.build_requests(prompts, sampling, seeds))
         everybody, own = self._with_neighbours(requests, error)
         stop_ids = self.all_stop_ids(sampling)
         answers = self.engine.generate(everybody, sampling, stop_ids)[own] if everybody else []
-        return self.generation(prompts, answers, time.perf_counter() - start)
+        return self.build_generation(prompts, answers, time.perf_counter() - start)
 
-    def _with_neighbours(self, requests: list[Request], error: RolloutError | None) -> tuple[list[Request], slice]:
+    def _with_neighbours(
+        self, requests: list[RowRequest], error: RolloutError | None
+    ) -> tuple[list[RowRequest], slice]:
         """The rows of all ranks of this generator, and which are this rank's. An error of one is everybody's."""
         group = self.engine.group
         if group is None:
@@ -131,7 +133,7 @@ class VLLMRollout(VLLMBase):
         return [row for rows, _ in gathered for row in rows], slice(first, first + len(requests))
 
 
-def _attempt(make: Any) -> tuple[list[Request], RolloutError | None]:
+def _attempt(make: Any) -> tuple[list[RowRequest], RolloutError | None]:
     """The requests, or the error that the other ranks have to hear of before it is raised."""
     try:
         return make(), None

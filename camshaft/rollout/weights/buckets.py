@@ -1,6 +1,6 @@
 """Weights in buckets of bounded size, for the way between two processes.
 
-    for pieces, used in packed(weights, buffer):    # fills the buffer again and again
+    for pieces, used in pack_buckets(weights, buffer):    # fills the buffer again and again
         ...                                         # bring buffer[:used] and the pieces to the other side
     assembler = Assembler("cpu")
     for name, tensor in assembler.take(pieces, data): ...
@@ -38,7 +38,7 @@ class Piece:
     size: int
 
 
-def packed(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tuple[list[Piece], int]]:
+def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tuple[list[Piece], int]]:
     """The pieces in `buffer` (bytes) and how much of it they fill; it is filled anew when the next is asked for."""
     pieces: list[Piece] = []
     used = 0

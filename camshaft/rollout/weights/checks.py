@@ -1,7 +1,7 @@
 """What weights have to arrive at a generator, and whether they do.
 
-    expected = Expected.of_folder(config)          # from config.json, without storage; or adapter_of_folder
-    for name, tensor in expected.checked(weights):
+    expected = ExpectedWeights.of_folder(config)          # from config.json, without storage; or adapter_of_folder
+    for name, tensor in expected.validate(weights):
         copy(name, tensor)                         # all that comes out fits, and all came when the loop has ended
 
 A weight that is unknown, misshapen, missing, sent twice, or tied to another that came with other values is a
@@ -31,48 +31,48 @@ from camshaft.models.lora import adapter_shapes
 
 
 @dataclass(frozen=True, eq=False)
-class Weight:
+class ExpectedWeight:
     """One weight, and all places of the model that hold it (several if it is tied)."""
 
     names: tuple[str, ...]
-    empty: Tensor
+    meta: Tensor
     """Shape and dtype, on the meta device."""
     is_parameter: bool
 
 
 @dataclass(frozen=True, eq=False)
-class Expected:
+class ExpectedWeights:
     """The weights of one model, by every name under which each may come."""
 
     model: str
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, ExpectedWeight]
     call: str = "load_weights"
     """What they are given to, and the engine's call that gives all of them; for messages."""
     source: str = "engine.named_weights()"
 
     @classmethod
-    def of_model(cls, hf: PreTrainedModel) -> Expected:
+    def of_model(cls, hf: PreTrainedModel) -> ExpectedWeights:
         return cls(type(hf).__name__, _weights_of(hf))
 
     @classmethod
-    def of_folder(cls, config: RolloutEngineConfig) -> Expected:
+    def of_folder(cls, config: RolloutEngineConfig) -> ExpectedWeights:
         """Those of the model in `config.model_path`."""
         return cls.of_model(empty_model(config, attention="eager"))
 
     @classmethod
-    def adapter_of_folder(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> Expected:
+    def adapter_of_folder(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
         """Those of an adapter by itself, beside that model."""
         shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
         empty = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
-        weights = {name: Weight((name,), tensor, True) for name, tensor in empty.items()}
+        weights = {name: ExpectedWeight((name,), tensor, True) for name, tensor in empty.items()}
         return cls("the adapter", weights, "load_adapter", "engine.named_weights(adapter_only=True)")
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """What the model computes with, for the parameters `config.dtype`; None for a name it does not know."""
         weight = self.weights.get(name)
-        return None if weight is None else weight.empty.dtype
+        return None if weight is None else weight.meta.dtype
 
-    def checked(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def validate(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass on what fits. A tied weight may come under one of its names or under all."""
         came: dict[str, Tensor | None] = {}
         for name, tensor in weights:
@@ -91,39 +91,39 @@ class Expected:
             )
 
     @property
-    def own_names(self) -> dict[str, str]:
+    def canonical_names(self) -> dict[str, str]:
         """Each name, and the one of its tied names that comes first, the embedding's."""
         return {name: weight.names[0] for name, weight in self.weights.items()}
 
-    def _fitting(self, name: str, tensor: Tensor) -> Weight:
+    def _fitting(self, name: str, tensor: Tensor) -> ExpectedWeight:
         weight = self.weights.get(name)
         if weight is None:
             close = difflib.get_close_matches(name, self.weights, n=1)
             hint = f"; did you mean '{close[0]}'?" if close else ""
             raise RolloutError(f"{self.call}: {self.model} has no weight '{name}'{hint}")
-        if tensor.shape != weight.empty.shape:
+        if tensor.shape != weight.meta.shape:
             raise RolloutError(
                 f"{self.call}: '{name}' came with shape {tuple(tensor.shape)}, "
-                f"but the model wants {tuple(weight.empty.shape)}; are engine and rollout built from one config?"
+                f"but the model wants {tuple(weight.meta.shape)}; are engine and rollout built from one config?"
             )
         return weight
 
 
-def each_once(
-    weights: Iterable[tuple[str, Tensor]], own_names: Mapping[str, str], passed: set[str]
+def drop_tied_duplicates(
+    weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], passed: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """A tied weight under the first of its names alone: libraries skip it elsewhere without a word.
 
     `passed` are the names that went before, and grows.
     """
     for name, tensor in weights:
-        own = own_names[name]
+        own = canonical_names[name]
         if own not in passed:
             passed.add(own)
             yield own, tensor
 
 
-def _compare_with_twin(weight: Weight, name: str, tensor: Tensor, came: dict[str, Tensor | None]) -> None:
+def _compare_with_twin(weight: ExpectedWeight, name: str, tensor: Tensor, came: dict[str, Tensor | None]) -> None:
     """Refuse a tied weight that came before under another name with other values."""
     twin = next((other for other in weight.names if other in came), None)
     first = None if twin is None else came[twin]
@@ -171,19 +171,19 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def _weights_of(hf: PreTrainedModel) -> dict[str, Weight]:
+def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
     """Names of one tied weight lead to the same entry."""
-    found: dict[str, Weight] = {}
+    found: dict[str, ExpectedWeight] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters = dict(hf.named_parameters(remove_duplicate=False))
     for shared in names.values():
-        weight = Weight(tuple(shared), _as_kept(hf, shared[0], parameters[shared[0]].data), True)
+        weight = ExpectedWeight(tuple(shared), _as_kept(hf, shared[0], parameters[shared[0]].data), True)
         found.update(dict.fromkeys(shared, weight))
     for name, tensor in hf.state_dict().items():
         if name not in found:
-            found[name] = Weight((name,), _as_kept(hf, name, tensor.to("meta")), False)
+            found[name] = ExpectedWeight((name,), _as_kept(hf, name, tensor.to("meta")), False)
     return found
 
 

@@ -2,7 +2,7 @@
 
     sender = open_sender(device, size)                 # the trainer's side
     tell(sender.handle()); sender.meet()               # `tell`: over a pipe, over HTTP, ... of the caller
-    for pieces, used in packed(weights, sender.buffer):
+    for pieces, used in pack_buckets(weights, sender.buffer):
         tell(pieces, used); sender.push(used); wait_until_taken()
 
     receiver = open_receiver(handle)                   # the generator's side

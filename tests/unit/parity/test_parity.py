@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.data import write_arithmetic
 from camshaft.models.loader import load_tokenizer
-from camshaft.parity import Case, Pair
-from camshaft.parity import diagnosis as causes
+from camshaft.parity import Pair, ParityCase, diagnosis
 from camshaft.parity.tokens import differences, random_prompts
 from camshaft.rollout import SamplingParams
 
@@ -40,7 +39,7 @@ def cause(run: Run) -> str:
 
 
 def test_the_difference_is_that_of_the_rollout_and_of_plain_transformers(folder: Path) -> None:
-    pair = Pair(Case("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=6, temperature=0.7)))
+    pair = Pair(ParityCase("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=6, temperature=0.7)))
     prompts = random_prompts(load_tokenizer(str(folder)), 3, 8, seed=1)
     measured = pair.measure(prompts)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
@@ -57,7 +56,7 @@ def test_the_difference_is_that_of_the_rollout_and_of_plain_transformers(folder:
 
 
 def test_an_update_moves_the_weights_and_the_rollout_hears_of_it(folder: Path) -> None:
-    pair = Pair(Case("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=8)))
+    pair = Pair(ParityCase("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=8)))
     prompts = random_prompts(load_tokenizer(str(folder)), 3, 8, seed=1)
     before = pair.measure(prompts)
     assert pair.update(before) > 0.05
@@ -184,7 +183,7 @@ def test_what_none_of_it_explains_is_called_unknown(folder: Path) -> None:
 
 @pytest.mark.parametrize(("most", "said"), [("MOST_TENSORS", "are too many"), ("MOST_SECONDS", "would take")])
 def test_what_was_not_tried_is_not_claimed(most: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causes, most, 0)
+    monkeypatch.setattr(diagnosis, most, 0)
     run = parity(folder, FAULTY + "Noisy")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
     assert said in run.out

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from camshaft.errors import RolloutError
-from camshaft.rollout.weights.buckets import Assembler, Piece, packed
+from camshaft.rollout.weights.buckets import Assembler, Piece, pack_buckets
 
 WEIGHTS: dict[str, Tensor] = {
     "matrix": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
@@ -26,7 +26,7 @@ WEIGHTS: dict[str, Tensor] = {
 def over_the_way(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Tensor]]:
     """Packed, brought over as JSON and bytes, and put together again."""
     buffer, assembler = torch.empty(size, dtype=torch.uint8), Assembler("cpu")
-    for pieces, used in packed(weights.items(), buffer):
+    for pieces, used in pack_buckets(weights.items(), buffer):
         assert 0 <= used <= size
         told = json.loads(json.dumps([vars(piece) for piece in pieces]))
         sent = buffer[:used].clone()
@@ -45,20 +45,20 @@ def test_any_bucket_brings_all_tensors_in_their_order(size: int, order: list[str
 
 
 def test_no_bucket_is_sent_for_no_weights() -> None:
-    assert list(packed([], torch.empty(8, dtype=torch.uint8))) == []
+    assert list(pack_buckets([], torch.empty(8, dtype=torch.uint8))) == []
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
     small = [(str(i), torch.zeros(4)) for i in range(8)]
-    assert [len(pieces) for pieces, _ in packed(small, buffer)] == [4, 4]
+    assert [len(pieces) for pieces, _ in pack_buckets(small, buffer)] == [4, 4]
     large = [("large", torch.zeros(40))]
-    assert [(pieces[0].start, used) for pieces, used in packed(large, buffer)] == [(0, 64), (64, 64), (128, 32)]
+    assert [(pieces[0].start, used) for pieces, used in pack_buckets(large, buffer)] == [(0, 64), (64, 64), (128, 32)]
 
 
 def test_what_comes_out_has_memory_of_its_own() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
-    ((pieces, _),) = packed([("ones", torch.ones(4))], buffer)
+    ((pieces, _),) = pack_buckets([("ones", torch.ones(4))], buffer)
     ((_, tensor),) = Assembler("cpu").take(pieces, buffer)
     buffer.zero_()
     assert torch.equal(tensor, torch.ones(4))
@@ -66,7 +66,7 @@ def test_what_comes_out_has_memory_of_its_own() -> None:
 
 def buckets_of_eight() -> list[tuple[list[Piece], Tensor]]:
     buffer = torch.empty(8, dtype=torch.uint8)
-    return [(pieces, buffer[:used].clone()) for pieces, used in packed([("w", torch.arange(6.0))], buffer)]
+    return [(pieces, buffer[:used].clone()) for pieces, used in pack_buckets([("w", torch.arange(6.0))], buffer)]
 
 
 def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
@@ -98,7 +98,7 @@ def test_copies_on_a_device_have_happened_before_the_other_process_hears_of_them
     told: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: told.append(f"{device} is done"))
     assembler = Assembler("meta")
-    for pieces, used in packed(
+    for pieces, used in pack_buckets(
         [("w", torch.ones(6, device="meta"))], torch.empty(16, dtype=torch.uint8, device="meta")
     ):
         told.append("told")

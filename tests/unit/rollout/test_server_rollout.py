@@ -1,4 +1,4 @@
-"""vLLM's server as a generator, as far as it goes without vLLM: the wire, the options, and a server that misbehaves."""
+"""vLLM's server as a generator, as far as it goes without vLLM: the http, the options, and a server that misbehaves."""
 
 import itertools
 import os
@@ -23,8 +23,8 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.server import guard
-from camshaft.rollout.server.launch import Launched, words_of
-from camshaft.rollout.server.wire import Wire
+from camshaft.rollout.server.http_client import HTTPClient
+from camshaft.rollout.server.launch import ServerProcess, command_line_options
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
          "max_model_len": 1024, "dtype": "float32"}  # fmt: skip
@@ -46,48 +46,51 @@ def nobody() -> str:
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-# -- the wire -------------------------------------------------------------------------------------
+# -- the http -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("trouble", [(503, {}), (500, {"error": "out of luck"}), (HANG_UP, None)])
 def test_trouble_that_passes_is_waited_for(trouble: tuple[int, Any]) -> None:
     script = [trouble, trouble, (200, {"ok": 1})]
     with fake_server(lambda path, body: script.pop(0)) as fake:
-        wire = Wire(fake.url, 10, 5)
-        with wire.line() as line:
-            assert line.ask("POST", "/v1/completions", {}) == {"ok": 1}
-    assert (wire.retries, len(fake.asked)) == (2, 3)
+        http = HTTPClient(fake.url, 10, 5)
+        with http.connection() as connection:
+            assert connection.request("POST", "/v1/completions", {}) == {"ok": 1}
+    assert (http.retries, len(fake.asked)) == (2, 3)
 
 
 @pytest.mark.alone
 def test_trouble_that_stays_is_an_error_that_names_the_url() -> None:
     with fake_server(lambda path, body: (500, {"error": "out of luck"})) as fake:
-        wire, begun = Wire(fake.url, 10, 0.5), time.monotonic()
+        http, begun = HTTPClient(fake.url, 10, 0.5), time.monotonic()
         told = rf"{fake.url} answered /v1/completions with HTTP 500: .*out of luck"
-        with pytest.raises(RolloutError, match=told), wire.line() as line:
-            line.ask("POST", "/v1/completions", {})
+        with pytest.raises(RolloutError, match=told), http.connection() as connection:
+            connection.request("POST", "/v1/completions", {})
     assert time.monotonic() - begun < 2
     assert 1 < len(fake.asked) < 6
 
 
 def test_a_refusal_is_not_repeated() -> None:
     with fake_server(lambda path, body: (400, {"error": "no such thing"})) as fake:
-        with pytest.raises(RolloutError, match=r"HTTP 400: .*no such thing"), Wire(fake.url, 10, 5).line() as line:
-            line.ask("POST", "/v1/completions", {})
+        with (
+            pytest.raises(RolloutError, match=r"HTTP 400: .*no such thing"),
+            HTTPClient(fake.url, 10, 5).connection() as connection,
+        ):
+            connection.request("POST", "/v1/completions", {})
         assert len(fake.asked) == 1
 
 
 def test_what_may_have_happened_is_not_asked_for_twice() -> None:
     with fake_server(lambda path, body: (HANG_UP, None)) as fake:
         with pytest.raises(RolloutError, match="did not answer /collective_rpc"):
-            Wire(fake.url, 10, 5).tell("/collective_rpc", {})
+            HTTPClient(fake.url, 10, 5).post_once("/collective_rpc", {})
         assert len(fake.asked) == 1
 
 
 def test_an_answer_that_comes_too_late_is_an_error() -> None:
     with fake_server(lambda path, body: (time.sleep(1), (200, {}))[1]) as fake:
         with pytest.raises(RolloutError, match=r"not answered /slow for 0.2 s.*engine_kwargs.timeout"):
-            Wire(fake.url, 0.2, 5).ask("POST", "/slow", {})
+            HTTPClient(fake.url, 0.2, 5).request("POST", "/slow", {})
         assert len(fake.asked) == 1
 
 
@@ -241,14 +244,16 @@ def test_options_that_cannot_be_are_refused_in_words(own: dict[str, Any], told: 
 
 
 def test_a_server_is_started_with_what_the_config_says() -> None:
-    words = words_of(config().model_copy(update={"enable_prefix_caching": False}), {"swap_space": 2, "flag": True})
+    words = command_line_options(
+        config().model_copy(update={"enable_prefix_caching": False}), {"swap_space": 2, "flag": True}
+    )
     pairs = dict(itertools.pairwise(words))
     assert pairs["--model"] == str(tiny_folder())
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert (pairs["--max-model-len"], pairs["--swap-space"]) == ("1024", "2")
     assert {"--no-enable-prefix-caching", "--flag", "--enforce-eager"} <= set(words)
     with pytest.raises(RolloutError, match="engine_kwargs sets logprobs_mode"):
-        words_of(config(), {"logprobs_mode": "raw_logprobs"})
+        command_line_options(config(), {"logprobs_mode": "raw_logprobs"})
 
 
 @pytest.fixture
@@ -259,7 +264,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_vllm")
 def test_without_vllm_a_server_is_not_started() -> None:
     with pytest.raises(RolloutError, match=r"rollout.name=server needs vLLM to start its server: pip install"):
-        Launched(config(), {})
+        ServerProcess(config(), {})
 
 
 def guarded(*code: str) -> subprocess.Popen[bytes]:

@@ -16,7 +16,7 @@ import torch
 
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
-from camshaft.rollout.weights.buckets import packed
+from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
 
 pytestmark = pytest.mark.timeout(120)
@@ -104,7 +104,7 @@ def meet(sender: Sender, others: list[Other]) -> None:
 def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
     """What the receivers say of what came."""
     found: dict[str, int] = {}
-    for pieces, used in packed(WEIGHTS.items(), sender.buffer):
+    for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
         for other in others:
             other.tell({"pieces": [vars(piece) for piece in pieces], "used": used})
         sender.push(used)

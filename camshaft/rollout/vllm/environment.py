@@ -1,6 +1,6 @@
 """What vLLM needs of a process while it starts, and leaving the process as it was.
 
-    with starting("cuda"):
+    with startup_environment("cuda"):
         import vllm
         llm = vllm.LLM(...)
 
@@ -23,7 +23,7 @@ from camshaft.device import here, join_group, rank, world_size
 
 
 @contextlib.contextmanager
-def starting(device: str) -> Iterator[None]:
+def startup_environment(device: str) -> Iterator[None]:
     """Inside, vLLM may be imported and an engine built."""
     with _unchanged(device), _environment(device):
         join_group(torch.device(device))  # one that vLLM made itself would not reach the host from a GPU
@@ -52,7 +52,7 @@ def _unchanged(device: str) -> Iterator[None]:
     states = random.getstate(), np.random.get_state()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
-        with own_random_state(device):
+        with preserve_random_state(device):
             yield
     finally:
         random.setstate(states[0])
@@ -65,7 +65,7 @@ def _unchanged(device: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def own_random_state(device: str) -> Iterator[None]:
+def preserve_random_state(device: str) -> Iterator[None]:
     """What torch draws inside leaves the caller's random states alone."""
     place = torch.device(device)
     if place.type == "cpu" or not torch.accelerator.is_available():

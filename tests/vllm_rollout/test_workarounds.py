@@ -20,9 +20,9 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.vllm import VLLMRollout, inside, installed
-from camshaft.rollout.vllm.engine import VLLMEngine, arguments_of
-from camshaft.rollout.vllm.process import starting
+from camshaft.rollout.vllm import VLLMRollout, installed, workarounds
+from camshaft.rollout.vllm.engine import VLLMEngine, engine_arguments
+from camshaft.rollout.vllm.environment import startup_environment
 from camshaft.trainer.seeds import sampling_seeds
 
 pytestmark = pytest.mark.vllm
@@ -58,7 +58,7 @@ def test_a_tied_output_layer_follows_the_embedding(harness, monkeypatch):
     case, prompts = harness.case(), harness.prompts(4, 9)
     train(case)
     with monkeypatch.context() as patch:
-        patch.setattr(inside, "pack_tied_head", lambda model: None)
+        patch.setattr(workarounds, "repack_tied_head", lambda model: None)
         case.rollout.load_weights(case.weights())
         assert off(case, prompts) > 0.1
     case.rollout.load_weights(case.weights())
@@ -96,7 +96,7 @@ def test_a_load_that_broke_off_leaves_nothing_behind(harness, monkeypatch):
     half = [*case.weights()[:4], ("model.layers.0.nonsense", torch.zeros(2))]
     train(case)
     with monkeypatch.context() as patch:
-        patch.setattr(inside, "finish_reload", lambda config: lambda model: None)
+        patch.setattr(workarounds, "finish_reload", lambda config: lambda model: None)
         with pytest.raises(RolloutError, match="nonsense"):
             case.rollout.load_weights(half)
         with pytest.raises(RolloutError, match=r"did not take all weights"):
@@ -120,7 +120,7 @@ def test_digests_are_of_what_vllm_holds_where_it_holds_it_as_it_came(harness):
     llm_of(case).apply_model(lambda model: model.model.norm.weight.data.add_(1))
     after = case.rollout.weight_digests()
     assert [name for name in before if before[name] != after[name]] == ["model.norm.weight"]
-    held = case.rollout.engine.digests({name: w.empty for name, w in case.rollout.expected.weights.items()})
+    held = case.rollout.engine.digests({name: w.meta for name, w in case.rollout.expected.weights.items()})
     assert {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"} <= held.keys()
 
 
@@ -163,10 +163,10 @@ def test_every_run_and_every_step_draws_numbers_of_its_own(harness, monkeypatch)
 def test_a_prompt_longer_than_a_step_takes_goes_alone(harness):
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
     assert off(case, harness.prompts(60, 60, 5, 60)) < 1e-4
-    with starting("cpu"):
+    with startup_environment("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
 
-        told = arguments_of(case.rollout.config) | {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
+        told = engine_arguments(case.rollout.config) | {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
         pieces = vllm.LLM(**told)
     KEPT.append(pieces)  # else it takes the process groups of all others along
     params = vllm.SamplingParams(seed=1, max_tokens=2)
@@ -205,11 +205,11 @@ def resident() -> int:
 
 def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(harness):
     case = harness.case()
-    with starting("cpu"):
+    with startup_environment("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
 
         with pytest.raises(ValueError, match=r"[Ss]leep mode"):
-            vllm.LLM(**(arguments_of(case.rollout.config) | {"enable_sleep_mode": True}))
+            vllm.LLM(**(engine_arguments(case.rollout.config) | {"enable_sleep_mode": True}))
     awake = resident()
     case.rollout.sleep()
     assert awake - resident() > 0.9 * 2**28

@@ -20,7 +20,7 @@ RELOADING = "vllm.model_executor.model_loader.reload"
 """Where vLLM logs what went wrong in a reload; it raises nothing."""
 
 
-def leave_exit_alone(llm: Any) -> None:
+def disable_exit_finalizer(llm: Any) -> None:
     """At the end of the process vLLM ends its process groups, after those that they were made in have ended."""
     finalizer = vars(llm.llm_engine.engine_core).get("_finalizer")
     if finalizer is not None:
@@ -28,7 +28,7 @@ def leave_exit_alone(llm: Any) -> None:
 
 
 @contextlib.contextmanager
-def reload_warnings() -> Iterator[list[str]]:
+def capture_reload_warnings() -> Iterator[list[str]]:
     """Collects what vLLM warns of while weights are loaded, instead of showing it."""
     told: list[str] = []
 
@@ -49,7 +49,7 @@ def reload_warnings() -> Iterator[list[str]]:
         there.propagate = propagate
 
 
-def pack_tied_head(model: Any) -> None:
+def repack_tied_head(model: Any) -> None:
     """On a CPU, an output layer that shares the embedding keeps a packed copy of the old one through a reload.
 
     vLLM says "ParallelLMHead: Failed to load weights" and computes with it.
@@ -75,7 +75,7 @@ def finish_reload(model_config: Any) -> Callable[[Any], None]:
     return finish
 
 
-def digests_of(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], dict[str, int]]:
+def parameter_digests(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], dict[str, int]]:
     """Of parameters that are as they are in a folder; `whole` if they are not split over ranks."""
 
     def held(model: Any) -> dict[str, int]:
@@ -94,7 +94,7 @@ def digests_of(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], d
     return held
 
 
-def free_caches(worker: Any) -> list[int]:
+def free_kv_cache(worker: Any) -> list[int]:
     """Without sleep mode (on a CPU), keys and values give their storages back; the sizes that these had."""
     storages = _storages(worker)
     sizes = [storage.nbytes() for storage in storages]
@@ -103,7 +103,7 @@ def free_caches(worker: Any) -> list[int]:
     return sizes
 
 
-def restore_caches(worker: Any, sizes: list[int]) -> None:
+def restore_kv_cache(worker: Any, sizes: list[int]) -> None:
     """Storages of these sizes again, empty."""
     for storage, size in zip(_storages(worker), sizes, strict=True):
         storage.resize_(size)

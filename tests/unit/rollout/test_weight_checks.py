@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.rollout.weights.checks import Expected
+from camshaft.rollout.weights.checks import ExpectedWeights
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -23,12 +23,12 @@ def weights() -> dict[str, Tensor]:
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def expected(**config: Any) -> Expected:
-    return Expected.of_folder(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
+def expected(**config: Any) -> ExpectedWeights:
+    return ExpectedWeights.of_folder(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
 
 
 def test_all_names_of_the_folder_pass_untouched(weights: dict[str, Tensor]) -> None:
-    passed = dict(expected().checked(weights.items()))
+    passed = dict(expected().validate(weights.items()))
     assert passed.keys() == weights.keys()
     assert all(passed[name] is weight for name, weight in weights.items())
 
@@ -36,7 +36,7 @@ def test_all_names_of_the_folder_pass_untouched(weights: dict[str, Tensor]) -> N
 def test_shapes_are_known_without_storage(weights: dict[str, Tensor]) -> None:
     known = expected(dtype="bfloat16")
     assert known.weights.keys() == weights.keys() | {"lm_head.weight"}
-    assert {weight.empty.device.type for weight in known.weights.values()} == {"meta"}
+    assert {weight.meta.device.type for weight in known.weights.values()} == {"meta"}
     assert known.dtype_of(NAME) == torch.bfloat16
     assert known.dtype_of("sideways") is None
     assert known.weights["lm_head.weight"] is known.weights["model.embed_tokens.weight"]
@@ -53,7 +53,7 @@ def test_shapes_are_known_without_storage(weights: dict[str, Tensor]) -> None:
 )
 def test_what_does_not_fit_is_named(change: Any, told: str, weights: dict[str, Tensor]) -> None:
     with pytest.raises(RolloutError, match=told):
-        list(expected().checked(change(weights).items()))
+        list(expected().validate(change(weights).items()))
 
 
 @pytest.mark.parametrize(
@@ -66,17 +66,19 @@ def test_what_does_not_fit_is_named(change: Any, told: str, weights: dict[str, T
 )
 def test_what_does_not_fit_an_adapter_is_named(change: Any, told: str) -> None:
     lora = LoRAConfig(rank=4, exclude_modules=("o_proj",))
-    known = Expected.adapter_of_folder(RolloutEngineConfig(model_path=str(tiny_folder()), dtype="bfloat16"), lora)
-    fitting = {name: torch.zeros(weight.empty.shape) for name, weight in known.weights.items()}
+    known = ExpectedWeights.adapter_of_folder(
+        RolloutEngineConfig(model_path=str(tiny_folder()), dtype="bfloat16"), lora
+    )
+    fitting = {name: torch.zeros(weight.meta.shape) for name, weight in known.weights.items()}
     assert len(fitting) == 2 * 2 * 6
     assert known.dtype_of(ADAPTED) == torch.bfloat16
-    assert dict(known.checked(fitting.items())).keys() == fitting.keys()
+    assert dict(known.validate(fitting.items())).keys() == fitting.keys()
     with pytest.raises(RolloutError, match=told):
-        list(known.checked(change(fitting).items()))
+        list(known.validate(change(fitting).items()))
 
 
 def test_a_weight_that_comes_twice_is_named_before_it_is_passed_on(weights: dict[str, Tensor]) -> None:
-    stream = expected().checked([*weights.items(), (NAME, weights[NAME])])
+    stream = expected().validate([*weights.items(), (NAME, weights[NAME])])
     for name in weights:
         assert next(stream)[0] == name
     with pytest.raises(RolloutError, match=f"'{NAME}' came twice"):
@@ -84,7 +86,7 @@ def test_a_weight_that_comes_twice_is_named_before_it_is_passed_on(weights: dict
 
 
 def test_nobody_holds_on_to_weights_that_are_not_tied(weights: dict[str, Tensor]) -> None:
-    stream = expected().checked((name, weight.clone()) for name, weight in weights.items())
+    stream = expected().validate((name, weight.clone()) for name, weight in weights.items())
     held = {}
     for name, weight in stream:
         held[name] = weight.data_ptr()
@@ -94,4 +96,4 @@ def test_nobody_holds_on_to_weights_that_are_not_tied(weights: dict[str, Tensor]
 
 def test_tied_weights_with_equal_values_pass_under_both_names(weights: dict[str, Tensor]) -> None:
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
-    assert dict(expected().checked(both.items())).keys() == both.keys()
+    assert dict(expected().validate(both.items())).keys() == both.keys()

@@ -17,10 +17,10 @@ from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import ExternalRollout
 from camshaft.rollout.sglang.engine import SGLangEngine
 from camshaft.rollout.stop_strings import StopStrings, cut_at_strings
-from camshaft.rollout.weights.checks import each_once
+from camshaft.rollout.weights.checks import drop_tied_duplicates
 
 
-class InsideRollout(ExternalRollout):
+class SGLangChildRollout(ExternalRollout):
     """See the map above. `seeds` decide each row's samples, as they do for the built-in generator."""
 
     def __init__(self, config: RolloutEngineConfig):
@@ -33,14 +33,14 @@ class InsideRollout(ExternalRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.ready_to_load()
         self._digests = None
-        own, came = self.expected.own_names, dict[str, str]()
+        own, came = self.expected.canonical_names, dict[str, str]()
 
         def arriving() -> Iterable[tuple[str, Tensor]]:
-            for name, tensor in self.expected.checked(weights):
+            for name, tensor in self.expected.validate(weights):
                 came[name] = own[name]
-                yield name, tensor.to(self.expected.weights[name].empty.dtype)
+                yield name, tensor.to(self.expected.weights[name].meta.dtype)
 
-        digests = self.engine.load(each_once(arriving(), own, set()))
+        digests = self.engine.load(drop_tied_duplicates(arriving(), own, set()))
         self._digests = {name: digests[first] for name, first in came.items()}
 
     def weight_digests(self) -> Mapping[str, int]:
@@ -66,9 +66,9 @@ class InsideRollout(ExternalRollout):
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
-        requests = self.requests(prompts, sampling, seeds)
+        requests = self.build_requests(prompts, sampling, seeds)
         answers = self.engine.generate(requests, sampling, self.all_stop_ids(sampling)) if requests else []
-        generation = self.generation(prompts, answers, time.perf_counter() - start)
+        generation = self.build_generation(prompts, answers, time.perf_counter() - start)
         if sampling.stop:
             tokenizer = load_tokenizer(str(self.folder), self.config.trust_remote_code)
             generation = cut_at_strings(generation, StopStrings(tokenizer, sampling.stop))

@@ -4,7 +4,7 @@
         run_scheduler_process_func = staticmethod(functools.partial(run, report))
 
     sampling_backend=SAMPLER               # chooses tokens as all generators of this package do
-    custom_weight_loader=[BEGIN, TAKE, FINISH]      # weights, and what is told of them over `report`
+    custom_weight_loader=[BEGIN, LOAD, FINISH]      # weights, and what is told of them over `report`
 
 These are ways that SGLang offers to others. Its own sampler draws a row from what its batch leaves of a common
 random state, unless it runs in a mode that a CPU does not have, and tells log-probs before top_k and top_p.
@@ -30,7 +30,7 @@ from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 
 SAMPLER = "pytorch"
 """The name under which tokens are chosen: SGLang takes no other on a CPU, and asks first for what is registered."""
-BEGIN, TAKE, FINISH = (f"{__name__}.{name}" for name in ("begin", "take", "finish"))
+BEGIN, LOAD, FINISH = (f"{__name__}.{name}" for name in ("begin_update", "load_bucket", "finish_update"))
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Parameters that SGLang makes of several weights, one under the other."""
@@ -102,7 +102,7 @@ class _State:
 _state = _State()
 
 
-def begin(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+def begin_update(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
     """Forget the weights, so that one that does not come is seen. Named is one number: of layers with a window."""
     _state.came, _state.problem = {}, ""
     windows = sum(layer.sliding_window_size > -1 for layer in model.modules() if isinstance(layer, RadixAttention))
@@ -116,7 +116,7 @@ def begin(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
         parameter.data.fill_(torch.nan)
 
 
-def take(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
+def load_bucket(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
     """One bucket. SGLang ends the process where this raises, so what went wrong is told at the end."""
     _state.came |= {name: (digest(tensor), tensor.dtype, tensor.shape) for name, tensor in named}
     try:
@@ -126,7 +126,7 @@ def take(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
         _state.problem = _state.problem or f"{type(error).__name__}: {error} (among {names})"
 
 
-def finish(model: Any, _named: Sequence[tuple[str, Tensor]]) -> None:
+def finish_update(model: Any, _named: Sequence[tuple[str, Tensor]]) -> None:
     """Tell what came and what is held."""
     # The largest element is not a number where one is not, and nothing as large as the parameter is made.
     left = [name for name, weight in _floating(model).items() if bool(weight.data.amax().isnan())]

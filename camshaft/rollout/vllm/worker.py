@@ -1,6 +1,6 @@
 """Inside a worker of vLLM's server: weights of a trainer come in, digests of them go out.
 
-    vllm serve ... --worker-extension-cls camshaft.rollout.vllm.served.Served
+    vllm serve ... --worker-extension-cls camshaft.rollout.vllm.worker.WorkerExtension
 
 vLLM imports this file by its name and adds `Served` to its workers. Each request is `POST /collective_rpc` with the
 method `camshaft`, a word and JSON; its answer is {"done": ...}, {"refused": text} for what was to be expected, or
@@ -22,23 +22,23 @@ from torch import Tensor
 
 from camshaft.digest import noted
 from camshaft.errors import RolloutError
-from camshaft.rollout.vllm import inside
+from camshaft.rollout.vllm import workarounds
 from camshaft.rollout.weights.buckets import Assembler, Piece
-from camshaft.rollout.weights.checks import each_once
+from camshaft.rollout.weights.checks import drop_tied_duplicates
 from camshaft.rollout.weights.transport import open_receiver
 
 
-class Served:
+class WorkerExtension:
     """What is added to a worker."""
 
     def camshaft(self, what: str, payload: str = "{}") -> dict[str, Any]:
         """Do what the trainer asks for; vLLM would make less of an exception than of an answer that tells it."""
-        held: Held = vars(self).setdefault("_camshaft_held", Held(self))
+        weights: WorkerWeights = vars(self).setdefault("_camshaft_weights", WorkerWeights(self))
         methods = {
             method.__name__: method
             for method in (
-                held.hello, held.state, held.begin, held.bucket, held.end, held.abort, held.digests,
-                held.free_caches, held.restore_caches,
+                weights.hello, weights.state, weights.begin, weights.bucket, weights.end, weights.abort,
+                weights.digests, weights.free_kv_cache, weights.restore_kv_cache,
             )
         }  # fmt: skip
         try:
@@ -49,7 +49,7 @@ class Served:
             return {"failed": traceback.format_exc().rstrip()}
 
 
-class Held:
+class WorkerWeights:
     """The weights of one worker, and where they came from."""
 
     def __init__(self, worker: Any):
@@ -60,7 +60,7 @@ class Held:
         self._own: Mapping[str, str] = {}
         self._passed: set[str] = set()
         self._shapes: dict[str, Tensor] = {}
-        self._update: _Update | None = None
+        self._update: _WeightUpdate | None = None
         self._cache_sizes: list[int] = []
 
     def hello(self) -> dict[str, Any]:
@@ -92,14 +92,14 @@ class Held:
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, (dtype, shape) in shapes.items()
         }
-        self._update = _Update(self._worker, handle)
+        self._update = _WeightUpdate(self._worker, handle)
 
     def bucket(self, pieces: list[dict[str, Any]], used: int) -> None:
         assert self._update is not None
         self._update.take([Piece(**piece) for piece in pieces], used, self._passed_on)
 
     def _passed_on(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return each_once(noted(weights, self._came), self._own, self._passed)
+        return drop_tied_duplicates(noted(weights, self._came), self._own, self._passed)
 
     def end(self, version: str) -> None:
         """All weights came; a parameter that vLLM found nothing for is an error."""
@@ -117,20 +117,20 @@ class Held:
     def digests(self) -> dict[str, Any]:
         """Of what vLLM holds as it came, and for what it fuses, splits or packs, of what arrived here."""
         whole = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
-        held = inside.digests_of(self._shapes, whole)(self._worker.get_model())
+        held = workarounds.parameter_digests(self._shapes, whole)(self._worker.get_model())
         digests = {name: held.get(self._own[name], arrived) for name, arrived in self._came.items()}
         return self.state() | {"digests": digests}
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def free_caches(self) -> None:
-        self._cache_sizes = inside.free_caches(SimpleNamespace(worker=self._worker))
+    def free_kv_cache(self) -> None:
+        self._cache_sizes = workarounds.free_kv_cache(SimpleNamespace(worker=self._worker))
 
-    def restore_caches(self) -> None:
-        inside.restore_caches(SimpleNamespace(worker=self._worker), self._cache_sizes)
+    def restore_kv_cache(self) -> None:
+        workarounds.restore_kv_cache(SimpleNamespace(worker=self._worker), self._cache_sizes)
 
 
-class _Update:
+class _WeightUpdate:
     """One hand-over, as vLLM's own weight transfer does it: layer by layer, in as many calls as it takes."""
 
     def __init__(self, worker: Any, handle: dict[str, Any]):
@@ -164,13 +164,13 @@ class _Update:
 
     def abort(self) -> None:
         with self._inside():
-            inside.finish_reload(self._worker.vllm_config.model_config)(self._model)
-            inside.pack_tied_head(self._model)
+            workarounds.finish_reload(self._worker.vllm_config.model_config)(self._model)
+            workarounds.repack_tied_head(self._model)
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
         """What vLLM wants around anything that builds or loads layers."""
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 
-        with set_current_vllm_config(self._worker.vllm_config), inside.reload_warnings():
+        with set_current_vllm_config(self._worker.vllm_config), workarounds.capture_reload_warnings():
             yield

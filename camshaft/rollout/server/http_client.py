@@ -1,0 +1,139 @@
+"""HTTP client for one vLLM server, with timeouts and bounded retries.
+
+    client = HTTPClient("http://127.0.0.1:8000", timeout=3600, retry_timeout=5)
+    client.request("GET", "/v1/models")             # idempotent: retried on failure
+    client.post_once("/pause?mode=wait")            # not idempotent: sent once
+    with client.connection() as connection:         # one connection for many requests
+        connection.request("POST", "/v1/completions", {...})
+
+Connection errors and HTTP 5xx responses are retried until `retry_timeout` has passed. HTTP 4xx responses and timeouts
+raise at once. Every error names the URL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+from camshaft.errors import RolloutError
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+"""Seconds between two attempts; the pause doubles after each attempt."""
+MAX_ERROR_BODY = 2000
+"""Characters of a response body that an error message shows."""
+API_KEY = "VLLM_API_KEY"
+"""Environment variable with the API key of the server, if it requires one; vLLM reads the same variable."""
+
+
+class ServerUnavailable(RolloutError):
+    """The connection failed, or the server answered with HTTP 5xx; a later attempt may succeed."""
+
+
+class HTTPClient:
+    """JSON over HTTP to the server at `url`.
+
+    `exit_report` returns a description of how the server process ended, or an empty string while it runs or if nothing
+    is known about it. It is added to connection errors and ends retries.
+    """
+
+    def __init__(self, url: str, timeout: float, retry_timeout: float, exit_report: Callable[[], str] = str):
+        self.url, self.timeout, self.retry_timeout, self.exit_report = url, timeout, retry_timeout, exit_report
+        self.retries = 0
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """Send an idempotent request on a new connection; retry it if it fails."""
+        with self.connection() as connection:
+            return connection.request(method, path, body)
+
+    def post_once(self, path: str, body: Any = None) -> Any:
+        """POST a request that changes state on the server, without retries."""
+        with self.connection() as connection:
+            return connection.request_once("POST", path, body)
+
+    @contextlib.contextmanager
+    def connection(self, stopped: threading.Event | None = None) -> Iterator[RetryingConnection]:
+        """Open a connection that reconnects after a failure; setting `stopped` ends its retries."""
+        connection = RetryingConnection(self, stopped or threading.Event())
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+class RetryingConnection:
+    """A persistent HTTP connection that retries failed requests."""
+
+    def __init__(self, client: HTTPClient, stopped: threading.Event):
+        parts = urlsplit(client.url)
+        connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        assert parts.hostname is not None
+        self._connection = connection_class(parts.hostname, parts.port, timeout=client.timeout)
+        self._client, self._stopped = client, stopped
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request and retry it until it succeeds or `retry_timeout` has passed."""
+        deadline, pause = 0.0, FIRST_PAUSE
+        while True:
+            try:
+                return self.request_once(method, path, body)
+            except ServerUnavailable as error:
+                if report := self._client.exit_report():
+                    raise RolloutError(f"{self._client.url} did not answer {path}: it {report}") from error
+                deadline = deadline or time.monotonic() + self._client.retry_timeout
+                if time.monotonic() + pause > deadline or self._stopped.wait(pause):
+                    raise
+                pause = min(2 * pause, LONGEST_PAUSE)
+                self._client.retries += 1
+
+    def request_once(self, method: str, path: str, body: Any = None) -> Any:
+        """Send a request and return the response parsed as JSON, or None if the response body is empty."""
+        client = self._client
+        try:
+            status, content = self._send(method, path, body)
+        except TimeoutError as error:
+            self.close()
+            raise RolloutError(
+                f"{client.url} has not answered {path} for {client.timeout:g} s; increase engine_kwargs.timeout if the "
+                "server is only slow"
+            ) from error
+        except (OSError, HTTPException) as error:
+            self.close()
+            report = client.exit_report()
+            reason = f"it {report}" if report else f"{type(error).__name__}: {error}"
+            raise ServerUnavailable(f"{client.url} did not answer {path}: {reason}") from error
+        if status >= 400:
+            error_class = ServerUnavailable if status >= 500 else RolloutError
+            message = content.decode(errors="replace")[:MAX_ERROR_BODY]
+            raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}")
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise RolloutError(f"{client.url} answered {path} with invalid JSON: {content[:80]!r}") from error
+
+    def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
+        """Return status code and body of the response."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(API_KEY):
+            headers["Authorization"] = f"Bearer {key}"
+        data = None if body is None else json.dumps(body).encode()
+        self._connection.request(method, path, data, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def abort(self) -> None:
+        """Shut the socket down from another thread; a pending request then fails at once."""
+        connection_socket: socket.socket | None = self._connection.sock
+        if connection_socket is not None:
+            with contextlib.suppress(OSError):  # another thread has closed it
+                connection_socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._connection.close()
