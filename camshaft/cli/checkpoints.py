@@ -1,4 +1,4 @@
-"""`camshaft checkpoints FOLDER`: which steps of a run there are, whole or broken, how large and how old.
+"""`camshaft checkpoints FOLDER`: list the checkpoints of a run with state, size and age.
 
     camshaft checkpoints checkpoints/demo/tiny
 
@@ -7,7 +7,8 @@
       20  whole   3.4 MB  3 min  newest
       30  broken  1.1 MB   12 s  'critic' is not there, or was not written to its end
 
-Sizes of files are held against their manifests; checksums are when a run resumes. Exit status 1 if no step is whole.
+File sizes are compared with the manifests; checksums are verified when a run resumes. Exit status 1 if no checkpoint
+is complete.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft import storage
-from camshaft.checkpoint.manager import BEST, TRAINER, broken, in_words, marked, size_of
 from camshaft.errors import ConfigError
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the table."""
-    root = Path(options.folder).expanduser()
+def main(argv: Sequence[str]) -> int:
+    """Print the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="camshaft checkpoints", description="List the checkpoints of a run: state, size, age and the best one."
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
+    root = Path(parser.parse_args(argv).folder).expanduser()
+    from camshaft.checkpoint.manager import BEST, TRAINER, broken, in_words, marked, size_of
+
     if not root.is_dir():
-        raise ConfigError(f"there is no folder {root}; give trainer.default_local_dir of a run")
+        raise ConfigError(f"{root} does not exist; give trainer.default_local_dir of a run")
     steps = storage.step_folders(root)
     if not steps:
-        raise ConfigError(f"{root} holds no steps (global_step_<n>); give trainer.default_local_dir of a run")
+        raise ConfigError(f"{root} contains no checkpoints (global_step_<n>); give trainer.default_local_dir of a run")
     problems = {step: broken(folder) for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
     best = marked(root, BEST)
@@ -38,7 +45,8 @@ def run(options: argparse.Namespace) -> int:
         problem = problems[step]
         marks = [word for word, which in (("newest", newest), ("best", best)) if step == which]
         state = "whole" if problem is None else "broken"
-        rows.append((str(step), state, in_words(size_of(folder)), _age(folder), ", ".join(marks) or problem or ""))
+        age = _age(folder, folder / TRAINER / storage.MANIFEST)
+        rows.append((str(step), state, in_words(size_of(folder)), age, ", ".join(marks) or problem or ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for number, state, size, age, note in rows:
         cells = (number.rjust(widths[0]), state.ljust(widths[1]), size.rjust(widths[2]), age.rjust(widths[3]), note)
@@ -46,9 +54,8 @@ def run(options: argparse.Namespace) -> int:
     return 0 if newest is not None else 1
 
 
-def _age(folder: Path) -> str:
-    """Since the step was whole; of one that is not, since its folder was last touched."""
-    manifest = folder / TRAINER / storage.MANIFEST
+def _age(folder: Path, manifest: Path) -> str:
+    """Time since the manifest was written, or, for a broken checkpoint, since its folder was last modified."""
     seconds = int(max(0.0, time.time() - (manifest if manifest.is_file() else folder).stat().st_mtime))
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

@@ -1,143 +1,207 @@
-"""`camshaft export CHECKPOINT FOLDER`: the model of a checkpoint as a Hugging Face folder, in this process.
+"""`camshaft export CHECKPOINT FOLDER`: export the model of a checkpoint as a Hugging Face folder.
 
-    camshaft export checkpoints/demo/tiny models/mine                       the actor of the newest step
+    camshaft export checkpoints/demo/tiny models/mine                       the actor of the newest checkpoint
     camshaft export checkpoints/demo/tiny/global_step_20/critic models/values --dtype bfloat16
-    camshaft export checkpoints/demo/tiny models/mine_lora --adapter        the adapter alone
+    camshaft export checkpoints/demo/tiny models/mine_lora --adapter        only the LoRA adapter
 
-The reference engine reads the checkpoint, whatever engine wrote it on however many ranks, and tells the numbers that
-plain transformers must give with the folder before the folder takes its name.
+The reference engine reads the checkpoint, whichever engine wrote it and on however many ranks. Before the folder gets
+its name, transformers loads it and must reproduce the log-probs (values, scores) of the engine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from camshaft import storage
+from camshaft.config import EngineConfig, EngineModel
 from camshaft.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from camshaft.cli.stored import Stored
-    from camshaft.config import EngineModel
     from camshaft.engine import BaseEngine
 
+TRAINER = "trainer"
+"""Folder of a checkpoint with the state of the trainer; written last."""
+DEFAULT_ROLE = "actor"
+"""Role to export if the path names a run or a checkpoint."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit status."""
-    options = _parser().parse_args(words)
-    # Heavy, and not needed for --help.
-    from camshaft.checkpoint import Probe, export_adapter, export_hugging_face
-    from camshaft.cli.stored import find
+@dataclass(frozen=True)
+class RoleCheckpoint:
+    """The checkpoint of one role: its folder, and facts that the engine and the trainer recorded."""
 
-    most, target = file_bytes(options.max_shard_size), Path(options.folder).expanduser()
-    found = find(Path(options.checkpoint))
-    model, tokenizer = _model(found, options), _tokenizer(found, options)
-    _check_target(target, options.force)
-    engine = _engine(found, model, options.dtype)
+    folder: Path
+    model: EngineModel
+    seed: int
+    tokenizer: str | None
+    """Folder of the run's tokenizer; None if the trainer recorded none."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns the exit status."""
+    options = _parser().parse_args(argv)
+    from camshaft.checkpoint import Probe, check_export_path, export_adapter, export_hugging_face
+
+    max_bytes, target = file_bytes(options.max_shard_size), Path(options.folder).expanduser()
+    role = find_role(Path(options.checkpoint))
+    model, tokenizer = _model(role, options), _tokenizer(role, options)
+    check_export_path(target)
+    if target.is_dir() and any(target.iterdir()) and not options.force:
+        raise ConfigError(f"{target} holds an older export; name another folder, or replace it with --force")
+    engine = _load_engine(role, model, options.dtype)
     with engine.eval_mode():
-        check = Probe(engine.infer_batch, options.dtype)
+        probe = Probe(engine.infer_batch, options.dtype)
         if options.adapter:
             dtype = next(weight.dtype for _, weight in engine.named_weights())
             weights = ((name, weight.to(dtype)) for name, weight in engine.named_weights(adapter_only=True))
-            export_adapter(weights, model, target, check, tokenizer)
+            export_adapter(weights, model, target, probe, tokenizer)
         else:
-            export_hugging_face(engine.named_weights(), model, target, check, file_bytes=most, tokenizer=tokenizer)
-    what = "the adapter" if options.adapter else f"the model ({model.head}, {options.dtype})"
-    sys.stdout.write(f"{target}: {what} of {found.folder}; transformers gives the numbers of the checkpoint\n")
+            weights = engine.named_weights()
+            export_hugging_face(weights, model, target, probe, file_bytes=max_bytes, tokenizer=tokenizer)
+    content = "adapter" if options.adapter else f"model ({model.head}, {options.dtype})"
+    sys.stdout.write(f"{target}: {content} of {role.folder}; transformers reproduces the engine's outputs\n")
     return 0
 
 
 def file_bytes(size: str) -> int:
-    """'5GB' or '500MiB' in bytes."""
+    """Convert '5GB' or '500MiB' to bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]i?b)?", size.strip().lower())
-    found = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
-    if found < 1:
-        raise ConfigError(f"--max-shard-size {size}: type a size, for instance 5GB or 500MB")
-    return found
+    count = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
+    if count < 1:
+        raise ConfigError(f"--max-shard-size {size} is not a size; use for example 5GB or 500MB")
+    return count
 
 
-def _model(found: Stored, options: argparse.Namespace) -> EngineModel:
-    """The model to export, as the run had it but for what the command line says."""
-    model = found.model
+# -- the checkpoint -------------------------------------------------------------------------------
+
+
+def find_role(path: Path) -> RoleCheckpoint:
+    """Find the role that `path` names.
+
+    A role's folder names itself, a checkpoint its actor (or its only role), a run the newest complete checkpoint.
+    Nothing is loaded; the engine verifies the checksums when it reads the files.
+    """
+    from camshaft.engine.checkpoint import FACTS, facts_of
+
+    path = path.expanduser().absolute()
+    is_role = (path / FACTS).is_file() and not (path / TRAINER).is_dir()
+    folder = path if is_role else _role_folder(_checkpoint_folder(path))
+    storage.read_manifest(folder)  # raises for a folder without a manifest, which is incomplete
+    facts: dict[str, Any] = facts_of(folder).get("engine", {})
+    if "model" not in facts:
+        raise CheckpointError(f"{folder} does not record its model: {FACTS} has no entry 'model' from the engine")
+    return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], _tokenizer_of_run(folder.parent))
+
+
+def _checkpoint_folder(path: Path) -> Path:
+    from camshaft.checkpoint import CheckpointManager
+
+    if not path.is_dir():
+        raise CheckpointError(f"{path} does not exist")
+    if storage.step_folders(path):
+        saved = CheckpointManager(path).latest()
+        if saved is None:
+            raise CheckpointError(f"{path} has no complete checkpoint; name a role folder, which may be complete")
+        return saved.folder
+    if path in [folder for _, folder in storage.step_folders(path.parent)]:
+        return CheckpointManager(path.parent).open(path).folder
+    content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+    raise CheckpointError(
+        f"{path} is not a checkpoint (it contains {content}); name the folder of a run, a checkpoint in it "
+        "(global_step_20), or a role of a checkpoint (global_step_20/actor)"
+    )
+
+
+def _role_folder(checkpoint: Path) -> Path:
+    roles = storage.read_manifest(checkpoint / TRAINER)["facts"]["roles"]
+    return checkpoint / (DEFAULT_ROLE if DEFAULT_ROLE in roles else roles[0])
+
+
+def _tokenizer_of_run(checkpoint: Path) -> str | None:
+    path = checkpoint / TRAINER / "state.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer") if path.is_file() else None
+
+
+# -- what to export -------------------------------------------------------------------------------
+
+
+def _model(role: RoleCheckpoint, options: argparse.Namespace) -> EngineModel:
+    """Return the model of the run with the changes of the command line."""
+    model = role.model
     if (model.trust_remote_code or model.external_lib) and not options.trust_remote_code:
         raise ConfigError(
-            f"{found.folder}: the run let its model bring Python code (external_lib={model.external_lib}, "
-            f"trust_remote_code={model.trust_remote_code}). If you trust it, type --trust-remote-code"
+            f"{role.folder}: the run used Python code of its model (external_lib={model.external_lib}, "
+            f"trust_remote_code={model.trust_remote_code}); if you trust it, add --trust-remote-code"
         )
     if options.model is not None:
         model = model.model_copy(update={"path": options.model})
     elif not Path(model.path).is_dir():
         raise CheckpointError(
-            f"{found.folder} is of the model {model.path}, and there is no such folder here. Its config and tokenizer "
-            "are needed, and with an adapter its weights: type --model FOLDER"
+            f"{role.folder} needs the config and the tokenizer of the model {model.path} (and its weights, with an "
+            "adapter), but this folder does not exist here; name it with --model FOLDER"
         )
     if options.adapter and model.lora is None:
-        raise ConfigError(f"{found.folder} was trained without an adapter: leave out --adapter")
+        raise ConfigError(f"{role.folder} was trained without an adapter; leave out --adapter")
     if options.adapter and model.random_init:
         raise ConfigError(
-            f"{found.folder}: the weights that its adapter belongs to were drawn from a seed and are in no folder: "
-            "leave out --adapter, which merges it into them"
+            f"{role.folder}: the base weights of its adapter were initialized from a seed and are in no folder; leave "
+            "out --adapter to merge the adapter into them"
         )
     return model
 
 
-def _tokenizer(found: Stored, options: argparse.Namespace) -> str | None:
-    """The run's, if it is not that of the model's folder."""
-    if found.tokenizer in (None, found.model.path):
+def _tokenizer(role: RoleCheckpoint, options: argparse.Namespace) -> str | None:
+    """Return the folder of the run's tokenizer if it is not the model's."""
+    if role.tokenizer in (None, role.model.path):
         return None
-    if Path(found.tokenizer).is_dir():
-        return found.tokenizer
+    if Path(role.tokenizer).is_dir():
+        return role.tokenizer
     if options.model is not None:
         return None
     raise CheckpointError(
-        f"{found.folder} is of a run with the tokenizer {found.tokenizer}, and there is no such folder here: type "
-        "--model FOLDER to take config and tokenizer from there"
+        f"{role.folder} belongs to a run with the tokenizer {role.tokenizer}, but this folder does not exist here; "
+        "take config and tokenizer from another folder with --model FOLDER"
     )
 
 
-def _check_target(target: Path, force: bool) -> None:
-    from camshaft.checkpoint import check_export_path
-
-    check_export_path(target)
-    if target.is_dir() and any(target.iterdir()) and not force:
-        raise ConfigError(f"{target} holds an older export. Name another folder, or type --force to replace it")
-
-
-def _engine(found: Stored, model: EngineModel, dtype: str) -> BaseEngine:
-    """One that has read the checkpoint."""
-    from camshaft.engine import EngineConfig, build_engine
+def _load_engine(role: RoleCheckpoint, model: EngineModel, dtype: str) -> BaseEngine:
+    from camshaft.engine import build_engine
 
     if model.lora is None:
-        built = model.model_copy(update={"random_init": True})  # all weights are in the checkpoint
+        model = model.model_copy(update={"random_init": True})  # the checkpoint has all weights
     else:
-        built = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter_path": None})})
-    engine = build_engine("reference", EngineConfig(model=built, dtype=dtype, seed=found.seed))  # pyright: ignore
+        model = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter_path": None})})
+    engine = build_engine("reference", EngineConfig(model=model, dtype=dtype, seed=role.seed))  # pyright: ignore
     engine.init_model()
-    engine.load_checkpoint(str(found.folder))
+    engine.load_checkpoint(str(role.folder))
     return engine
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft export",
-        description="Take the model out of a checkpoint, as a folder in the Hugging Face layout. No run is started. "
-        "Before the folder appears, transformers has loaded it, weight by weight the same, with the same numbers.",
+        description="Export the model of a checkpoint as a folder in the Hugging Face layout, without starting a run. "
+        "The export is verified before the folder appears: transformers loads it and must have the same weights and "
+        "produce the same outputs.",
     )
     parser.add_argument(
-        "checkpoint", help="a run's folder (its newest step), a step (its actor), or a role: global_step_20/critic"
+        "checkpoint",
+        help="a run (its newest checkpoint), a checkpoint (its actor), or a role: global_step_20/critic",
     )
-    parser.add_argument("folder", help="where to write")
-    parser.add_argument("--model", metavar="FOLDER", help="the model that the run began with, if it is elsewhere now")
-    parser.add_argument("--adapter", action="store_true", help="a LoRA adapter alone, for PEFT (default: merged)")
+    parser.add_argument("folder", help="the folder to write")
+    parser.add_argument("--model", metavar="FOLDER", help="the run's initial model, if it has moved")
+    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter (default: merge it)")
     dtypes = ("float32", "bfloat16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
-    size = "largest file of weights (default: 4GiB); a model with more becomes several files with an index"
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="dtype of the weights (default: float32)")
+    size = "maximum size of a weight file (default: 4GiB); larger models become several files with an index"
     parser.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help=size)
-    parser.add_argument("--force", action="store_true", help="replace an older export; nothing else is ever replaced")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code that the run's model brought along")
+    parser.add_argument("--force", action="store_true", help="replace an older export (never another folder)")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the run's model")
     return parser

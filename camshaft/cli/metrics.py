@@ -1,32 +1,34 @@
-"""The command `camshaft metrics`: what a name means, and the page of all of them.
+"""`camshaft metrics`: explain the logged metrics.
 
 camshaft metrics explain actor/ppo_kl
 camshaft metrics docs --out docs/metrics.md
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft.tracking.names import explain, reference_page
 
 
-def add_arguments(metrics: argparse.ArgumentParser) -> None:
-    """The words of the command."""
-    actions = metrics.add_subparsers(required=True, metavar="ACTION")
-    one = actions.add_parser("explain", help="what one metric means")
-    one.add_argument("name", help="as it is logged, for instance actor/ppo_kl")
-    one.set_defaults(run=_explain)
+def main(argv: Sequence[str]) -> int:
+    """Run one action; returns the exit status."""
+    options = _parser().parse_args(argv)
+    if options.action == "docs":
+        Path(options.out).write_text(reference_page(), encoding="utf-8")
+    else:
+        sys.stdout.write(explain(options.name) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="camshaft metrics", description="Explain or list the logged metrics.")
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    explain_metric = actions.add_parser("explain", help="explain one metric")
+    explain_metric.add_argument("name", help="as it is logged, for example actor/ppo_kl")
     docs = actions.add_parser("docs", help="write the reference page of all metrics")
     docs.add_argument("--out", required=True, help="the Markdown file to write")
-    docs.set_defaults(run=_docs)
-
-
-def _explain(options: argparse.Namespace) -> int:
-    sys.stdout.write(explain(options.name) + "\n")
-    return 0
-
-
-def _docs(options: argparse.Namespace) -> int:
-    Path(options.out).write_text(reference_page(), encoding="utf-8")
-    return 0
+    return parser

@@ -10,7 +10,7 @@
                    bounds, one line on each key
     fields.py      the base class of sections and the kinds of value
     loader.py      Hydra composes, then everything is checked; programs enter here
-    command.py     the same for a command line; usage.py its --help
+    command.py     compose(): the configs that the arguments of a command describe
     aliases.py     THE table of older names
     not_yet.py     THE table of what is accepted by name but not there yet; readers.py keys that not all generators read
     checks.py      what several keys must fulfil together; of that sharding.py how engines share a model out,
@@ -24,7 +24,7 @@
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
 """
 
-from camshaft.config.command import run_with_hydra
+from camshaft.config.command import compose
 from camshaft.config.derive import (
     actor_engine,
     critic_engine,
@@ -95,6 +95,7 @@ __all__ = [
     "TrainerConfig",
     "actor_engine",
     "batch_table",
+    "compose",
     "critic_engine",
     "explain",
     "from_container",
@@ -113,7 +114,6 @@ __all__ = [
     "reward_engine",
     "rm_engine",
     "rollout_engine",
-    "run_with_hydra",
     "sampling",
     "sft_engine",
     "show",

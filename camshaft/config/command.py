@@ -1,9 +1,8 @@
-"""From the words of a command line to a checked config, and to the job that runs with it.
+"""Compose validated configs from the arguments of a command.
 
-    run_with_hydra(sys.argv[1:], "ppo_trainer", PPOConfig, job)
+    for config in compose(sys.argv[1:], PPOConfig): ...
 
-Hydra reads the words (overrides, `-m`, `--config-dir`, ...) and composes; `loader.py` checks what it made.
-What all commands do is here, what they say of themselves in `usage.py`.
+Hydra parses the arguments (overrides, `-m`, `--config-dir`, ...) and composes; `loader.py` validates the result.
 """
 
 import contextlib
@@ -11,22 +10,17 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from camshaft.config.loader import HOME, Config, as_config_errors, forced, from_container, keys_of, plain
+from camshaft.config.loader import DEFAULTS, HOME, Config, as_config_errors, forced, from_container, keys_of, plain
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has, leaf_fields
-from camshaft.config.usage import USAGE
-from camshaft.errors import CamshaftError, ConfigError, tell
-from camshaft.stop import ENDED_BY_SIGNAL
-
-INTERRUPTED = 130
-"""What shells return for a program that was ended with Ctrl-C."""
+from camshaft.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
@@ -38,43 +32,22 @@ Composed = list[tuple[dict[str, Any], list[str]]]
 """The config of each job, `${...}` unresolved, with the overrides that made it."""
 
 
-def run_with_hydra(argv: Sequence[str], config_name: str, schema: type[Config], job: Callable[[Config], int]) -> int:
-    """Run `job` with the config that `argv` describes, in Hydra's language; returns the exit status.
+def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
+    """Compose and validate the configs that `argv` describes: one, or one per run of a sweep (`-m`).
 
-    Errors of ours, those of `job` too, become one message on stderr; so does Ctrl-C.
-    With `-m` every config of the sweep is checked before the first job starts; they run one after another, and none
-    after one that a signal has ended.
-    `--cfg job` prints the config, checks it, and starts nothing.
-    Hydra only composes: it makes no folders, changes no directory, sets up no logging.
+    All configs of a sweep are validated before any is returned. `--cfg job` prints and validates the config and
+    returns none. Hydra only composes: it creates no folders, changes no directory and sets up no logging.
     """
-    words = list(argv)
-    if {"-h", "--help"} & set(words):
-        sys.stdout.write(USAGE[schema])
-        return 0
-    try:
-        _check_words(words)
-        composed = _composed_by_main(words, config_name)
-        silent = _without_printing(words)
-        only_print = silent != words
-        if only_print:
-            composed = _composed_by_main(silent, config_name)
-        configs = [from_container(tree, schema, keys_of(typed)) for tree, typed in composed]
-        _check_folders(configs, composed)
-        return 0 if only_print else _all(configs, job)
-    except CamshaftError as error:
-        return tell(error)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        return INTERRUPTED
-
-
-def _all(configs: Sequence[Config], job: Callable[[Config], int]) -> int:
-    worst = 0
-    for config in configs:
-        worst = max(worst, job(config))
-        if worst > ENDED_BY_SIGNAL:
-            break
-    return worst
+    words, config_name = list(argv), DEFAULTS[schema]
+    _check_words(words)
+    composed = _composed_by_main(words, config_name)
+    silent = _without_printing(words)
+    only_print = silent != words
+    if only_print:
+        composed = _composed_by_main(silent, config_name)
+    configs = [from_container(tree, schema, keys_of(typed)) for tree, typed in composed]
+    _check_folders(configs, composed)
+    return [] if only_print else configs
 
 
 def _check_words(words: Sequence[str]) -> None:

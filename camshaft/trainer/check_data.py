@@ -1,6 +1,6 @@
 """What a run would find in its data, told before anything expensive starts: `camshaft check-data`.
 
-    status = run_check(config)        # a PPOConfig
+    status = check_data(config)        # a PPOConfig
 
 Tokenizer, files and scoring function are loaded as a run loads them, by the same functions and with the same errors; no
 model is. Exit status 0 where a run would start, 1 where it would not or the scoring function fails, and the last line
@@ -46,7 +46,7 @@ _BAR = 40
 Say = Callable[[str], None]
 
 
-def run_check(config: PPOConfig) -> int:
+def check_data(config: PPOConfig) -> int:
     """All of it; returns the exit status."""
     console = Console(highlight=False)
 

@@ -4,7 +4,7 @@
         trainer.prepare()
         trainer.fit(tracking)
 
-    run(config, SFTTrainer)        # the same, with all that surrounds it; returns the exit status
+    train_all(configs, SFTTrainer)        # the same with session and trackers; returns the exit status
 
 One optimizer step per batch, the mean taken over the whole batch however it is cut. At the end the model is written
 as a Hugging Face folder. A single rank lives in this process, several are worker processes, which leaving the context
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -30,7 +30,7 @@ from camshaft.data import StatefulLoader, data_files
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
-from camshaft.stop import Stop
+from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.best import BestStep
 from camshaft.trainer.mini_batches import even_shares
@@ -174,16 +174,26 @@ class SupervisedTrainer(ABC, Generic[W]):
 C = TypeVar("C", bound=SupervisedConfig)
 
 
-def run(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
-    """One run, from the look at the machine to the finished model."""
-    with session(config.trainer) as around, trainer_class(config) as trainer:
+def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
+    """Train with one config after another; returns the largest exit status. A stop signal ends the sweep."""
+    status = 0
+    for config in configs:
+        status = max(status, _train(config, trainer_class))
+        if status > ENDED_BY_SIGNAL:
+            break
+    return status
+
+
+def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
+    """Train from the checks of this machine to the exported model; returns the exit status."""
+    with session(config.trainer) as run, trainer_class(config) as trainer:
         saved = trainer.prepare()
-        with around.tracking(config, trainer.total_steps, saved) as tracking:
-            stop = around.listen()
+        with run.tracking(config, trainer.total_steps, saved) as tracking:
+            stop = run.listen()
             trainer.fit(tracking, stop)
-            trainer.finish_saving()  # before trackers are told that the run has finished
+            trainer.finish_saving()  # trackers report the run as finished only after its checkpoints are written
             if stop.status:
                 tracking.ending = "stopped"
         if not stop.status:
-            around.say(f"wrote {config.export_path()}")
+            run.say(f"wrote {config.export_path()}")
     return stop.status

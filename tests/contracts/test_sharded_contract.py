@@ -13,8 +13,8 @@ from support.broken_sharded import CAUGHT_BY
 from support.layouts import ALONE, OLDER, PAIRS, REFUSED, Layout, together
 
 from camshaft.cli import main
-from camshaft.cli.check import RuleRanks, check_engine_on_ranks
 from camshaft.config.engine import EngineConfig, EngineModel
+from camshaft.contracts.engine.ranks import RuleRanks, check_engine_on_ranks
 from camshaft.contracts.engine.suite import RULES
 from camshaft.engine import engine_class
 from camshaft.engine.fsdp import FSDPEngine

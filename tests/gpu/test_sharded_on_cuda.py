@@ -11,9 +11,9 @@ import pytest
 import torch
 from support.layouts import together
 
-from camshaft.cli.check import RuleRanks
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness
+from camshaft.contracts.engine.ranks import RuleRanks
 from camshaft.contracts.engine.suite import RULES
 from camshaft.engine import engine_class
 

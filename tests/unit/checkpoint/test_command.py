@@ -45,7 +45,7 @@ def test_a_run_without_a_whole_step_is_told_by_the_status(tmp_path: Path) -> Non
     assert camshaft("checkpoints", str(tmp_path)).status == 1
 
 
-@pytest.mark.parametrize(("folder", "says"), [("nowhere", "there is no folder"), (".", "holds no steps")])
+@pytest.mark.parametrize(("folder", "says"), [("nowhere", "does not exist"), (".", "contains no checkpoints")])
 def test_a_folder_that_is_no_run_is_an_error(folder: str, says: str, tmp_path: Path) -> None:
     run = camshaft("checkpoints", str(tmp_path / folder))
     assert run.status == 2

@@ -3,6 +3,7 @@
 CAMSHAFT_CONFIG_CASES=10000 python -m pytest --timeout 0 tests/unit/config/test_any_words.py    # otherwise 200
 """
 
+import contextlib
 import copy
 import json
 import os
@@ -23,15 +24,15 @@ from camshaft.config import (
     PPOConfig,
     RMConfig,
     SFTConfig,
+    compose,
     load_eval,
     load_generate,
     load_ppo,
     load_rm,
     load_sft,
-    run_with_hydra,
 )
 from camshaft.config.aliases import KEYS
-from camshaft.config.loader import DEFAULTS, raw_defaults
+from camshaft.config.loader import raw_defaults
 from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError
 
@@ -190,13 +191,11 @@ def test_any_words_together_make_a_config_or_an_error(data: st.DataObject, schem
 
 @share(0.1)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_command_line_ends_in_a_status(data: st.DataObject, schema: Any, right, capfd) -> None:
+def test_any_command_line_makes_configs_or_an_error(data: st.DataObject, schema: Any, right) -> None:
     typed = data.draw(st.lists(words_of(schema).filter(lambda one: not one.word.startswith("-")), max_size=3))
     words = [*right[schema], *(one.word for one in typed)]
-    status = run_with_hydra(words, DEFAULTS[schema], schema, lambda config: 0)
-    error = capfd.readouterr().err
-    assert status == 0 or (status == 2 and error)
-    assert "Traceback" not in error
+    with contextlib.suppress(ConfigError):
+        compose(words, schema)
 
 
 names = st.sampled_from(

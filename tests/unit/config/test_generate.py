@@ -6,12 +6,12 @@ import pytest
 
 from camshaft.config import (
     GenerateConfig,
+    compose,
     explain,
     generate_engine,
     generate_model,
     generate_sampling,
     load_generate,
-    run_with_hydra,
 )
 from camshaft.errors import ConfigError
 
@@ -78,16 +78,13 @@ def test_generators_are_checked_as_in_training(words: list[str]) -> None:
         load_generate([*words, "+rollout.engine_kwargs.a=1"])
 
 
-def test_jobs_of_a_sweep_may_not_write_one_file(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    seen: list[GenerateConfig] = []
-
-    def job(config: GenerateConfig) -> int:
-        seen.append(config)
-        return 0
-
+def test_jobs_of_a_sweep_may_not_write_one_file(words: list[str]) -> None:
     sweep = ["-m", *words, "trainer.seed=1,2"]
-    assert run_with_hydra(sweep, "generation", GenerateConfig, job) == 2
-    assert "2 jobs of this sweep would write to data.output_path=" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"2 jobs of this sweep would write to data\.output_path="):
+        compose(sweep, GenerateConfig)
     own = "data.output_path=out_${trainer.seed}.parquet"
-    assert run_with_hydra([*sweep, own], "generation", GenerateConfig, job) == 0
-    assert [config.data.output_path for config in seen] == ["out_1.parquet", "out_2.parquet"]
+    configs = compose([*sweep, own], GenerateConfig)
+    assert [config.data.output_path for config in configs] == [
+        "out_1.parquet",
+        "out_2.parquet",
+    ]

@@ -1,15 +1,14 @@
 """Composition: overrides, files, errors all at once, and the command line in Hydra's language."""
 
 import logging
-import re
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pytest
 
-from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft, run_with_hydra
-from camshaft.config.tree import leaf_fields
-from camshaft.errors import ConfigError
+from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
+from camshaft.errors import ConfigError, tell
 
 
 def _error(words, **where) -> str:
@@ -301,23 +300,15 @@ def test_a_key_that_other_generators_read_is_told_to_who_typed_it(words, leaf, n
 # -- the command line -----------------------------------------------------------------------------
 
 
-class Job:
-    """Remembers the configs it was run with."""
-
-    def __init__(self) -> None:
-        self.configs: list = []
-
-    def __call__(self, config) -> int:
-        self.configs.append(config)
-        return 0
+def _run(argv: list[str], schema: Any = PPOConfig) -> tuple[int, list]:
+    """(exit status, configs) of a command that has this command line."""
+    try:
+        return 0, compose(argv, schema)
+    except ConfigError as error:
+        return tell(error), []
 
 
-def _run(argv: list[str]) -> tuple[int, list]:
-    job = Job()
-    return run_with_hydra(argv, "ppo_trainer", PPOConfig, job), job.configs
-
-
-def test_a_command_line_runs_the_job(words, tmp_path, monkeypatch):
+def test_a_command_line_becomes_a_config(words, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -327,30 +318,6 @@ def test_a_command_line_runs_the_job(words, tmp_path, monkeypatch):
     assert list(here.iterdir()) == []  # Hydra wrote nothing,
     assert Path.cwd() == here  # moved nowhere,
     assert logging.getLogger().handlers == handlers  # and left logging alone
-
-
-def test_the_exit_status_is_that_of_the_job(words):
-    assert run_with_hydra(words, "ppo_trainer", PPOConfig, lambda _: 3) == 3
-
-
-def test_a_job_that_a_signal_has_ended_is_the_last_of_its_sweep(words):
-    sweep = ["-m", *words, "trainer.seed=1,2,3", "trainer.default_local_dir=out/${trainer.seed}"]
-    seen = []
-
-    def job(config):
-        seen.append(config.trainer.seed)
-        return [1, 143, 0][len(seen) - 1]
-
-    assert run_with_hydra(sweep, "ppo_trainer", PPOConfig, job) == 143
-    assert seen == [1, 2]
-
-
-def test_errors_of_the_job_travel_unchanged(words):
-    def job(_: PPOConfig) -> int:
-        raise ZeroDivisionError("in the job")
-
-    with pytest.raises(ZeroDivisionError, match="in the job"):
-        run_with_hydra(words, "ppo_trainer", PPOConfig, job)
 
 
 def test_a_wrong_config_is_one_message_and_status_2(words, capfd):
@@ -426,11 +393,10 @@ def test_a_folder_named_after_the_experiment_is_parted_by_the_name_of_the_experi
 
 def test_jobs_of_a_sweep_may_not_share_the_folder_of_the_finished_model(sft_words, capfd):
     sweep = ["-m", *sft_words, "trainer.seed=1,2", "trainer.experiment_name=${trainer.seed}", "trainer.export_path=out"]
-    job = Job()
-    assert run_with_hydra(sweep, "sft_trainer", SFTConfig, job) == 2
+    assert _run(sweep, SFTConfig) == (2, [])
     assert "2 jobs of this sweep would write to trainer.export_path=out" in capfd.readouterr().err
-    assert run_with_hydra([*sweep, "trainer.export_path=out/${trainer.seed}"], "sft_trainer", SFTConfig, job) == 0
-    assert [config.export_path() for config in job.configs] == ["out/1", "out/2"]
+    configs = compose([*sweep, "trainer.export_path=out/${trainer.seed}"], SFTConfig)
+    assert [config.export_path() for config in configs] == ["out/1", "out/2"]
 
 
 def test_equal_jobs_of_a_sweep_are_told_apart_by_nobody(words, capfd):
@@ -460,23 +426,6 @@ def test_a_config_that_is_only_printed_is_checked_too(words, capfd):
     assert "sed: 64" in out
     assert err.startswith("One thing is wrong in the config:")
     assert "Did you mean trainer.seed?" in err
-
-
-@pytest.mark.parametrize("option", ["-h", "--help"])
-@pytest.mark.parametrize(
-    ("schema", "need"),
-    [(PPOConfig, "actor_rollout_ref.model.path="), (SFTConfig, " model.path="), (GenerateConfig, "data.output_path=")],
-)
-def test_help_is_short_and_says_what_a_run_needs(option, schema, need, capfd):
-    assert run_with_hydra(["trainer.seed=1", option], "ppo_trainer", schema, lambda _: 3) == 0
-    out, err = capfd.readouterr()
-    assert err == ""
-    assert len(out.splitlines()) < 20
-    for part in ("key=value", need, "-m ", "--cfg job", "--config-dir", "camshaft config show", "explain"):
-        assert part in out
-    named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", out)
-    assert {"key"} <= set(named)
-    assert set(named) - {"key"} <= set(leaf_fields(schema))
 
 
 def test_the_help_of_hydra_is_still_there(capfd):

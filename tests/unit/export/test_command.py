@@ -199,7 +199,7 @@ def test_a_model_that_was_moved_is_named_on_the_command_line(tmp_path: Path) -> 
     source.rename(tmp_path / "moved")
     refused = export(run, tmp_path / "out")
     assert refused.status == 1
-    assert f"is of the model {source}" in refused.err
+    assert f"of the model {source}" in refused.err
     assert "--model FOLDER" in refused.err
     done(run, tmp_path / "out", "--model", tmp_path / "moved")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -238,13 +238,13 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     foreign = shutil.copytree(run / "global_step_3" / "actor", tmp_path / "foreign")
     (foreign / "state.json").write_text('{"engine": {}}')
     for place, says in {
-        tmp_path / "nowhere": "there is no folder",
-        tmp_path / "notes": "is no checkpoint (it holds read.me). Name the folder of a run",
-        tiny_folder(): "is no checkpoint",
+        tmp_path / "nowhere": "does not exist",
+        tmp_path / "notes": "is not a checkpoint (it contains read.me); name the folder of a run",
+        tiny_folder(): "is not a checkpoint",
         half: "is not a complete checkpoint: it has no manifest.json",
-        none: "none of its steps is whole",
+        none: "has no complete checkpoint",
         none / "global_step_3": "is not a complete checkpoint",
-        foreign: "does not say which model it is of",
+        foreign: "does not record its model",
     }.items():
         refused = export(place, tmp_path / "out")
         assert refused.status == 1, place
@@ -263,7 +263,7 @@ def test_nothing_is_replaced_but_an_older_export_and_that_only_when_told_so(tmp_
     (tmp_path / "empty" / "of_the_first").touch()
     refused = export(run, tmp_path / "empty")
     assert refused.status == 2
-    assert "type --force to replace it" in refused.err
+    assert "replace it with --force" in refused.err
     assert (tmp_path / "empty" / "of_the_first").exists()
     done(run, tmp_path / "empty", "--force")
     assert not (tmp_path / "empty" / "of_the_first").exists()
@@ -272,13 +272,13 @@ def test_nothing_is_replaced_but_an_older_export_and_that_only_when_told_so(tmp_
 def test_what_the_checkpoint_cannot_give_is_refused_with_what_to_type(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     assert "leave out --adapter" in export(run, tmp_path / "out", "--adapter").err
-    assert "type a size, for instance 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
+    assert "is not a size; use for example 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
     drawn = model_of(rank=4).model_copy(update={"random_init": True})
     drawn_run = saved(tmp_path / "drawn", drawn)
-    assert "drawn from a seed" in export(drawn_run, tmp_path / "out", "--adapter").err
+    assert "initialized from a seed" in export(drawn_run, tmp_path / "out", "--adapter").err
     done(drawn_run, tmp_path / "merged")
     code = saved(tmp_path / "code", model_of().model_copy(update={"external_lib": "json"}))
-    assert "type --trust-remote-code" in export(code, tmp_path / "out").err
+    assert "add --trust-remote-code" in export(code, tmp_path / "out").err
     done(code, tmp_path / "trusted", "--trust-remote-code")
     assert not (tmp_path / "out").exists()
 

@@ -148,4 +148,4 @@ def test_a_wrong_config_is_told_as_by_a_run(check: Check) -> None:
 
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-data", "--help"]) == 0
-    assert "Takes the words of camshaft ppo" in capsys.readouterr().out
+    assert "Takes the arguments of camshaft ppo" in capsys.readouterr().out

@@ -1,0 +1,34 @@
+"""`camshaft check-data`: check the data and the reward function of a PPO run before it starts.
+
+    camshaft check-data data.train_files=train.parquet actor_rollout_ref.model.path=models/tiny key=value ...
+
+It takes exactly the arguments of `camshaft ppo`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import asks_for_help
+from camshaft.config import PPOConfig, compose
+
+USAGE = """\
+usage: camshaft check-data key=value ...     check the data and the reward function of a PPO run
+
+Takes the arguments of camshaft ppo. Loads the tokenizer, the files and the reward function, but no model. Reports the
+columns of the files, prompt lengths in tokens, overlong and duplicate prompts, and the reward of the ground truth and
+of an empty response for ten rows. Exit status 0: the run can start; 1: it cannot, or the reward function fails; 2: the
+config is wrong.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check every config that `argv` describes; returns the largest exit status."""
+    if asks_for_help(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    configs = compose(argv, PPOConfig)
+    from camshaft.trainer.check_data import check_data
+
+    return max((check_data(config) for config in configs), default=0)

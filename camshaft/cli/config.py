@@ -1,0 +1,41 @@
+"""`camshaft config`: explain or list config keys.
+
+camshaft config explain algorithm.kl_ctrl.kl_coef
+camshaft config show --trainer sft
+camshaft config docs --out docs/config.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from camshaft.config import explain, reference_page, show
+
+TRAINERS = ("ppo", "sft", "rm", "generate", "eval")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one action; returns the exit status."""
+    options = _parser().parse_args(argv)
+    if options.action == "docs":
+        Path(options.out).write_text(reference_page(), encoding="utf-8")
+        return 0
+    text = explain(options.key, options.trainer) if options.action == "explain" else show(options.trainer)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="camshaft config", description="Explain or list the keys of a config.")
+    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    explain_key = actions.add_parser("explain", help="explain one key")
+    explain_key.add_argument("key", help="dotted, for example algorithm.kl_ctrl.kl_coef")
+    show_all = actions.add_parser("show", help="print all keys with their defaults and comments")
+    docs = actions.add_parser("docs", help="write the reference page of all keys")
+    docs.add_argument("--out", required=True, help="the Markdown file to write")
+    for action in (explain_key, show_all, docs):
+        action.add_argument("--trainer", choices=TRAINERS, default="ppo", help="the command (default: ppo)")
+    return parser

@@ -1,0 +1,93 @@
+"""`camshaft check-engine` and `camshaft check-rollout`: check a backend against the contract of its interface.
+
+camshaft check-engine fsdp --ranks 4 --option fsdp_size=2
+camshaft check-engine my_package.engine:MyEngine --rule gradient
+camshaft check-rollout torch
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from camshaft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from camshaft.contracts.rules import Finding, Rule
+
+Check = Callable[[str, Sequence["Rule"], str], "Iterator[Finding]"]
+"""(scratch folder, rules, device) -> one finding per rule."""
+
+
+def engine(argv: Sequence[str]) -> int:
+    """Check an engine; returns 1 if a rule is broken."""
+    parser = _parser("engine")
+    parser.add_argument("--ranks", type=int, default=0, help="number of processes (default: this process)")
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="an entry of EngineConfig.options, for example fsdp_size=2; may be repeated",
+    )
+    options = parser.parse_args(argv)
+    from camshaft.config.command import as_tree
+    from camshaft.contracts.engine.ranks import check_engine_on_ranks
+    from camshaft.contracts.engine.suite import RULES, check_engine
+    from camshaft.engine import engine_class
+
+    always = {"options": as_tree(options.option)} if options.option else {}
+    backend = engine_class(options.name)
+
+    def check(folder: str, rules: Sequence[Rule], device: str) -> Iterator[Finding]:
+        if options.ranks:
+            return check_engine_on_ranks(backend, options.ranks, folder, rules, device, always)
+        return check_engine(backend, folder, rules, device, always=always)
+
+    return _report(backend, RULES, check, options)
+
+
+def rollout(argv: Sequence[str]) -> int:
+    """Check a rollout backend; returns 1 if a rule is broken."""
+    options = _parser("rollout").parse_args(argv)
+    from camshaft.contracts.rollout.suite import RULES, check_rollout
+    from camshaft.rollout import rollout_class
+
+    backend = rollout_class(options.name)
+    return _report(backend, RULES, partial(check_rollout, backend), options)
+
+
+def _parser(kind: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"camshaft check-{kind}", description=f"Check one {kind} against the contract of all {kind}s."
+    )
+    parser.add_argument("name", metavar="NAME|pkg.module:Class", help="a built-in name or a class of your own")
+    parser.add_argument("--rule", default="", help="run only rules whose name contains this text")
+    parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
+    return parser
+
+
+def _report(backend: type, rules: Sequence[Rule], check: Check, options: argparse.Namespace) -> int:
+    """Print one line per rule as it completes."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    chosen = [rule for rule in rules if options.rule in rule.name]
+    if not chosen:
+        names = ", ".join(rule.name for rule in rules)
+        raise ConfigError(f"--rule {options.rule}: no rule has this text in its name; rules: {names}")
+    title = f"{backend.__module__}:{backend.__name__} against {len(chosen)} rules"
+    console.print(title, markup=False, soft_wrap=True)
+    broken = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for finding in check(folder, chosen, options.device):
+            broken += finding.problem is not None
+            state = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
+            console.print(f"{state}  {finding.rule.name}", soft_wrap=True)
+            detail = finding.problem or finding.rule.meaning
+            console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
+    console.print(f"{len(chosen) - broken} of {len(chosen)} rules hold")
+    return 1 if broken else 0

@@ -1,0 +1,54 @@
+"""`camshaft eval`: score the responses of a parquet file.
+
+camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py key=value ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.config import EvalConfig, compose
+
+USAGE = f"""\
+usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data set
+
+Required keys:
+  data.path=FILE                                              parquet, as camshaft generate writes it
+  custom_reward_function.path=FILE                            or custom_reward_function.name=gsm8k
+Optional outputs:
+  data.metrics_path=FILE.json data.output_path=FILE.parquet   the metrics; the rows with their scores
+All keys: camshaft config show --trainer eval. One key: camshaft config explain --trainer eval KEY
+
+{CONFIG_OPTIONS}
+example:
+  camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score with every config that `argv` describes; returns the exit status."""
+    if asks_for_help(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    for config in compose(argv, EvalConfig):
+        score(config)
+    return 0
+
+
+def score(config: EvalConfig) -> None:
+    """Score the responses, print the table and write the requested files."""
+    from rich.console import Console
+
+    from camshaft.trainer.evaluate import evaluate
+    from camshaft.trainer.score_table import score_table
+    from camshaft.trainer.session import logged
+
+    console = Console(highlight=False)
+    with logged(console, seed=0):
+        metrics = evaluate(config)
+    console.print(score_table({name: value for name, value in metrics.items() if "/reward/" in name}))
+    for path in (config.data.metrics_path, config.data.output_path):
+        if path is not None:
+            console.print(f"{path}: written", markup=False, soft_wrap=True)

@@ -1,0 +1,68 @@
+"""`camshaft generate`: generate responses to the prompts of a parquet file.
+
+    camshaft generate data.path=in.parquet data.output_path=out.parquet model.path=models/tiny key=value ...
+
+The same command resumes a run that was interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.config import GenerateConfig, compose
+
+USAGE = f"""\
+usage: camshaft generate key=value ...   generate responses to the prompts of a parquet file
+
+Required keys:
+  data.path=FILE data.output_path=FILE                        parquet; the output file must not exist
+  model.path=FOLDER
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+The same command resumes a run that was interrupted.
+All keys: camshaft config show --trainer generate. One key: camshaft config explain --trainer generate KEY
+
+{CONFIG_OPTIONS}
+example (the second line scores the responses too, by data_source):
+  camshaft generate data.path=test.parquet data.output_path=out.parquet model.path=models/mine rollout.n=8 \\
+    custom_reward_function.name=auto
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Generate with every config that `argv` describes; returns the exit status."""
+    if asks_for_help(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    for config in compose(argv, GenerateConfig):
+        generate(config)
+    return 0
+
+
+def generate(config: GenerateConfig) -> None:
+    """Generate the missing responses, write the output file and print the scores."""
+    from rich.console import Console
+
+    from camshaft.tracking import Tracking
+    from camshaft.trainer.generate import GenerateRun
+    from camshaft.trainer.score_table import score_table
+    from camshaft.trainer.session import check_device, logged
+
+    console = Console(highlight=False)
+    if config.trainer.backend() == "local":
+        check_device(config.trainer.device, config.trainer.n_gpus_per_node)
+    with logged(console, config.trainer.seed):
+        run = GenerateRun(config)
+        done = run.file.is_there()
+        if done:
+            run.file.remove_parts()  # left by a run that was killed after writing the file
+        else:
+            with run, Tracking(["console"], run.info()) as tracking:
+                run.generate(tracking)
+                run.write()
+        metrics = run.metrics()
+        if metrics:
+            console.print(score_table(metrics))
+        result = "already written by this command" if done else f"{len(run.prompts)} prompts x {config.rollout.n}"
+        console.print(f"{run.file.path}: {result}", markup=False, soft_wrap=True)

@@ -1,0 +1,39 @@
+"""`camshaft rm`: train a reward model on preference pairs.
+
+camshaft rm data.train_files=pairs.parquet model.path=models/tiny key=value ...
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.config import RMConfig, compose
+
+USAGE = f"""\
+usage: camshaft rm key=value ...         train a reward model on preference pairs
+
+Required keys:
+  data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
+  model.path=FOLDER                                           a language model, or a reward model
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+  strategy=fsdp                                               or reference: plain torch, one process
+All keys: camshaft config show --trainer rm. One key: camshaft config explain --trainer rm KEY
+
+{CONFIG_OPTIONS}
+example:
+  camshaft rm data.train_files=pairs.parquet data.val_files=null model.path=models/mine
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train a reward model with every config that `argv` describes; returns the largest exit status."""
+    if asks_for_help(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    configs = compose(argv, RMConfig)
+    from camshaft.trainer.rm import RMTrainer
+    from camshaft.trainer.supervised import train_all
+
+    return train_all(configs, RMTrainer)

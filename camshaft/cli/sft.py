@@ -1,0 +1,41 @@
+"""`camshaft sft`: supervised fine-tuning.
+
+    camshaft sft data.train_files=train.parquet model.path=models/tiny key=value ...
+
+`python -m camshaft.trainer.main_sft` is the same command.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.config import SFTConfig, compose
+
+USAGE = f"""\
+usage: camshaft sft key=value ...        supervised fine-tuning
+
+Required keys:
+  data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
+  model.path=FOLDER
+  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
+  strategy=fsdp                                               or reference: plain torch, one process
+All keys: camshaft config show --trainer sft. One key: camshaft config explain --trainer sft KEY
+
+{CONFIG_OPTIONS}
+example:
+  camshaft sft data.train_files=train.parquet data.val_files=null model.path=models/mine
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fine-tune with every config that `argv` describes; returns the largest exit status."""
+    if asks_for_help(argv):
+        sys.stdout.write(USAGE)
+        return 0
+    configs = compose(argv, SFTConfig)
+    from camshaft.trainer.sft import SFTTrainer
+    from camshaft.trainer.supervised import train_all
+
+    return train_all(configs, SFTTrainer)

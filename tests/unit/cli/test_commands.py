@@ -1,0 +1,138 @@
+"""The table of commands: help, exit status, sweeps."""
+
+import contextlib
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command_line import camshaft
+from support.ppo_runs import ppo_words
+
+from camshaft.cli import COMMANDS, main, ppo
+from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
+from camshaft.config.tree import leaf_fields
+from camshaft.errors import BatchError
+from camshaft.plugins import import_attribute
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_prints_help(command, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):  # argparse exits, commands with a config return
+        assert main([command.name, "--help"]) == 0
+    assert f"usage: camshaft {command.name}" in capsys.readouterr().out
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert all(command.name in out and command.help.split()[0] in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("argv", [[], ["pppo"], ["--seed=1", "ppo"], ["--"]])
+def test_a_wrong_command_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert "usage: camshaft" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+@pytest.mark.parametrize(
+    ("command", "schema", "need"),
+    [
+        ("ppo", PPOConfig, "actor_rollout_ref.model.path="),
+        ("sft", SFTConfig, " model.path="),
+        ("rm", RMConfig, " model.path="),
+        ("generate", GenerateConfig, "data.output_path="),
+        ("eval", EvalConfig, "data.path="),
+    ],
+)
+def test_help_is_short_and_names_required_keys(command: str, schema, need: str, option: str, capfd) -> None:
+    assert main([command, "trainer.seed=1", option]) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert len(out.splitlines()) < 20
+    for part in ("key=value", need, "-m ", "--cfg job", "--config-dir", "camshaft config show", "explain"):
+        assert part in out
+    named = re.findall(r"([a-z_]+(?:\.[a-z_]+)*)=", out)
+    assert {"key"} <= set(named)
+    assert set(named) - {"key"} <= set(leaf_fields(schema))
+
+
+Statuses = Callable[..., list[int]]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Statuses:
+    """Replace training by a list of exit statuses; returns the seeds of the runs."""
+
+    def replace(*statuses: int) -> list[int]:
+        seeds: list[int] = []
+
+        def train(config: PPOConfig) -> int:
+            seeds.append(config.trainer.seed)
+            return statuses[len(seeds) - 1]
+
+        monkeypatch.setattr(ppo, "train", train)
+        return seeds
+
+    return replace
+
+
+def sweep(folder: Path, seeds: str) -> list[str]:
+    return ["-m", *ppo_words(folder), f"trainer.seed={seeds}", "trainer.default_local_dir=out/${trainer.seed}"]
+
+
+def test_the_exit_status_is_that_of_the_run(trained: Statuses, tmp_path: Path) -> None:
+    seeds = trained(3)
+    assert main(["ppo", *ppo_words(tmp_path, {"trainer.seed": 5})]) == 3
+    assert seeds == [5]
+
+
+def test_a_sweep_runs_every_config_and_returns_the_largest_status(trained: Statuses, tmp_path: Path) -> None:
+    seeds = trained(0, 1, 0)
+    assert main(["ppo", *sweep(tmp_path, "1,2,3")]) == 1
+    assert seeds == [1, 2, 3]
+
+
+def test_a_run_stopped_by_a_signal_ends_its_sweep(trained: Statuses, tmp_path: Path) -> None:
+    seeds = trained(1, 143, 0)
+    assert main(["ppo", *sweep(tmp_path, "1,2,3")]) == 143
+    assert seeds == [1, 2]
+
+
+def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None:
+    seeds = trained()
+    assert main(["ppo", "--cfg", "job", *ppo_words(tmp_path)]) == 0
+    assert seeds == []
+    assert "seed:" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (BatchError("no rows"), 1, "camshaft: BatchError: no rows\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_errors_of_a_run_become_one_message(error, status: int, message: str, monkeypatch, tmp_path: Path) -> None:
+    def train(_: PPOConfig) -> int:
+        raise error
+
+    monkeypatch.setattr(ppo, "train", train)
+    run = camshaft("ppo", *ppo_words(tmp_path))
+    assert (run.status, run.err) == (status, message)
+
+
+def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def train(_: PPOConfig) -> int:
+        raise ZeroDivisionError("in the run")
+
+    monkeypatch.setattr(ppo, "train", train)
+    with pytest.raises(ZeroDivisionError, match="in the run"):
+        main(["ppo", *ppo_words(tmp_path)])
+
+
+def test_every_target_of_the_table_exists() -> None:
+    assert all(callable(import_attribute(command.target)) for command in COMMANDS)
