@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Qwen2Config
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import RolloutHarness, close
+from camshaft.contracts.rollout.harness import RolloutHarness
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cuda import graphs as recorded
 from camshaft.rollout.builtin.cuda.graphs import RecordedSteps
@@ -166,7 +166,7 @@ def test_a_model_generates_with_the_kernels_what_it_should(
     case, prompts = harness.case(family, sizes, max_num_seqs=3), harness.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
     sampling = SamplingParams(16, stop_token_ids=(10, 11, 12))
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
-    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    case.check_log_probs(prompts, out, sampling)
 
 
 def test_what_the_kernels_cannot_is_told(kernels: ModuleType) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close, expect_refusal, off_by
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_refusal, off_by
 from camshaft.contracts.rules import expect
 from camshaft.digest import digest
 from camshaft.rollout.base import BaseRollout, SamplingParams
@@ -18,20 +18,14 @@ def the_last_weights_count(harness: RolloutHarness) -> None:
     """After a second load_weights log-probs are those of the new weights; stale ones would be far off."""
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(12)
     before = case.rollout.generate_sequences(prompts, sampling)
-    old = case.log_probs(prompts, before.responses, sampling)
-    close(before.log_probs, old, harness.tolerance, "log-probs of the first weights")
+    case.check_log_probs(prompts, before, sampling, "log-probs of the first weights", harness.tolerance)
     case.rollout.load_weights(case.other_weights())
     after = case.rollout.generate_sequences(prompts, sampling)
     stale = off_by(after.log_probs, case.log_probs(prompts, after.responses, sampling))
     expect(stale > 0.1, f"the log-probs are still those of the first weights (off by {stale:.1e})")
     for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
         weight.data = new
-    close(
-        after.log_probs,
-        case.log_probs(prompts, after.responses, sampling),
-        harness.tolerance,
-        "log-probs after the load",
-    )
+    case.check_log_probs(prompts, after, sampling, "log-probs after the load", harness.tolerance)
 
 
 def tied_weights_come_once_or_twice(harness: RolloutHarness) -> None:
@@ -45,7 +39,7 @@ def tied_weights_come_once_or_twice(harness: RolloutHarness) -> None:
         tied = weights.pop(inner)
         case.rollout.load_weights([*((name, tied) for name in names), *weights.items()])
         out = case.rollout.generate_sequences(prompts, SamplingParams(6))
-        close(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(6)), harness.tolerance, "log-probs")
+        case.check_log_probs(prompts, out, SamplingParams(6), tolerance=harness.tolerance)
 
 
 def weights_that_do_not_fit_are_named(harness: RolloutHarness) -> None:

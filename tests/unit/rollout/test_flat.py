@@ -9,7 +9,7 @@ import torch
 from support.tiny import DECODED
 from torch import Tensor, nn
 
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
@@ -40,7 +40,7 @@ def right(harness: RolloutHarness, case: Case) -> Tensor:
     sampling = SamplingParams(STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
     assert len(set(out.responses.lengths.tolist())) > 1
-    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    case.check_log_probs(prompts, out, sampling)
     return out.log_probs.values
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from camshaft.contracts.rollout.harness import RolloutHarness, close
+from camshaft.contracts.rollout.harness import RolloutHarness
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.hf import HFRollout
@@ -34,7 +34,7 @@ def test_parts_come_back_in_the_order_of_the_rows(harness: RolloutHarness) -> No
     prompts, sampling = harness.prompts(5, 1, 8, 3, 13), SamplingParams(7)
     case = harness.case(max_num_seqs=2)
     out = case.rollout.generate_sequences(prompts, sampling)
-    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    case.check_log_probs(prompts, out, sampling)
 
 
 def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:

@@ -13,7 +13,7 @@ from support.tiny import DECODED, tiny_folder
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.contracts.rollout.suite import RULES
 from camshaft.contracts.rules import Rule, Violation
 from camshaft.errors import RolloutError
@@ -81,7 +81,7 @@ SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
 def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:
     """A generation whose log-probs are those of the plain model."""
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(len(prompts)))
-    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-5, "log-probs")
+    case.check_log_probs(prompts, out, sampling)
     return out
 
 

@@ -107,7 +107,9 @@ def test_what_was_cut_off_is_never_drawn(size: int) -> None:
         tokens, log_probs = draw(scores, uniforms)
         assert scores.gather(-1, tokens[:, None]).isfinite().all()
         wanted = scores.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        torch.testing.assert_close(log_probs.double(), wanted, atol=2e-6, rtol=0)
+        # Sums of up to 2000 exponentials lose some eps of the probability, and its logarithm is rounded once more.
+        bound = torch.finfo(torch.float32).eps * (16 + wanted.abs())
+        assert ((log_probs.double() - wanted).abs() <= bound).all()
 
 
 def test_the_tail_is_not_lost_in_rounding() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import EngineError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
@@ -19,8 +19,6 @@ from camshaft.rollout.builtin.kv_cache import GRAIN
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.scheduler import AHEAD
 from camshaft.rollout.sampling import draw, uniform
-
-TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +29,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
     """A generation whose log-probs are those of the plain model."""
     out = case.rollout.generate_sequences(prompts, sampling, seeds)
-    close(out.log_probs, case.log_probs(prompts, out.responses, sampling), TOLERANCE, "log-probs")
+    case.check_log_probs(prompts, out, sampling)
     return out
 
 
@@ -229,7 +227,7 @@ def test_a_stop_string_ends_rows_by_their_text_and_spares_the_rest(tmp_path: Pat
             ended, steps = ended + (end is not None), steps + (end or limit) - 1
         assert (ended > 5) == (strings != ("never said",))
         assert out.metrics["rows_decoded"] == steps
-        close(out.log_probs, free.log_probs.prefix(out.log_probs.lengths), TOLERANCE, "log-probs")
+        case.check_log_probs(prompts, out, sampling)
 
 
 def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
