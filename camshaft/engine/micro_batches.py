@@ -22,7 +22,7 @@ from torch import Tensor
 from camshaft.algorithms.partition import attention_pivot, karmarkar_karp, row_cost
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import Batch
-from camshaft.engine.prefix_sharing import Family
+from camshaft.engine.prefix_sharing import PrefixGroup
 from camshaft.errors import BatchError
 
 PIVOT = attention_pivot(hidden_size=4096)
@@ -68,14 +68,14 @@ def plan_micro_batches(
     max_tokens: int | None,
     equalise: Callable[[int], int] = lambda count: count,
     pivot: float = PIVOT,
-    together: Sequence[Family] | None = None,
+    prefix_groups: Sequence[PrefixGroup] | None = None,
 ) -> list[list[int]]:
     """Rows of each micro-batch. `equalise(count)` returns the largest count of all ranks of the group.
 
     With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
     the engine runs a row that counts for nothing. `pivot` is the length at which attention costs as much as the
-    rest of the model (`attention_pivot`); token budgets are balanced with it. Rows of one family in `together` stay
-    together in a token budget, as far as it holds them, and what they share counts once.
+    rest of the model (`attention_pivot`); token budgets are balanced with it. With a token budget, rows of
+    one prefix group share a micro-batch as far as the budget allows, and their prefix counts once.
     """
     sizes = lengths.tolist()
     if not sizes:
@@ -93,10 +93,10 @@ def plan_micro_batches(
                 "micro-batch: raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or "
                 "data.max_response_length"
             )
-        whole = together if together is not None and size is None else [Family((r,), 0) for r in range(len(sizes))]
-        units = [unit for family in whole for unit in _within(family, sizes, max_tokens)]
+        rows = [PrefixGroup((row,), 0) for row in range(len(sizes))]
+        units = rows if prefix_groups is None or size is not None else _split_groups(prefix_groups, sizes, max_tokens)
         budget = Budget(
-            sizes=[_tokens(unit, sizes) for unit in units],
+            sizes=[unit.tokens(sizes) for unit in units],
             costs=[_cost(unit, sizes, pivot) for unit in units],
             most_rows=size or len(units),
             max_tokens=max_tokens,
@@ -110,23 +110,22 @@ def plan_micro_batches(
     return [sorted(group, key=lambda row: (sizes[row], row)) for group in groups]
 
 
-def _tokens(unit: Family, sizes: Sequence[int]) -> int:
-    return unit.shared + sum(sizes[row] - unit.shared for row in unit.rows)
-
-
-def _cost(unit: Family, sizes: Sequence[int], pivot: float) -> float:
+def _cost(unit: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
     shared = row_cost(unit.shared, pivot)
     return shared + sum(row_cost(sizes[row], pivot) - shared for row in unit.rows)
 
 
-def _within(family: Family, sizes: Sequence[int], max_tokens: int) -> list[Family]:
-    """The family, or the parts of it that the budget holds."""
-    parts: list[list[int]] = [[]]
-    for row in family.rows:
-        if parts[-1] and _tokens(Family((*parts[-1], row), family.shared), sizes) > max_tokens:
-            parts.append([])
-        parts[-1].append(row)
-    return [Family(tuple(rows), family.shared if len(rows) > 1 else 0) for rows in parts]
+def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
+    """Split each group into parts of at most `max_tokens` tokens; most groups stay whole."""
+    parts: list[PrefixGroup] = []
+    for group in groups:
+        members: list[list[int]] = [[]]
+        for row in group.rows:
+            if members[-1] and PrefixGroup((*members[-1], row), group.shared).tokens(sizes) > max_tokens:
+                members.append([])
+            members[-1].append(row)
+        parts += [PrefixGroup(tuple(rows), group.shared if len(rows) > 1 else 0) for rows in members]
+    return parts
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Rows that begin alike: the prompt of many responses is packed, and computed, once.
+"""Prefix sharing: compute a prompt once for all of its responses.
 
-    found = families(ids, mask)                 # [Family(rows=(0, 1, 5), shared=12), Family(rows=(2,), shared=0), ...]
-    packed = pack(ids, at, found)               # tokens, lengths and parents for a `PackedModel`, and where to look
+    groups = prefix_groups(ids, mask)       # [PrefixGroup(rows=(0, 1, 5), shared=12), PrefixGroup(rows=(2,), shared=0)]
+    packed = pack_rows(ids, at, groups)     # tokens, `Packing` and positions for a `PackedModel`
 
-What rows share is what stands before their first counted token, where that is the same in all of them: the prompt of
-a group of samples, or the first turns of a conversation. It is exact: a token does not see what comes after it, so
-the hidden states of a prompt are the same before each response, and its gradient is the sum of theirs.
+Rows share the tokens before their first counted token if these are equal: the prompt of a group of samples, or the
+first turns of a conversation. The result is exact. With causal attention the hidden states of a prompt do not depend on
+the response that follows, and the gradient of the prompt is the sum over its responses.
 """
 
 from __future__ import annotations
@@ -19,77 +19,81 @@ import torch
 from torch import Tensor
 
 from camshaft.dataproto import Ragged
+from camshaft.models.packing import Packing
 
 
-class Family(NamedTuple):
-    """Rows, and how many tokens they have in common at their beginning."""
+class PrefixGroup(NamedTuple):
+    """Rows that begin with the same tokens."""
 
     rows: tuple[int, ...]
     shared: int
-    """0 for a row alone, which is packed whole."""
+    """Length of the common prefix; 0 for a single row, which is packed as one segment."""
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Number of tokens to compute, with the prefix counted once; `lengths` are those of all rows."""
+        return self.shared + sum(lengths[row] - self.shared for row in self.rows)
 
 
 @dataclass(frozen=True)
-class Packing:
-    """Rows as a `PackedModel` takes them."""
+class PackedRows:
+    """Rows in the form that a `PackedModel` takes."""
 
     tokens: Tensor
-    lengths: list[int]
-    parents: list[int | None] | None
+    """(N,) token ids."""
+    packing: Packing
     at: Tensor
-    """Where each counted token is now, in the order in which the rows had them."""
-    taken: Tensor | None = None
-    """The place in the rows that each token is from; None: they are as they were."""
+    """(M,) offset of each counted token in `tokens`, in the order of the rows."""
+    source: Tensor | None = None
+    """(N,) offset of each token in the flattened rows; None if the order is the same."""
 
-    def of_tokens(self, values: Tensor) -> Tensor:
-        """What is said of the tokens of the rows, as it goes with `tokens`."""
-        return values if self.taken is None else values[self.taken.to(values.device)]
+    def reorder(self, values: Tensor) -> Tensor:
+        """Values per token of the flattened rows, in the order of `tokens`."""
+        return values if self.source is None else values[self.source.to(values.device)]
 
 
-def families(ids: Ragged, mask: Ragged) -> list[Family]:
-    """Each row is in one of them; in the order of their first rows."""
+def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
+    """Assign each row to one group; groups are in the order of their first rows."""
     tokens, counted = ids.values.cpu().numpy(), mask.values.cpu().numpy().astype(bool)
     members: dict[bytes | int, list[int]] = {}
-    before: dict[bytes | int, int] = {}
+    prefix_lengths: dict[bytes | int, int] = {}
     start = 0
     for row, length in enumerate(ids.lengths.tolist()):
         stop = start + length
-        first = int(counted[start:stop].argmax()) if length else 0
-        alone = first == 0  # nothing is counted, or nothing stands before it
-        key = row if alone else tokens[start : start + first].tobytes()
+        first = int(counted[start:stop].argmax()) if length else 0  # 0 also if no token of the row is counted
+        key = row if first == 0 else tokens[start : start + first].tobytes()
         members.setdefault(key, []).append(row)
-        before[key] = first
+        prefix_lengths[key] = first
         start = stop
-    return [Family(tuple(rows), before[key] if len(rows) > 1 else 0) for key, rows in members.items()]
+    return [PrefixGroup(tuple(rows), prefix_lengths[key] if len(rows) > 1 else 0) for key, rows in members.items()]
 
 
-def pack(ids: Ragged, at: Tensor, found: Sequence[Family] = ()) -> Packing:
-    """The families one after the other: what is shared, then the rest of each row; without any, the rows as they are.
+def pack_rows(ids: Ragged, at: Tensor, groups: Sequence[PrefixGroup] = ()) -> PackedRows:
+    """Pack the groups one after the other: the prefix, then the rest of each row. Without a shared prefix, row by row.
 
-    `at` says where the counted tokens are in the rows.
+    `at` (M,) are the offsets of the counted tokens in the flattened rows.
     """
-    if not any(family.shared for family in found):
-        return Packing(ids.values, ids.lengths.tolist(), None, at)
-    sizes = ids.lengths.tolist()
-    starts = [0, *accumulate(sizes)]
-    spans: list[tuple[int, int]] = []
-    parents: list[int | None] = []
-    moved = torch.zeros(len(sizes), dtype=torch.int64)  # how far the rest of each row is from where it was
-    place = 0
-    for family in found:
-        parent = None
-        if family.shared:
-            parent = len(spans)
-            spans.append((starts[family.rows[0]], starts[family.rows[0]] + family.shared))
-            parents.append(None)
-            place += family.shared
-        for row in family.rows:
-            first = starts[row] + family.shared
-            moved[row] = place - first
-            spans.append((first, starts[row + 1]))
-            parents.append(parent)
-            place += starts[row + 1] - first
-    taken = torch.cat([torch.arange(first, stop) for first, stop in spans])
-    rows = torch.repeat_interleave(torch.arange(len(sizes)), ids.lengths)
-    lengths = [stop - first for first, stop in spans]
-    return Packing(ids.values[taken.to(ids.values.device)], lengths, parents, at + moved[rows[at]], taken)
+    lengths = ids.lengths.tolist()
+    if not any(group.shared for group in groups):
+        return PackedRows(ids.values, Packing(lengths), at)
+    starts = [0, *accumulate(lengths)]
+    segments: list[tuple[int, int]] = []
+    prefix_of: list[int | None] = []
+    shift = torch.zeros(len(lengths), dtype=torch.int64)  # of the counted part of each row, from rows to packed tokens
+    size = 0
+    for group in groups:
+        prefix = None
+        if group.shared:
+            prefix = len(segments)
+            segments.append((starts[group.rows[0]], starts[group.rows[0]] + group.shared))
+            prefix_of.append(None)
+            size += group.shared
+        for row in group.rows:
+            first, stop = starts[row] + group.shared, starts[row + 1]
+            shift[row] = size - first
+            segments.append((first, stop))
+            prefix_of.append(prefix)
+            size += stop - first
+    source = torch.cat([torch.arange(first, stop) for first, stop in segments])
+    row_ids = torch.repeat_interleave(torch.arange(len(lengths)), ids.lengths)
+    packing = Packing([stop - first for first, stop in segments], prefix_of)
+    return PackedRows(ids.values[source.to(ids.values.device)], packing, at + shift[row_ids[at]], source)

@@ -40,7 +40,7 @@ from camshaft.engine.base import (
 from camshaft.engine.micro_batches import as_batch, attention_pivot, plan_micro_batches, restore_order
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
-from camshaft.engine.prefix_sharing import families, pack
+from camshaft.engine.prefix_sharing import pack_rows, prefix_groups
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, Untouched
@@ -237,19 +237,18 @@ class TorchEngine(BaseEngine):
             inputs = as_batch(inputs)
         ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
         positions = mask.values.nonzero().squeeze(-1).cpu()
-        packed = pack(ids, positions, families(ids, mask) if self._shares_prefixes else ())
+        packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
         log_q = None
         if "full_kl" in ctx["outputs"]:
-            log_q = Untouched(to_device(packed.of_tokens(inputs.ragged("log_q").values), self._device))
+            log_q = Untouched(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
         with self._forward_context():
             outputs = self.module(
                 to_device(packed.tokens, self._device),
-                packed.lengths,
+                packed.packing,
                 Untouched(packed.at),  # on the host, where the model checks it without waiting for a device
                 ctx["outputs"],
                 ctx["temperature"],
                 log_q,
-                packed.parents,
             )
             predictions: Any = self._align(outputs, ids, positions)
         if postprocess_fn is not None:
@@ -277,7 +276,9 @@ class TorchEngine(BaseEngine):
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
         # Rows that share a prefix are computed once only within one micro-batch.
-        groups = families(ids, data.ragged("loss_mask")) if self._shares_prefixes and max_tokens is not None else None
+        groups = (
+            prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes and max_tokens is not None else None
+        )
         pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self._max_over_ranks, pivot, groups)
 
@@ -293,7 +294,7 @@ class TorchEngine(BaseEngine):
     def _shares_prefixes(self) -> bool:
         """True if a prefix common to several rows is computed once."""
         module, model = self.module, self.config.model
-        supported = module.continues and module.sequence is None and self._device.type == "cpu"
+        supported = module.supports_prefix_sharing and module.sequence is None and self._device.type == "cpu"
         return supported and model.use_prefix_grouper and model.head != "reward"
 
     def optimizer_zero_grad(self) -> None:

@@ -1,7 +1,7 @@
 """The attention implementation "packed": documents side by side in one row, with no pad token and no mask.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED)
-    out = model(input_ids=tokens[None], **packed_kwargs([5, 3, 7], tokens.device))
+    out = model(input_ids=tokens[None], **packed_kwargs(Packing([5, 3, 7]), tokens.device))
 
 Importing this module registers it with `transformers`. One name serves every kind of call:
 
@@ -31,7 +31,8 @@ from transformers.masking_utils import sdpa_mask
 
 from camshaft.device import to_device
 from camshaft.errors import EngineError
-from camshaft.models.cpu.attention import cpu_can, cpu_documents
+from camshaft.models.cpu.attention import packed_cpu_attention, supports_cpu_kernel
+from camshaft.models.packing import Packing
 
 PACKED = "packed"
 
@@ -75,15 +76,6 @@ class Exchange(Protocol):
         ...
 
 
-class Documents:
-    """The lengths and parents of packed documents as a compiled layer is given them: an object that it does not look
-    into. Of a list it would make a new program for every new number of documents.
-    """
-
-    def __init__(self, lengths: tuple[int, ...], parents: tuple[int | None, ...] | None = None):
-        self.lengths, self.parents = lengths, parents
-
-
 def no_mask(device: torch.device | str) -> Tensor:
     """The `attention_mask` of packed and slot calls: `transformers` passes a 4-D mask on as it is.
 
@@ -93,33 +85,17 @@ def no_mask(device: torch.device | str) -> Tensor:
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
-def packed_kwargs(
-    lengths: Sequence[int], device: torch.device | str, parents: Sequence[int | None] | None = None
-) -> dict[str, Any]:
-    """The keyword arguments of a model call on documents of these lengths, packed into one (1, N) row.
-
-    A document with a parent continues it: it attends to all of it, and its positions go on from there. Children come
-    behind their parent, side by side.
-    """
-    if not lengths or min(lengths) < 1:
-        raise EngineError(
-            f"packed documents need at least one token each, got lengths {list(lengths)}; drop empty rows"
-        )
-    counts = torch.tensor(lengths)
-    ends = counts.cumsum(0)
-    firsts = ends - counts
-    if parents is not None:
-        firsts = firsts - torch.tensor([0 if parent is None else lengths[parent] for parent in parents])
-    positions = torch.arange(sum(lengths)) - torch.repeat_interleave(firsts, counts)
-    cumulative = to_device(F.pad(ends, (1, 0)).to(torch.int32), device)
+def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any]:
+    """The keyword arguments of a model call on one (1, N) row of packed segments."""
+    cumulative = to_device(F.pad(packing.ends, (1, 0)).to(torch.int32), device)
     return {
         "attention_mask": no_mask(device),
-        "position_ids": to_device(positions[None], device),
+        "position_ids": to_device(packing.position_ids()[None], device),
         "cu_seq_lens_q": cumulative,
         "cu_seq_lens_k": cumulative,
-        "max_length_q": max(lengths),
-        "max_length_k": max(lengths),
-        "documents": Documents(tuple(lengths), None if parents is None else tuple(parents)),
+        "max_length_q": max(packing.lengths),
+        "max_length_k": max(packing.lengths),
+        "packing": packing,
         "use_cache": False,
     }
 
@@ -193,21 +169,22 @@ def _packed_documents(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """All documents of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D), by the kernel for the device."""
-    documents: Documents | None = kwargs.get("documents")
-    parents = None if documents is None else documents.parents
-    if parents is None and _flash_can(query, value, dropout):
+    """Attention within all segments of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D), by device."""
+    packing: Packing | None = kwargs.get("packing")
+    shared = packing is not None and packing.prefix_of is not None
+    if not shared and _flash_can(query, value, dropout):
         return _flash_documents(query, key, value, kwargs, scaling, window)
-    lengths = kwargs["cu_seq_lens_q"].diff().tolist() if documents is None else documents.lengths
-    if sum(lengths) != query.shape[2]:
-        raise EngineError(f"documents of {sum(lengths)} tokens in all do not make up a row of {query.shape[2]} tokens")
-    if cpu_can(query, value, dropout) and (window is None or _longest(lengths, parents) <= window):
-        return cpu_documents(query[0], key[0], value[0], lengths, parents, scaling)[None]
-    if parents is not None:
+    if packing is None:  # a caller of transformers gives `cu_seq_lens_q` only
+        packing = Packing([length for length in kwargs["cu_seq_lens_q"].diff().tolist() if length])
+    if packing.size != query.shape[2]:
+        raise EngineError(f"packed segments of {packing.size} tokens do not match a row of {query.shape[2]} tokens")
+    if supports_cpu_kernel(query, value, dropout) and (window is None or packing.longest_context <= window):
+        return packed_cpu_attention(query[0], key[0], value[0], packing, scaling)[None]
+    if shared:
         raise EngineError(
-            "documents that continue another one are for full attention on the CPU, without dropout; pack whole rows"
+            "prefix sharing supports full attention without dropout on a CPU; pack whole rows for this model or device"
         )
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(lengths) if length]
+    runs = [(length, len(list(run))) for length, run in itertools.groupby(packing.lengths)]
     # Cut all at once: the gradient of a slice of its own would be as long as the whole row.
     parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
     outputs = []
@@ -215,13 +192,6 @@ def _packed_documents(
         out = _documents(_as_rows(q, count), _as_rows(k, count), _as_rows(v, count), scaling, dropout, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
-
-
-def _longest(lengths: Sequence[int], parents: Sequence[int | None] | None) -> int:
-    """How far a token may look back, itself included."""
-    if parents is None:
-        return max(lengths)
-    return max(n + (0 if parent is None else lengths[parent]) for n, parent in zip(lengths, parents, strict=True))
 
 
 def _as_rows(packed: Tensor, count: int) -> Tensor:

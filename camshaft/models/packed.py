@@ -1,7 +1,7 @@
 """A transformers model that takes packed rows and gives the numbers reinforcement learning asks for.
 
     model = PackedModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED), "causal_lm")
-    out = model(tokens, lengths=[5, 3], at=torch.tensor([3, 4, 7]), outputs=("log_probs", "entropy"))
+    out = model(tokens, Packing([5, 3]), at=torch.tensor([3, 4, 7]), outputs=("log_probs", "entropy"))
     out["log_probs"]            # (3,): of tokens[3], tokens[4], tokens[7], each given the tokens before it
 
 Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a folder. Weights keep the names that
@@ -26,6 +26,7 @@ from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
 from camshaft.models.cpu.rms_norm import fuse_norms
 from camshaft.models.cpu.rotary import fuse_rotations
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
+from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
@@ -83,8 +84,7 @@ class PackedModel(nn.Module):
                 "load it with num_labels=1"
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
-        self.continues = _continues(hf.config)
-        """Whether rows may go on where another ends: `parents`, on a CPU."""
+        self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
 
     def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
         """Compute each layer again in the backward pass (in train mode): from its input alone, or, where `mode` is
@@ -96,16 +96,13 @@ class PackedModel(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        lengths: Sequence[int],
+        packing: Packing,
         at: Tensor | Untouched,
         outputs: Sequence[str],
         temperature: float = 1.0,
         log_q: Tensor | Untouched | None = None,
-        parents: Sequence[int | None] | None = None,
     ) -> dict[str, Tensor]:
-        """`tokens` (N,) are the packed rows of these `lengths`; `at` (M,) says which tokens are spoken of.
-
-        A row with a parent is the continuation of that row, which is computed once for all its continuations.
+        """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
         "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
         so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
@@ -117,28 +114,23 @@ class PackedModel(nn.Module):
         would wait for the device. A call with `sequence` set needs it there, and a sharded model `Untouched`.
         """
         at, log_q = _bare(at), None if log_q is None else _bare(log_q)
-        self._check(tokens, lengths, at, outputs, parents)
+        self._check(tokens, packing, at, outputs)
         split = self.sequence
-        if self.head == "reward":
-            before = torch.tensor(lengths).cumsum(0) - 1
-        else:
-            before = at - 1 if parents is None else _before(at, lengths, parents)
+        before = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
-            read = self._hidden(tokens, lengths, before, parents)
+            read = self._hidden(tokens, packing, before)
             return self._numbers(read, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
-        read = self._hidden(*split.padded(tokens, lengths), share.local)
+        read = self._hidden(*split.padded(tokens, packing), share.local)
         spoken_of = at if self.head == "reward" else at[share.mine]
         found = self._numbers(read, tokens, spoken_of, outputs, temperature, log_q)
         wide = {name: split.gather(share, found.pop(name))[0] for name in outputs if name == "distribution"}
         together = split.gather(share, *found.values()) if found else []
         return dict(zip(found, together, strict=True)) | wide
 
-    def _hidden(
-        self, tokens: Tensor, lengths: Sequence[int], rows: Tensor, parents: Sequence[int | None] | None = None
-    ) -> Tensor:
+    def _hidden(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
         """The last hidden states of these rows of what this rank computes: all tokens, or its chunk of them."""
-        inputs = packed_kwargs(lengths, tokens.device, parents)
+        inputs = packed_kwargs(packing, tokens.device)
         if self.sequence is not None:
             own = self.sequence.own(len(tokens))
             tokens, inputs["position_ids"] = tokens[own], inputs["position_ids"][:, own]
@@ -185,22 +177,15 @@ class PackedModel(nn.Module):
             )
         return {name: tensor for name in outputs if (tensor := found[name]) is not None}
 
-    def _check(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        at: Tensor,
-        outputs: Sequence[str],
-        parents: Sequence[int | None] | None,
-    ) -> None:
+    def _check(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
         if unknown or not outputs:
             raise EngineError(
                 f"a {self.head} model gives {', '.join(OUTPUTS[self.head])}; asked for {list(outputs)}. "
                 "The head is chosen by EngineModel.head"
             )
-        if tokens.ndim != 1 or sum(lengths) != len(tokens):
-            raise EngineError(f"tokens of shape {tuple(tokens.shape)} are not rows of {sum(lengths)} tokens in all")
+        if tokens.ndim != 1 or packing.size != len(tokens):
+            raise EngineError(f"tokens of shape {tuple(tokens.shape)} are not rows of {packing.size} tokens in all")
         places = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
         if at.ndim != 1 or at.dtype != torch.int64 or at.device not in places:
             where = " or ".join(sorted(str(place) for place in places))
@@ -210,10 +195,7 @@ class PackedModel(nn.Module):
         if self.head != "reward" and at.device.type == "cpu" and len(at):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
                 raise EngineError(f"`at` must lie in 0..{len(tokens) - 1}, got {int(at.min())}..{int(at.max())}")
-            starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
-            if parents is not None:
-                starts = starts[torch.tensor([parent is None for parent in parents])]
-            first = at[torch.isin(at, starts)]
+            first = at[torch.isin(at, packing.row_starts)]
             if len(first):
                 raise EngineError(
                     f"`at` names {int(first[0])}, the first token of a row: nothing comes before it. "
@@ -221,19 +203,11 @@ class PackedModel(nn.Module):
                 )
 
 
-def _before(at: Tensor, lengths: Sequence[int], parents: Sequence[int | None]) -> Tensor:
-    """The place of the token before each of these, which is the parent's last one at the start of a continuation."""
-    ends = torch.tensor(lengths).cumsum(0)
-    before = torch.arange(-1, int(ends[-1]) - 1)
-    children = [row for row, parent in enumerate(parents) if parent is not None]
-    starts = ends[children] - torch.tensor([lengths[row] for row in children])
-    before[starts] = ends[[parents[row] for row in children]] - 1
-    return before[at]
+def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
+    """Return True if one computation of a prompt serves all of its responses, and the CPU kernel supports it.
 
-
-def _continues(config: PreTrainedConfig) -> bool:
-    """Whether one computation of a prompt serves all that go on from it, and attention takes it: no token is dropped
-    out by chance, none is out of sight, and keys are as wide as values."""
+    This takes a model without dropout, without a sliding window, and with keys as wide as values.
+    """
     text = config.get_text_config()
     values = text.to_dict()
     by_chance = any("drop" in key and value for key, value in values.items())

@@ -26,6 +26,7 @@ from transformers import PreTrainedConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.errors import EngineError
+from camshaft.models.packing import Packing
 
 ROPE_BY_LONGEST = ("dynamic", "longrope")
 """Rotary embeddings that change with the longest position of the call, which one chunk does not know."""
@@ -49,13 +50,15 @@ class SequenceSplit:
         width = -(-count // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
 
-    def padded(self, tokens: Tensor, lengths: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Packed rows whose number of tokens divides by the size of the group.
+    def padded(self, tokens: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
+        """Pad packed rows to a number of tokens that the size of the group divides.
 
-        The tokens that this takes are one more document at the end, which nothing else attends to.
+        The padding is one more segment at the end, to which no other token attends.
         """
+        if packing.prefix_of is not None:
+            raise EngineError("prefix sharing is not implemented for sequence parallelism; pack whole rows")
         extra = -len(tokens) % self.size
-        return F.pad(tokens, (0, extra)), [*lengths, extra] if extra else list(lengths)
+        return F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra]) if extra else packing
 
     def share(self, positions: Tensor, count: int) -> "Share":
         """Who holds which of these `positions` (on the CPU, so that no rank waits) among `count` tokens."""

@@ -200,7 +200,7 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
             "::test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice",
         ),
         "model.use_prefix_grouper": (
-            "tests/unit/engine/test_families.py"
+            "tests/unit/engine/test_prefix_sharing.py"
             "::test_the_model_is_given_the_prompt_once_unless_that_is_turned_off",
         ),
         "model.random_init": (f"{_LOADER}::test_random_init_depends_on_the_seed_alone",),

@@ -17,6 +17,7 @@ from camshaft.engine.base import Batch, StepContext
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
+from camshaft.models.packing import Packing
 
 
 def _as_ever(engine: SingleDeviceEngine, *args: Any, **kwargs: Any) -> Any:
@@ -309,9 +310,9 @@ class StartsResponsesAtZero(SingleDeviceEngine):
     """Computes a prompt once, and counts the positions of each response from zero."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        def from_zero(lengths: Any, device: Any, parents: Any = None) -> dict[str, Any]:
-            counted = packed_kwargs(lengths, device)["position_ids"]
-            return packed_kwargs(lengths, device, parents) | {"position_ids": counted}
+        def from_zero(packing: Packing, device: Any) -> dict[str, Any]:
+            counted = packed_kwargs(Packing(packing.lengths), device)["position_ids"]
+            return packed_kwargs(packing, device) | {"position_ids": counted}
 
         with mock.patch.object(packed, "packed_kwargs", from_zero):
             return _as_ever(self, *args, **kwargs)

@@ -23,6 +23,7 @@ from transformers import PretrainedConfig
 
 from camshaft.errors import RolloutError
 from camshaft.models.attention import packed_attention, packed_kwargs
+from camshaft.models.packing import Packing
 
 GRAIN = 64
 """Slots have a multiple of this many places."""
@@ -148,7 +149,7 @@ class PromptStep:
         self, pool: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
     ):
         self.pool = pool
-        self.kwargs = packed_kwargs(lengths, device)
+        self.kwargs = packed_kwargs(Packing(lengths), device)
         self.copies: list[tuple[slice, slice]] | None = None
         if device.type == "cpu":  # elsewhere, two kernels for all rows are faster than two for each run of slots
             stops = list(itertools.accumulate(lengths))

@@ -19,6 +19,7 @@ from camshaft.errors import EngineError
 from camshaft.models.activations import offloaded_activations
 from camshaft.models.loader import load_model
 from camshaft.models.packed import PackedModel
+from camshaft.models.packing import Packing
 
 LENGTHS = [50, 40, 70]
 RECOMPUTING: dict[str, dict[str, Any]] = {
@@ -38,7 +39,7 @@ def packed(path: str | None = None, **changes: Any) -> PackedModel:
 
 def run(model: PackedModel) -> Tensor:
     torch.manual_seed(1)
-    out = model(torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS), ("log_probs", "entropy"))
+    out = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs", "entropy"))
     return out["log_probs"].sum() + out["entropy"].square().sum()
 
 

@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from camshaft.errors import EngineError
 from camshaft.models.attention import (
     PACKED,
-    Documents,
     _flash_documents,
     no_mask,
     packed_attention,
     packed_kwargs,
     refuse_unsupported,
 )
+from camshaft.models.packing import Packing
 
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 
@@ -41,7 +41,7 @@ def test_each_document_attends_to_itself_alone(window: int | None):
     lengths = [4, 1, 9, 2]
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2))
-    kwargs = packed_kwargs(lengths, "cpu")
+    kwargs = packed_kwargs(Packing(lengths), "cpu")
     got, _ = packed_attention(LAYER, query, key, value, scaling=0.3, sliding_window=window, **kwargs)
     parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
     expected = torch.cat([plain(q, k, v, 0.3, window) for q, k, v in parts])
@@ -51,7 +51,9 @@ def test_each_document_attends_to_itself_alone(window: int | None):
 def test_a_window_over_many_blocks_of_queries():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, 600, 4) for _ in range(3))
-    got, _ = packed_attention(LAYER, query, key, value, scaling=0.5, sliding_window=7, **packed_kwargs([600], "cpu"))
+    got, _ = packed_attention(
+        LAYER, query, key, value, scaling=0.5, sliding_window=7, **packed_kwargs(Packing([600]), "cpu")
+    )
     distance = torch.arange(600)[:, None] - torch.arange(600)
     mask = (distance >= 0) & (distance < 7)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5)
@@ -63,20 +65,20 @@ def test_the_flash_kernel_takes_the_arguments_it_is_given(window: int | None):
     # Without its device only shapes and arguments can be checked: meta tensors run no kernel.
     query = torch.empty(1, 4, 10, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 2, 10, 16, dtype=torch.bfloat16, device="meta")
-    out = _flash_documents(query, key, key, packed_kwargs([7, 3], "meta"), 0.25, window)
+    out = _flash_documents(query, key, key, packed_kwargs(Packing([7, 3]), "meta"), 0.25, window)
     assert out.shape == (1, 10, 4, 16)
 
 
 def test_dropout_reaches_the_kernel():
     query = torch.zeros(1, 1, 50, 4)
     out, _ = packed_attention(
-        LAYER, query, query, torch.ones_like(query), None, dropout=0.5, cu_seq_lens_q=1, documents=Documents((50,))
+        LAYER, query, query, torch.ones_like(query), None, dropout=0.5, cu_seq_lens_q=1, packing=Packing((50,))
     )
     assert not torch.equal(out, torch.ones_like(out))
 
 
 def test_packed_kwargs_count_each_document_from_zero():
-    kwargs = packed_kwargs([2, 1, 3], "cpu")
+    kwargs = packed_kwargs(Packing([2, 1, 3]), "cpu")
     assert kwargs["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
     assert kwargs["cu_seq_lens_q"].tolist() == [0, 2, 3, 6]
     assert kwargs["cu_seq_lens_q"].dtype == torch.int32
@@ -86,7 +88,7 @@ def test_packed_kwargs_count_each_document_from_zero():
 @pytest.mark.parametrize("lengths", [[], [3, 0]])
 def test_documents_without_tokens_are_an_error(lengths: list[int]):
     with pytest.raises(EngineError, match="at least one token"):
-        packed_kwargs(lengths, "cpu")
+        packed_kwargs(Packing(lengths), "cpu")
 
 
 class SquareMasks(TorchDispatchMode):
@@ -108,7 +110,7 @@ def test_a_packed_call_builds_no_mask_of_all_tokens_by_all_tokens():
     lengths = [16] * 16
     tokens = torch.cat(tiny_rows(lengths))[None]
     with SquareMasks(256) as squares, torch.no_grad():
-        model.model(tokens, **packed_kwargs(lengths, "cpu"))
+        model.model(tokens, **packed_kwargs(Packing(lengths), "cpu"))
     assert squares.count == 0
     with SquareMasks(256) as squares, torch.no_grad():
         model.model(tokens, use_cache=False)
@@ -191,7 +193,7 @@ def test_no_mask_without_packing_is_an_error_and_not_attention_to_the_future():
 def test_a_packed_batch_of_two_rows_is_an_error():
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), attn_implementation=PACKED)
     with pytest.raises(EngineError, match="got a batch of 2"):
-        model(torch.stack(tiny_rows([4, 4])), **packed_kwargs([4], "cpu"))
+        model(torch.stack(tiny_rows([4, 4])), **packed_kwargs(Packing([4]), "cpu"))
 
 
 @pytest.mark.parametrize(

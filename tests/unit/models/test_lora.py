@@ -32,6 +32,7 @@ from camshaft.models.lora import (
     with_scaling,
 )
 from camshaft.models.packed import PackedModel
+from camshaft.models.packing import Packing
 
 LENGTHS = [7, 1, 12, 3]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -60,8 +61,8 @@ def stir(hf: PreTrainedModel, seed: int = 1) -> None:
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-def inputs() -> tuple[Tensor, list[int], Tensor]:
-    return torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS)
+def inputs() -> tuple[Tensor, Packing, Tensor]:
+    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS)
 
 
 def log_probs(model: PackedModel) -> Tensor:

@@ -19,6 +19,7 @@ from camshaft.errors import EngineError
 from camshaft.models.attention import PACKED
 from camshaft.models.loader import load_model, save_pretrained
 from camshaft.models.packed import Head, PackedModel
+from camshaft.models.packing import Packing
 
 LENGTHS = [7, 1, 12, 3]
 # A wide initialisation, so that a wrong mask, border or factor moves log-probs far more than rounding does.
@@ -45,8 +46,8 @@ def packed(family: str = "qwen2", head: Head = "causal_lm", dtype: str = "float6
     return load_model(EngineModel(path=folder_of(family), head=head), dtype, "cpu", seed=0)
 
 
-def inputs() -> tuple[Tensor, list[int], Tensor]:
-    return torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS)
+def inputs() -> tuple[Tensor, Packing, Tensor]:
+    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS)
 
 
 def by_transformers(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
@@ -90,10 +91,10 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
 def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
     model = packed(family)
     plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="float64", attn_implementation="eager")
-    tokens, lengths, at = inputs()
+    tokens, packing, at = inputs()
     random = torch.Generator().manual_seed(0)
     log_q = torch.randn(len(tokens), plain.config.vocab_size, dtype=torch.float64, generator=random).log_softmax(dim=-1)
-    found = model(tokens, lengths, at, ("full_kl",), 0.7, log_q)["full_kl"]
+    found = model(tokens, packing, at, ("full_kl",), 0.7, log_q)["full_kl"]
     log_p = torch.cat([(plain(row[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1) for row in tiny_rows(LENGTHS)])
     expected = (log_p.exp() * (log_p - log_q[at])).sum(dim=-1)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -120,27 +121,27 @@ def test_bfloat16_gives_float32_close_to_float32():
 
 
 def test_a_row_does_not_see_its_neighbours():
-    tokens, lengths, at = inputs()
+    tokens, packing, at = inputs()
     model = packed()
-    before = model(tokens, lengths, at, ("log_probs",))["log_probs"]
+    before = model(tokens, packing, at, ("log_probs",))["log_probs"]
     tokens[: LENGTHS[0]] = 5
-    after = model(tokens, lengths, at, ("log_probs",))["log_probs"]
+    after = model(tokens, packing, at, ("log_probs",))["log_probs"]
     assert not torch.equal(before[:6], after[:6])
     assert torch.equal(before[6:], after[6:])
 
 
 def test_only_the_tokens_asked_for_come_back_in_their_order():
-    tokens, lengths, at = inputs()
+    tokens, packing, at = inputs()
     some = at[torch.tensor([9, 2, 5])]
-    everything = packed()(tokens, lengths, at, ("log_probs",))["log_probs"]
-    few = packed()(tokens, lengths, some, ("log_probs",))["log_probs"]
+    everything = packed()(tokens, packing, at, ("log_probs",))["log_probs"]
+    few = packed()(tokens, packing, some, ("log_probs",))["log_probs"]
     torch.testing.assert_close(few, everything[torch.tensor([9, 2, 5])])
 
 
 def test_asking_for_no_token_leaves_a_gradient_of_zeros():
     model = packed()
-    tokens, lengths, at = inputs()
-    out = model(tokens, lengths, at[:0], ("log_probs", "entropy"))
+    tokens, packing, at = inputs()
+    out = model(tokens, packing, at[:0], ("log_probs", "entropy"))
     assert out["log_probs"].shape == (0,)
     found = gradients(model.hf, out["log_probs"].sum() + out["entropy"].sum())
     assert found
@@ -239,22 +240,22 @@ def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ..
     ],
 )
 def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], words: str):
-    tokens, lengths, _ = inputs()
+    tokens, packing, _ = inputs()
     with pytest.raises(EngineError, match=words):
-        packed()(tokens, lengths, torch.tensor(at), ("log_probs",))
+        packed()(tokens, packing, torch.tensor(at), ("log_probs",))
 
 
 def test_misshapen_inputs_are_an_error():
-    tokens, lengths, at = inputs()
+    tokens, packing, at = inputs()
     with pytest.raises(EngineError, match=r"tokens of shape \(23,\) are not rows of 24 tokens"):
-        packed()(tokens, [*lengths, 1], at, ("log_probs",))
+        packed()(tokens, Packing([*LENGTHS, 1]), at, ("log_probs",))
     with pytest.raises(EngineError, match=r"`at` must be int64 .* got torch.bool"):
-        packed()(tokens, lengths, torch.ones(23, dtype=torch.bool), ("log_probs",))
+        packed()(tokens, packing, torch.ones(23, dtype=torch.bool), ("log_probs",))
     with pytest.raises(EngineError, match="at least one token"):
-        packed()(tokens, [*lengths, 0], at, ("log_probs",))
+        packed()(tokens, Packing([*LENGTHS, 0]), at, ("log_probs",))
     for log_q, told in ((None, "none"), (torch.zeros(23, 5), r"one of shape \(23, 5\)")):
         with pytest.raises(EngineError, match=rf"`log_q` of shape \(23, 112\), tokens by vocabulary; got {told}"):
-            packed()(tokens, lengths, at, ("full_kl",), log_q=log_q)
+            packed()(tokens, packing, at, ("full_kl",), log_q=log_q)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from camshaft.errors import EngineError
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.loader import load_model
 from camshaft.models.packed import Head, PackedModel
+from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
 
 LENGTHS = [7, 1, 13, 4, 2]  # 27 tokens: neither 2 nor 4 divides them
@@ -42,7 +43,7 @@ def model_of(folder: str, head: Head, train: bool = False) -> PackedModel:
 def numbers(model: PackedModel, lengths: Sequence[int], at: Tensor) -> Numbers:
     """Outputs, and the gradient of a loss that weighs every one of them differently."""
     model.zero_grad()
-    found = model(torch.cat(tiny_rows(lengths)), list(lengths), at, OUTPUTS[model.head], temperature=0.8)
+    found = model(torch.cat(tiny_rows(lengths)), Packing(lengths), at, OUTPUTS[model.head], temperature=0.8)
     random = torch.Generator().manual_seed(1)
     terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in found.values()]
     (torch.stack(terms).sum() / sum(lengths)).backward()
@@ -153,7 +154,7 @@ def with_dropout(folder: str) -> tuple[Tensor, Tensor]:
     described = EngineModel(path=folder, override_config={"attention_dropout": 0.5})
     model = load_model(described, "float32", "cpu", seed=0)
     model.sequence = SequenceSplit(dist.group.WORLD)
-    inputs = (torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS), ("log_probs",))
+    inputs = (torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs",))
     calm = model(*inputs)["log_probs"].detach()
     return calm, model.train()(*inputs)["log_probs"].detach()
 
@@ -195,9 +196,9 @@ def test_heads_that_do_not_divide_are_an_error_in_the_call_as_well():
 
 def test_a_chunk_without_the_exchange_is_an_error_and_not_a_wrong_number():
     model = model_of(folder_of("qwen2"), "causal_lm")
-    inputs = packed_kwargs([6, 4], "cpu")
+    inputs = packed_kwargs(Packing([6, 4]), "cpu")
     inputs["position_ids"] = inputs["position_ids"][:, :5]
-    with pytest.raises(EngineError, match="documents of 10 tokens in all do not make up a row of 5 tokens"):
+    with pytest.raises(EngineError, match="packed segments of 10 tokens do not match a row of 5 tokens"):
         model.hf.base_model(input_ids=torch.arange(5)[None], **inputs)
 
 

@@ -20,6 +20,7 @@ from camshaft.errors import EngineError
 from camshaft.models.attention import PACKED
 from camshaft.models.loader import load_model
 from camshaft.models.packed import Head, PackedModel
+from camshaft.models.packing import Packing
 
 LENGTHS = [7, 1, 13, 4, 2]
 NEAR = 1e-5
@@ -58,7 +59,9 @@ def model_of(folder: str, head: Head = "causal_lm", checkpointing: bool = False,
 
 def numbers(model: PackedModel) -> Numbers:
     """Outputs, and the gradient of a loss that weighs every one of them differently."""
-    found = model(torch.cat(tiny_rows(LENGTHS)) % 100, LENGTHS, wanted(LENGTHS), OUTPUTS[model.head], temperature=0.8)
+    found = model(
+        torch.cat(tiny_rows(LENGTHS)) % 100, Packing(LENGTHS), wanted(LENGTHS), OUTPUTS[model.head], temperature=0.8
+    )
     random = torch.Generator().manual_seed(1)
     terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in found.values()]
     (torch.stack(terms).sum() / sum(LENGTHS)).backward()
@@ -138,7 +141,7 @@ def sums_over_ranks(folder: str) -> tuple[int, int]:
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     counts = []
     with CommDebugMode() as forward:
-        found = model(torch.cat(tiny_rows(LENGTHS)), LENGTHS, wanted(LENGTHS), ("log_probs",))["log_probs"]
+        found = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs",))["log_probs"]
     counts.append(forward.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
     with CommDebugMode() as backward:
         found.sum().backward()

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.micro_batches import plan_micro_batches
-from camshaft.engine.prefix_sharing import Family, families, pack
+from camshaft.engine.prefix_sharing import PrefixGroup, pack_rows, prefix_groups
 from camshaft.engine.single import SingleDeviceEngine
+from camshaft.models.packing import Packing
 from camshaft.models.tiny import make_tiny_model
 
 
@@ -18,56 +19,63 @@ def batch(*rows: tuple[str, str]) -> tuple[Ragged, Ragged]:
     return ids, mask.map(torch.Tensor.bool)
 
 
-def test_rows_with_one_prompt_are_a_family_wherever_they_stand() -> None:
-    found = families(*batch(("abc", "x"), ("ab", "cx"), ("abc", "yz"), ("abd", "x"), ("ab", "d")))
-    assert found == [Family((0, 2), 3), Family((1, 4), 2), Family((3,), 0)]
+def test_rows_with_equal_prompts_form_a_group_in_any_order() -> None:
+    groups = prefix_groups(*batch(("abc", "x"), ("ab", "cx"), ("abc", "yz"), ("abd", "x"), ("ab", "d")))
+    assert groups == [PrefixGroup((0, 2), 3), PrefixGroup((1, 4), 2), PrefixGroup((3,), 0)]
 
 
-def test_a_row_without_a_counted_token_or_without_a_prompt_is_alone() -> None:
+def test_a_row_without_counted_tokens_or_prompt_is_alone() -> None:
     ids, mask = batch(("abc", "x"), ("abc", "y"), ("", "abc"), ("", "abc"))
     mask.values[mask.row_ids() == 1] = False
-    assert families(ids, mask) == [Family((row,), 0) for row in range(4)]
+    assert prefix_groups(ids, mask) == [PrefixGroup((row,), 0) for row in range(4)]
 
 
-def test_the_prompt_is_packed_once_and_every_counted_token_is_found_again() -> None:
+def test_a_shared_prompt_is_packed_once() -> None:
     ids, mask = batch(("abc", "xy"), ("d", "zz"), ("abc", "w"))
-    packed = pack(ids, mask.values.nonzero()[:, 0], families(ids, mask))
+    packed = pack_rows(ids, mask.values.nonzero()[:, 0], prefix_groups(ids, mask))
     letters = "".join(chr(int(token) + 90) for token in packed.tokens)
     assert letters == "abc" + "xy" + "w" + "dzz"
-    assert (packed.lengths, packed.parents) == ([3, 2, 1, 3], [None, 0, 0, None])
-    assert "".join(letters[place] for place in packed.at) == "xyzzw"
+    assert (packed.packing.lengths, packed.packing.prefix_of) == ((3, 2, 1, 3), (None, 0, 0, None))
+    assert "".join(letters[offset] for offset in packed.at) == "xyzzw"
+    assert torch.equal(packed.reorder(ids.values), packed.tokens)
 
 
-def test_rows_that_share_nothing_are_packed_as_they_are() -> None:
+def test_positions_and_previous_tokens_of_a_continuation_follow_its_prefix() -> None:
+    packing = Packing([3, 2, 1, 3], prefix_of=[None, 0, 0, None])
+    assert packing.position_ids().tolist() == [0, 1, 2, 3, 4, 3, 0, 1, 2]
+    assert packing.previous(torch.tensor([1, 3, 4, 5, 7])).tolist() == [0, 2, 3, 2, 6]
+    assert packing.row_starts.tolist() == [0, 6]
+    assert packing.longest_context == 5
+
+
+def test_rows_without_a_shared_prompt_keep_their_order() -> None:
     ids, mask = batch(("abc", "xy"), ("d", "zz"))
-    packed = pack(ids, mask.values.nonzero()[:, 0], families(ids, mask))
+    packed = pack_rows(ids, mask.values.nonzero()[:, 0], prefix_groups(ids, mask))
     assert packed.tokens is ids.values
-    assert (packed.lengths, packed.parents) == ([5, 3], None)
+    assert (packed.packing.lengths, packed.packing.prefix_of) == ((5, 3), None)
 
 
 @given(st.data())
-def test_a_plan_keeps_families_together_as_far_as_the_budget_holds_them(data: st.DataObject) -> None:
-    shared = data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=5))
-    together, lengths = [], []
-    for prompt in shared:
-        rows = data.draw(st.lists(st.integers(1, 10), min_size=2, max_size=5))
-        together.append(Family(tuple(range(len(lengths), len(lengths) + len(rows))), prompt))
-        lengths += [prompt + response for response in rows]
+def test_a_plan_keeps_prefix_groups_within_the_budget_together(data: st.DataObject) -> None:
+    groups, lengths = [], []
+    for prompt in data.draw(st.lists(st.integers(1, 10), min_size=1, max_size=5)):
+        responses = data.draw(st.lists(st.integers(1, 10), min_size=2, max_size=5))
+        groups.append(PrefixGroup(tuple(range(len(lengths), len(lengths) + len(responses))), prompt))
+        lengths += [prompt + response for response in responses]
     budget = data.draw(st.integers(20, 60))
-    plan = plan_micro_batches(torch.tensor(lengths), None, budget, together=together)
+    plan = plan_micro_batches(torch.tensor(lengths), None, budget, prefix_groups=groups)
     assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
     for rows in plan:
-        within = [[row for row in rows if row in family.rows] for family in together]
+        members = [[row for row in rows if row in group.rows] for group in groups]
         computed = [
-            family.shared + sum(lengths[row] - family.shared for row in part)
-            for family, part in zip(together, within, strict=True)
+            group.shared + sum(lengths[row] - group.shared for row in part)
+            for group, part in zip(groups, members, strict=True)
             if part
         ]
         assert sum(computed) <= budget
-    for family in together:
-        whole = family.shared + sum(lengths[row] - family.shared for row in family.rows)
-        if whole <= budget:
-            assert sum(any(row in family.rows for row in rows) for rows in plan) == 1
+    for group in groups:
+        if group.shared + sum(lengths[row] - group.shared for row in group.rows) <= budget:
+            assert sum(any(row in group.rows for row in rows) for rows in plan) == 1
 
 
 @pytest.mark.parametrize(("share", "computed"), [(True, 7), (False, 12)])
@@ -92,7 +100,7 @@ def test_models_in_which_rows_do_not_share_a_prompt_compute_it_for_each(tmp_path
     path = str(make_tiny_model(tmp_path / "model", hidden=16, **changes))
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path)))
     engine.init_model()
-    assert not engine.module.continues
+    assert not engine.module.supports_prefix_sharing
     seen: list[int] = []
     engine.module.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
     ids, mask = batch(("abcde", "x"), ("abcde", "y"))
