@@ -19,7 +19,7 @@ WORKERS = (1, 2, 4, 8, 16)
 
 def seconds(work: tokens._Work, workers: int) -> tuple[float, float]:
     before, clock = os.times(), time.perf_counter()
-    tokens._made(work, workers)
+    tokens._tokenize(work, workers)
     after = os.times()
     spent = sum(getattr(after, name) - getattr(before, name) for name in ("user", "system"))
     spent += sum(

@@ -54,7 +54,7 @@ def generate(config: GenerateConfig) -> None:
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)
     with logged(console, config.trainer.seed):
         run = GenerateRun(config)
-        done = run.file.is_there()
+        done = run.file.exists()
         if done:
             run.file.remove_parts()  # left by a run that was killed after writing the file
         else:

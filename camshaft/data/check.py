@@ -1,10 +1,10 @@
-"""Facts about data files that a person wants to know before a run: what is in them, how long, how often.
+"""Statistics of data files: columns, prompt lengths and duplicates.
 
-    file_facts([Path("train.parquet")], ["prompt"])       # columns with their types, rows without a value
-    length_facts(read.ids.lengths)                  # percentiles and a histogram
-    num_shared(val.ids, train.ids)                  # prompts of the one that are in the other
+    file_facts([Path("train.parquet")], ["prompt"])       # columns with types and missing values
+    length_facts(prompts.ids.lengths)                     # percentiles and a histogram
+    num_shared(val.ids, train.ids)                        # validation prompts that are also training prompts
 
-Numbers only: `trainer/check_data.py` puts them into words. `read` is what `read_prompts` gives.
+`trainer/check_data.py` prints them. `prompts` is the result of `read_prompts`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class ColumnFacts:
-    """One column of a file."""
+    """Name, type and missing values of a column."""
 
     name: str
     type: str
     missing: int | None
-    """Rows without a value; None: nobody reads the column, and it was not counted."""
+    """Rows without a value; None if the column is not read and was not counted."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """One file."""
+    """Rows and columns of a file."""
 
     path: Path
     num_rows: int
@@ -45,26 +45,26 @@ class FileFacts:
 
 @dataclass(frozen=True)
 class LengthFacts:
-    """How the lengths of some rows are spread."""
+    """Distribution of row lengths."""
 
     percentiles: dict[int, int]
-    """The shortest length that so many percent of the rows do not exceed."""
+    """Percentile -> the smallest length that this percentage of the rows does not exceed."""
     longest: int
     bars: tuple[tuple[int, int, int], ...]
-    """First length, last length, how many rows."""
+    """Histogram bars: first length, last length, number of rows."""
 
 
 def file_facts(paths: Sequence[Path], read: Collection[str]) -> list[FileFacts]:
-    """Schema of each file, and how often the columns that are `read` have no value."""
-    found = []
+    """Return the schema of each file, with missing values counted in the columns of `read`."""
+    files = []
     for path, source in zip(paths, open_all(paths), strict=True):
         with source, reading(path):
             columns = tuple(
                 ColumnFacts(field.name, str(field.type), _missing(source, field.name) if field.name in read else None)
                 for field in source.schema_arrow
             )
-            found.append(FileFacts(path, source.metadata.num_rows, columns))
-    return found
+            files.append(FileFacts(path, source.metadata.num_rows, columns))
+    return files
 
 
 def _missing(source: ParquetFile, name: str) -> int:
@@ -72,7 +72,7 @@ def _missing(source: ParquetFile, name: str) -> int:
 
 
 def length_facts(lengths: Tensor) -> LengthFacts:
-    """`lengths` (B,) of at least one row."""
+    """Summarize `lengths` (B,), B >= 1."""
     ordered = lengths.sort().values
     count, shortest, longest = len(ordered), int(ordered[0]), int(ordered[-1])
     percentiles = {p: int(ordered[-(-p * count // 100) - 1]) for p in PERCENTILES}
@@ -83,13 +83,13 @@ def length_facts(lengths: Tensor) -> LengthFacts:
 
 
 def num_shared(rows: Ragged, others: Ragged) -> int:
-    """How many of `rows` are among `others` too, token for token."""
-    known = set(_keys(others))
-    return sum(key in known for key in _keys(rows))
+    """Count the rows whose tokens equal those of a row in `others`."""
+    keys = set(_keys(others))
+    return sum(key in keys for key in _keys(rows))
 
 
 def num_repeated(rows: Ragged) -> int:
-    """How many rows are there a second time, or a third."""
+    """Count the rows whose tokens equal those of an earlier row."""
     return len(rows) - len(set(_keys(rows)))
 
 

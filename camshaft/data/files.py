@@ -1,9 +1,9 @@
-"""Which parquet files a config means: files, folders, patterns and URLs become local files.
+"""Resolve files, folders, glob patterns and URLs of the config to local parquet files.
 
     data_files(["train.parquet", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
 
-A folder stands for the parquet files in it, in the order of their names; so does a pattern. What is on another file
-system is copied near first (`camshaft/fetch.py`). Used by the trainers, once, before they read.
+A folder or pattern resolves to its parquet files in alphabetical order. Remote files are downloaded first
+(`camshaft/fetch.py`). Used by the trainers at startup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDING = "*.parquet"
 
 
 def data_files(paths: Paths) -> list[Path]:
-    """The local files that `paths` name, in order; a file that is not there stays, for the reader to say so."""
+    """Return the local files of `paths` in order. Missing files are kept; the reader reports them."""
     return [file for path in ([paths] if isinstance(paths, (str, Path)) else paths) for file in _files(path)]
 
 
@@ -29,33 +29,33 @@ def _files(path: str | Path) -> Iterator[Path]:
     if storage.is_url(path):
         yield from map(fetch, _urls(str(path)))
         return
-    here = storage.local(path)
-    if here.is_dir():
-        yield from _some(sorted(here.glob(_ENDING)), f"the folder {here} has no parquet files")
-    elif glob.has_magic(str(here)) and not here.exists():
-        yield from _some([Path(found) for found in sorted(glob.glob(str(here)))], f"no file is called {here}")
+    local = storage.local(path)
+    if local.is_dir():
+        yield from _non_empty(sorted(local.glob(_ENDING)), f"the folder {local} has no parquet files")
+    elif glob.has_magic(str(local)) and not local.exists():
+        yield from _non_empty([Path(match) for match in sorted(glob.glob(str(local)))], f"no file matches {local}")
     else:
-        yield here
+        yield local
 
 
 def _urls(url: str) -> list[str]:
-    """The URLs of the files that one URL stands for."""
+    """Return the file URLs that a URL resolves to."""
     if url.startswith(("http://", "https://")):
-        return [url]  # has neither folders nor patterns, and a question mark begins something else
+        return [url]  # HTTP has no folders or patterns; a question mark starts the query
     with readable(url):
         files, root = storage.file_system(url)
         if glob.has_magic(root) and not files.exists(root):
-            found = _some(sorted(files.glob(root)), f"no file is called {url}")
+            paths = _non_empty(sorted(files.glob(root)), f"no file matches {url}")
         elif files.isdir(root):
-            found = _some(sorted(files.glob(f"{root}/{_ENDING}")), f"the folder {url} has no parquet files")
+            paths = _non_empty(sorted(files.glob(f"{root}/{_ENDING}")), f"the folder {url} has no parquet files")
         else:
             return [url]
-    # A path of the file system lacks what stands before it in the URL, which names the host for some of them.
-    before = url.rstrip("/").removesuffix(root)
-    return [f"{before}{path}" for path in found]
+    # Paths of the file system lack the URL's prefix, which includes the host for some protocols.
+    prefix = url.rstrip("/").removesuffix(root)
+    return [f"{prefix}{path}" for path in paths]
 
 
-def _some(found: list, otherwise: str) -> list:
-    if not found:
-        raise BatchError(f"{otherwise}; name parquet files, a folder of them, or a pattern such as parts/{_ENDING}")
-    return found
+def _non_empty(paths: list, problem: str) -> list:
+    if not paths:
+        raise BatchError(f"{problem}; name parquet files, a folder of them, or a pattern such as parts/{_ENDING}")
+    return paths

@@ -1,16 +1,16 @@
-"""Deals batches out over epochs, shuffled by seed, and continues exactly where it was stopped.
+"""Data loader with shuffled epochs that resumes exactly at the row where it stopped.
 
     loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
     for batch in loader:
         ...
-        state = loader.state_dict()      # kept in the checkpoint: two numbers and what they are places in
-    loader.load_state_dict(state)        # the next batch is the one after the last that was given out
+        state = loader.state_dict()      # saved in the checkpoint
+    loader.load_state_dict(state)        # continue with the batch after the last one returned
 
-    batch = loader.next_batch()          # one more in mid-step; of the last one, the rows that were not needed
-    loader.give_back(3)                  # come again, as the first of the next batch
+    batch = loader.next_batch()          # an additional batch within a step
+    loader.give_back(3)                  # return its last 3 rows; they start the next batch
 
-The order of an epoch depends on the seed and the number of the epoch alone, so nothing but the place has
-to be saved. Used by the trainers.
+The order of an epoch depends only on the seed and the epoch number, so the state is an epoch and a position. Used by
+the trainers.
 """
 
 import hashlib
@@ -25,19 +25,19 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
 _MEANS = {
-    "num_rows": "rows were added or taken away",
-    "shuffle": "the rows would come in another order",
-    "seed": "the rows would come in another order",
-    "tokens": "the rows have other tokens, or stand in another order",
+    "num_rows": "rows were added or removed",
+    "shuffle": "the order of the rows differs",
+    "seed": "the order of the rows differs",
+    "tokens": "the tokens or the order of the rows in the files differ",
 }
-"""What it says of the data where a fact of the saved place is another now."""
+"""Reason for the error if a value of the saved state differs from the loader's."""
 
 
 class StatefulLoader:
-    """Batches of `data` for `total_epochs` passes; iterating continues from the current place.
+    """Iterate over `data` in batches for `total_epochs` epochs, from the current position.
 
-    With `drop_last` (what PPO needs) the rows of an epoch that do not fill a batch are left out; with
-    `shuffle` they are others in each epoch. `uid` becomes `<epoch>/<uid>`, unique over the whole run.
+    `drop_last` (required by PPO) drops the rows of an epoch that do not fill a batch; with `shuffle` they differ
+    between epochs. `uid` becomes `<epoch>/<uid>`, which is unique over the run.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class StatefulLoader:
         drop_last: bool = True,
         rows_per_step: int | None = None,
     ):
-        """`rows_per_step` is what steps need that take any number of batches; otherwise a batch is a step."""
+        """`rows_per_step` is the number of rows per training step if a step takes several batches; None: one batch."""
         if batch_size < 1:
-            raise BatchError(f"a batch needs at least one row, got batch_size={batch_size}")
+            raise BatchError(f"batch_size={batch_size} must be at least 1")
         if not len(data):
-            raise BatchError("there are no rows to make batches of")
+            raise BatchError("the data has no rows")
         if drop_last and len(data) < batch_size:
             key = "data.train_batch_size" if rows_per_step in (None, batch_size) else "data.gen_batch_size"
             raise BatchError(
@@ -70,13 +70,13 @@ class StatefulLoader:
         self.drop_last = drop_last
         self.rows_per_step = rows_per_step or batch_size
         self.epoch = 0
-        """The epoch that the next batch belongs to, counted from 0."""
+        """Epoch of the next batch, counted from 0."""
         self.position = 0
-        """How many rows of it have been given out."""
+        """Rows of that epoch that were already returned."""
         self._last = (0, 0)
-        """Where the last batch ended."""
+        """Epoch and position at the end of the last batch."""
         self._shuffled: tuple[int, np.ndarray] = (-1, np.arange(0))
-        """An epoch and its order."""
+        """Cached row order: epoch and permutation."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -84,12 +84,12 @@ class StatefulLoader:
         return full if self.drop_last or not rest else full + 1
 
     def __len__(self) -> int:
-        """Steps in all epochs together, those already done included; the most, where steps take many batches."""
+        """Return the number of steps in all epochs, including finished ones; an upper bound if steps take more rows."""
         return self.steps_per_epoch * self.total_epochs
 
     @property
     def exhausted(self) -> bool:
-        """The last batch has been given out."""
+        """True if all batches were returned."""
         return self.epoch >= self.total_epochs
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -97,7 +97,7 @@ class StatefulLoader:
             yield self.next_batch()
 
     def next_batch(self) -> DataProto:
-        """The rows that are next, of one more epoch where all are through."""
+        """Return the next batch; after the last epoch, continue with a further epoch."""
         epoch = self.epoch
         rows = self._order(epoch)[self.position : self.position + self.batch_size]
         self._last = epoch, self.position + len(rows)
@@ -106,33 +106,35 @@ class StatefulLoader:
         return batch.with_columns(uid=[f"{epoch}/{uid}" for uid in batch["uid"]]) if "uid" in batch else batch
 
     def give_back(self, rows: int) -> None:
-        """The last `rows` of the last batch come again; at the end of an epoch, only with enough others to fill one."""
+        """Return the last `rows` rows of the last batch to the loader.
+
+        They start the next batch. At the end of an epoch they are dropped if the remaining rows do not fill a batch.
+        """
         self.epoch, self.position = self._last
         self._advance(-rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """The place, and what it is a place in."""
+        """Return the position, with facts that identify the data."""
         return {"epoch": self.epoch, "position": self.position} | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; an error if the data or its order are not those it was saved with."""
-        for name, here in self._identity().items():
-            # Checkpoints of before this was written down do not tell the checksum of the tokens.
-            if name in state and state[name] != here:
+        """Continue from `state`; raise BatchError if it was saved with other data or another order."""
+        for name, current in self._identity().items():
+            if name in state and state[name] != current:
                 raise BatchError(
-                    f"the saved place in the data belongs to {name}={state[name]}, here it is {here}: {_MEANS[name]}. "
-                    "Resume with the same data, lengths, tokenizer and seed, or start afresh: type "
-                    "trainer.resume_mode=disable, or another trainer.experiment_name"
+                    f"the saved data position has {name}={state[name]}, this run has {name}={current}: {_MEANS[name]}. "
+                    "Resume with the same data, lengths, tokenizer and seed, or start a new run with "
+                    "trainer.resume_mode=disable or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._advance(0)  # with another batch size the rest of the epoch may be too short for a batch
+        self._advance(0)  # with another batch size the remaining rows may not fill a batch
 
     def _identity(self) -> dict[str, Any]:
         return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed, "tokens": self._tokens}
 
     @cached_property
     def _tokens(self) -> str:
-        """Of all tokens, so that other rows are noticed that are as many."""
+        """Checksum of all tokens, which detects changed data with the same number of rows."""
         digest = hashlib.sha256()
         for name, column in sorted(self.data.columns.items()):
             for tensor in (column.values, column.lengths) if isinstance(column, Ragged) else ():
@@ -149,6 +151,6 @@ class StatefulLoader:
 
     def _advance(self, rows: int) -> None:
         self.position += rows
-        left = len(self.data) - self.position
-        if left < (self.batch_size if self.drop_last else 1):
+        remaining = len(self.data) - self.position
+        if remaining < (self.batch_size if self.drop_last else 1):
             self.epoch, self.position = self.epoch + 1, 0

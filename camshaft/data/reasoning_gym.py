@@ -1,11 +1,10 @@
-"""Tasks of the `reasoning-gym` package as parquet files: questions that are made up, each with a rule for its answers.
+"""Generate parquet files from tasks of the `reasoning-gym` package: procedural questions with rule-based scores.
 
     paths = write_reasoning_gym("data/gcd", "gcd", num_train=2000, num_heldout=200, settings={"max_value": 20})
     paths.train          # data_source "reasoning_gym/gcd", prompt, reward_model.ground_truth, extra_info
 
-A row carries what the rule needs, the task's settings and its entry, as JSON in `extra_info`; the reward
-`reasoning_gym`, which goes with the `data_source`, reads it. No question is there twice, in one file or in both. The
-same arguments write the same files.
+`extra_info` of a row contains the task's settings and the entry as JSON. The reward function `reasoning_gym`, selected
+by `data_source`, reads them. Questions are unique over both files. The same arguments produce the same files.
 """
 
 import json
@@ -18,7 +17,7 @@ from camshaft.data.parquet import write_parquet
 from camshaft.errors import ConfigError
 
 PATIENCE = 20
-"""So many questions are drawn for one that is new."""
+"""Maximum draws per requested question."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,10 @@ def write_reasoning_gym(
     settings: Mapping[str, Any] | None = None,
     system: str | None = None,
 ) -> TaskPaths:
-    """`train.parquet` and `test.parquet`; `settings` are the task's own, `system` is a message before each question."""
+    """Write `train.parquet` and `test.parquet`.
+
+    `settings` are the settings of the task; `system` is a system message before each question.
+    """
     if min(num_train, num_heldout) < 1:
         raise ConfigError(f"num_train={num_train} and num_heldout={num_heldout} must be at least 1")
     count = num_train + num_heldout
@@ -51,8 +53,8 @@ def write_reasoning_gym(
             break
     else:
         raise ConfigError(
-            f"{task} with these settings made {len(entries)} different questions in {PATIENCE * count} draws, and "
-            f"num_train={num_train} + num_heldout={num_heldout} were asked for. Ask for fewer, or widen its settings: "
+            f"{task} produced {len(entries)} unique questions in {PATIENCE * count} draws; "
+            f"num_train={num_train} + num_heldout={num_heldout} need more. Request fewer, or widen its settings: "
             f"{asdict(made.config)}"
         )
     config = json.dumps(asdict(made.config))
@@ -68,18 +70,20 @@ def _created(task: str, settings: dict[str, Any]) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
-        raise ConfigError(f"tasks need '{error.name}': pip install 'camshaft[reasoning-gym]'") from error
+        raise ConfigError(
+            f"reasoning-gym tasks require '{error.name}'; run pip install 'camshaft[reasoning-gym]'"
+        ) from error
     if task not in DATASETS:
         raise ConfigError(f"reasoning-gym has no task '{task}'; known: {', '.join(sorted(DATASETS))}")
     try:
         return create_dataset(task, **settings)
     except (AssertionError, TypeError, ValueError) as error:
         fields = ", ".join(f"{name}={field.default}" for name, field in DATASETS[task][1].__dataclass_fields__.items())
-        raise ConfigError(f"{task} does not take these settings: {error}. It has {fields}") from error
+        raise ConfigError(f"invalid settings for {task}: {error}. Its settings: {fields}") from error
 
 
 def _new(made: Any) -> Iterator[dict[str, Any]]:
-    """The entries whose question was not there before."""
+    """Yield the entries with a question that did not occur before."""
     seen = set()
     for index in range(len(made)):
         entry = made[index]
@@ -91,26 +95,26 @@ def _new(made: Any) -> Iterator[dict[str, Any]]:
 def _row(
     made: Any, task: str, config: str, entry: dict[str, Any], split: str, index: int, system: str | None
 ) -> dict[str, Any]:
-    answer, carried = entry["answer"], _carried(made, task, entry)
+    answer, serialized = entry["answer"], _serialize(made, task, entry)
     before = [{"role": "system", "content": system}] if system else []
     return {
         "data_source": f"reasoning_gym/{task}",
         "prompt": [*before, {"role": "user", "content": entry["question"]}],
         "ability": "reasoning",
-        # Some tasks have a rule and no answer of their own; the reward asks the rule.
+        # Some tasks have a scoring rule but no reference answer.
         "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},
-        "extra_info": {"split": split, "index": index, "config": config, "entry": carried},
+        "extra_info": {"split": split, "index": index, "config": config, "entry": serialized},
     }
 
 
-def _carried(made: Any, task: str, entry: dict[str, Any]) -> str:
-    """The entry as JSON, by which the rule says of the task's own answer what it says by the entry."""
+def _serialize(made: Any, task: str, entry: dict[str, Any]) -> str:
+    """Serialize an entry to JSON; raise ConfigError if the deserialized entry scores its answer differently."""
     answer = "" if entry["answer"] is None else str(entry["answer"])
     try:
         text = json.dumps(entry)
         same = made.score_answer(answer, json.loads(text)) == made.score_answer(answer, entry)
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"an entry of {task} cannot be kept in a file: {error}. Choose another task") from error
+        raise ConfigError(f"an entry of {task} cannot be serialized: {error}; choose another task") from error
     if not same:
-        raise ConfigError(f"an entry of {task} that comes from a file is scored in another way. Choose another task")
+        raise ConfigError(f"an entry of {task} is scored differently after serialization; choose another task")
     return text

@@ -1,14 +1,14 @@
-"""Responses on disk: parts while they are made, and in the end one parquet file, beside the columns of the prompts.
+"""Write generated responses: in parts during generation, finally as one parquet file with the prompt columns.
 
-    file = ResponseFile(Path("out.parquet"), settings)
+    file = ResponseFile(Path("out.parquet"), "responses", settings)
     with file.parts() as parts:
-        parts.num_done                          # prompts whose responses are there already
-        parts.add(num_prompts, {"responses": [["a", "b"], ...]})
+        parts.num_done                          # number of prompts with responses
+        parts.add(num_prompts, {"": [["a", "b"], ...]})
         file.write(["in.parquet"], rows=range(100), parts=parts)
 
-A part is a folder that is whole or not there, with checksums (`storage.py`), in `out.parquet.parts`; so is the file.
-`settings` are what the responses depend on: a run that has others neither goes on from the parts nor takes the file for
-its own. Used by `camshaft generate`.
+Parts are folders in `out.parquet.parts`, written atomically with checksums (`storage.py`); the final file is atomic
+too. `settings` are the values that the responses depend on; a run with other settings rejects the parts and the file.
+Used by `camshaft generate`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ TYPES = {
     "_score": pyarrow.float32(),
     "_pred": pyarrow.string(),
 }
-"""What is known of a response, by the ending of its column; each row holds a list, an entry for each response."""
+"""Column suffix -> element type; each row contains a list with one element per response."""
 
 _PROMOTE = "default"
-"""A column that one of the files does not have is null there; types must be the same."""
+"""Fill columns that a file lacks with null; types of equal columns must agree."""
 
 _KIND = "responses"
 _METADATA = b"camshaft"
@@ -48,31 +48,31 @@ _FILE = "responses.parquet"
 logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, Sequence[Sequence[Any]]]
-"""Ending -> for each prompt the values of its responses."""
+"""Column suffix -> per prompt, the values of its responses."""
 
 
 class ResponseFile:
-    """The file that a run writes."""
+    """Output file of a generation run."""
 
     def __init__(self, path: Path, name: str, settings: Mapping[str, Any]):
-        """`name` is that of the column with the responses, with which those of the others begin."""
+        """`name` is the response column and the prefix of the other new columns."""
         self.path = path.expanduser().absolute()
         self.name = name
         self.settings = _plain(settings)
         self._folder = self.path.with_name(f"{self.path.name}.parts")
 
-    def is_there(self) -> bool:
-        """Has a run with these settings written it? An error if something else is there."""
+    def exists(self) -> bool:
+        """Return True if a run with these settings wrote the file; raise ConfigError if another program or run did."""
         if not self.path.exists():
             return False
-        theirs = _settings_of(self.path)
-        if theirs is None:
-            raise ConfigError(f"data.output_path={self.path}: there is such a file already. Name another, or remove it")
-        self._compare(theirs, "is there already", "name another file, or remove it")
+        saved = _settings_of(self.path)
+        if saved is None:
+            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another name, or delete it")
+        self._compare(saved, "already exists", "use another name, or delete it")
         return True
 
     def check_columns(self, sources: Paths) -> None:
-        """An error if the prompts have a column that would be written, or files that do not become one table."""
+        """Raise an error if the prompts have a column that `write` adds, or if the files have incompatible schemas."""
         schemas = []
         for source in open_all(sources):
             with source:
@@ -80,79 +80,79 @@ class ResponseFile:
             taken = [f"{self.name}{ending}" for ending in TYPES if f"{self.name}{ending}" in schemas[-1].names]
             if taken:
                 raise ConfigError(
-                    f"data.response_key={self.name}: data.path has a column '{taken[0]}' already. Type another name, "
-                    f"for instance data.response_key={self.name}_2"
+                    f"data.response_key={self.name}: data.path already has a column '{taken[0]}'; use another name, "
+                    f"for example data.response_key={self.name}_2"
                 )
         try:
             pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
             raise BatchError(
-                f"the files of data.path do not fit below each other: {error}. Generate for each of them by itself"
+                f"the files of data.path have incompatible schemas: {error}. Generate for each file separately"
             ) from error
 
     @contextlib.contextmanager
     def parts(self) -> Iterator[Parts]:
-        """What is there of it, and place for more; nobody else may add to it at the same time."""
+        """Open the existing parts for appending, with an exclusive lock."""
         folder = self._folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = storage.hold(folder)
         except OSError as error:
             raise ConfigError(
-                f"data.output_path={self.path}: the run cannot write there ({error.strerror}). Name another file"
+                f"data.output_path={self.path} is not writable ({error.strerror}); use another path"
             ) from error
         if lock is None:
             raise ConfigError(
-                f"data.output_path={self.path}: another run is making it. Wait for it, or name another file"
+                f"data.output_path={self.path}: another run is writing this file; wait for it, or use another path"
             )
         with lock:
             parts = Parts(folder, self.name, self.settings)
             if parts.settings_found is not None:
-                again = f"name another file, or remove {folder} to begin anew"
-                self._compare(parts.settings_found, "was begun", again)
+                fix = f"use another path, or delete {folder} to start again"
+                self._compare(parts.settings_found, "was started", fix)
             yield parts
 
     def write(self, sources: Paths, rows: Sequence[int], parts: Parts) -> None:
-        """The chosen rows of all sources with the responses of all parts; the parts are removed."""
-        made = parts.table()
-        table = whole(sources).take(pyarrow.array(rows, pyarrow.int64()))
-        for name in made.column_names:
-            table = table.append_column(name, made.column(name))
+        """Write the selected rows of all sources with the responses of all parts, then delete the parts."""
+        responses = parts.table()
+        table = read_table(sources).take(pyarrow.array(rows, pyarrow.int64()))
+        for name in responses.column_names:
+            table = table.append_column(name, responses.column(name))
         metadata = dict(table.schema.metadata or {}) | {_METADATA: json.dumps(self.settings).encode()}
         with storage.new_file(self.path) as path:
             parquet.write_table(table.replace_schema_metadata(metadata), path)
         self.remove_parts()
 
     def remove_parts(self) -> None:
-        """They are no longer needed once the file is there."""
+        """Delete the parts, which are not needed after the file is written."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
 
     def read(self, column: str) -> list[Any]:
-        """A column of the file that was written, as Python objects."""
+        """Read a column of the written file as Python objects."""
         with parquet.ParquetFile(self.path) as source:
             return source.read([column]).column(column).to_pylist()
 
-    def _compare(self, theirs: Mapping[str, Any], what: str, instead: str) -> None:
-        differing = [key for key in {**theirs, **self.settings} if theirs.get(key) != self.settings.get(key)]
+    def _compare(self, saved: Mapping[str, Any], state: str, fix: str) -> None:
+        differing = [key for key in {**saved, **self.settings} if saved.get(key) != self.settings.get(key)]
         if differing:
-            shown = "; ".join(
-                f"{key}: {_short(theirs, key)} then, {_short(self.settings, key)} now" for key in differing
+            changes = "; ".join(
+                f"{key}: {_short(saved, key)} then, {_short(self.settings, key)} now" for key in differing
             )
             raise ConfigError(
-                f"data.output_path={self.path} {what}, and with other settings ({shown}). Type those, or {instead}"
+                f"data.output_path={self.path} {state} with other settings ({changes}); use those settings, or {fix}"
             )
 
 
 class Parts:
-    """The responses that are there, to the first prompts of all."""
+    """Responses written so far, to a prefix of the prompts."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
         self.folder, self.name, self._settings = folder, name, settings
         self.settings_found: Mapping[str, Any] | None = None
-        """Those of the run that made the first part."""
+        """Settings stored in the first part, or None."""
         self.num_done = 0
-        """Prompts."""
+        """Number of prompts with responses."""
         self._folders: list[Path] = []
         while (facts := self._facts(self._next())) is not None:
             self._folders.append(self._next())
@@ -163,7 +163,7 @@ class Parts:
         return len(self._folders)
 
     def add(self, num_prompts: int, columns: Columns) -> None:
-        """The responses to the next prompts."""
+        """Append the responses to the next `num_prompts` prompts."""
         target, stop = self._next(), self.num_done + num_prompts
         names = [f"{self.name}{ending}" for ending in columns]
         arrays = [pyarrow.array(values, pyarrow.list_(TYPES[ending])) for ending, values in columns.items()]
@@ -173,25 +173,25 @@ class Parts:
         self.num_done = stop
 
     def table(self) -> pyarrow.Table:
-        """All of them."""
+        """Return the responses of all parts."""
         return pyarrow.concat_tables([parquet.ParquetFile(folder / _FILE).read() for folder in self._folders])
 
     def _next(self) -> Path:
-        """Each part is named after its first prompt."""
+        """Return the folder of the next part, which is named after its first prompt."""
         return self.folder / f"from_{self.num_done:09}"
 
     def _facts(self, folder: Path) -> dict[str, Any] | None:
-        """What a part says of itself, if it is there and whole; one that is damaged is made again."""
+        """Return the metadata of a part, or None if it is missing or damaged; damaged parts are generated again."""
         try:
             return storage.verify(folder)
         except CheckpointError as error:
             if folder.exists():
-                logger.warning("%s; these responses are made again", error)
+                logger.warning("%s; these responses are generated again", error)
             return None
 
 
-def whole(sources: Paths) -> pyarrow.Table:
-    """All rows and columns of some files; `check_columns` found that they fit below each other."""
+def read_table(sources: Paths) -> pyarrow.Table:
+    """Read all rows and columns of the files into one table; `check_columns` verifies that the schemas agree."""
     opened = open_all(sources)
     tables = [source.read() for source in opened]
     for source in opened:
@@ -200,7 +200,7 @@ def whole(sources: Paths) -> pyarrow.Table:
 
 
 def _settings_of(path: Path) -> Mapping[str, Any] | None:
-    """Those of the run that wrote a file; None if it was none of ours."""
+    """Return the settings of the run that wrote a file; None if no such run wrote it."""
     try:
         metadata = parquet.read_metadata(path).metadata or {}
     except (pyarrow.ArrowInvalid, OSError):
@@ -209,7 +209,7 @@ def _settings_of(path: Path) -> Mapping[str, Any] | None:
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """As they come back from JSON, so that they can be compared."""
+    """Normalize settings through JSON, so that they compare equal to stored ones."""
     return json.loads(json.dumps(settings, default=str))
 
 

@@ -1,12 +1,11 @@
-"""Small data sets made on the spot, in the ecosystem's parquet format.
+"""Generate small arithmetic data sets as parquet files.
 
     paths = write_arithmetic("data/sums", operations=("addition",), num_train=2000, num_heldout=200)
     paths.train           # prompt [{"role": "user", "content": "12+35="}], reward_model.ground_truth "47"
     paths.sft_train       # the same problems with a column `response`, for a warm start
     paths.preference_train    # the same with `chosen`, the result, and `rejected`, another number
 
-Used by the demo, the tests and whoever wants to see a run learn in minutes. The same arguments write the
-same files.
+Used by the demo and the tests for runs that learn in minutes. The same arguments produce the same files.
 """
 
 import math
@@ -27,7 +26,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "subtraction": ("-", operator.sub),
     "multiplication": ("*", operator.mul),
 }
-"""The sign of each operation and how to compute it."""
+"""Operation name -> (sign, function)."""
 
 _COMMUTES = {"addition", "multiplication"}
 
@@ -36,7 +35,7 @@ Problem = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class ArithmeticPaths:
-    """The files of one data set: prompts for reinforcement learning, the same with responses, and with two of them."""
+    """Files of a data set: prompts for RL, prompts with responses, and preference pairs."""
 
     train: Path
     heldout: Path
@@ -57,14 +56,14 @@ def write_arithmetic(
     careless: float = 0.0,
     seed: int = 0,
 ) -> ArithmeticPaths:
-    """Problems with operands in the ranges `left` and `right`, ends included.
+    """Write problems with operands in the inclusive ranges `left` and `right`.
 
-    No problem is in both splits, and neither is its mirror image: if 12+35 is held out, 35+12 is not trained.
-    `careless` is the share of responses for supervised training that add digit by digit and forget to carry
-    (57+68=15): a model warmed up on them knows both ways, and a reward can teach it which one is right.
+    The splits are disjoint up to commutation: if 12+35 is held out, 35+12 is not in the training split. `careless` is
+    the fraction of supervised responses that add without carrying (57+68=15), so that a model trained on them has an
+    error for RL to correct.
     """
     if careless and tuple(operations) != ("addition",):
-        raise ConfigError(f"careless={careless}: only additions can forget to carry, operations={tuple(operations)}")
+        raise ConfigError(f"careless={careless}: requires operations=('addition',), got {tuple(operations)}")
     train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
     chance, slip = random.Random(f"careless {seed}"), random.Random(f"slip {seed}")
     folder = Path(folder).expanduser()
@@ -98,38 +97,38 @@ def _split(
 ) -> tuple[list[Problem], list[Problem]]:
     for name in operations:
         if name not in OPERATIONS:
-            raise ConfigError(f"there is no operation '{name}'; known: {', '.join(OPERATIONS)}")
+            raise ConfigError(f"unknown operation '{name}'; use one of {', '.join(OPERATIONS)}")
     operations = list(dict.fromkeys(operations))
     shape = (len(operations), left[1] - left[0] + 1, right[1] - right[0] + 1)
     total = math.prod(shape) if min(shape) > 0 else 0
     num_train, num_heldout = sizes
     if min(sizes) < 1 or num_train + num_heldout > total:
         raise ConfigError(
-            f"num_train={num_train} + num_heldout={num_heldout} problems were asked for; {shape[0]} operations with "
+            f"num_train={num_train} + num_heldout={num_heldout} problems requested; {shape[0]} operations with "
             f"{max(shape[1], 0)} x {max(shape[2], 0)} operands make {total}, and each split needs at least one"
         )
-    # Each held-out problem keeps at most one mirror image out of training, so this many are enough.
+    # Each held-out problem excludes at most one commuted problem from training, so this sample is large enough.
     drawn = random.Random(seed).sample(range(total), min(total, num_train + 2 * num_heldout))
     problems = [_problem(number, operations, left[0], right[0], shape) for number in drawn]
     heldout = problems[:num_heldout]
-    kept_out = {_key(problem) for problem in heldout}
-    train = [problem for problem in problems[num_heldout:] if _key(problem) not in kept_out][:num_train]
+    excluded = {_key(problem) for problem in heldout}
+    train = [problem for problem in problems[num_heldout:] if _key(problem) not in excluded][:num_train]
     if len(train) < num_train:
         raise ConfigError(
-            f"num_train={num_train} problems were asked for; of {total}, {num_heldout} are held out with their mirror "
-            f"images and {len(train)} are left. Widen the operand ranges or lower num_train or num_heldout"
+            f"num_train={num_train} problems requested; of {total}, {num_heldout} and their commuted forms are held "
+            f"out and {len(train)} remain. Widen the operand ranges, or lower num_train or num_heldout"
         )
     return train, heldout
 
 
 def _problem(number: int, operations: Sequence[str], left: int, right: int, shape: tuple[int, ...]) -> Problem:
     rest, b = divmod(number, shape[2])
-    which, a = divmod(rest, shape[1])
-    return operations[which], left + a, right + b
+    operation, a = divmod(rest, shape[1])
+    return operations[operation], left + a, right + b
 
 
 def _without_carry(left: int, right: int) -> int:
-    """57 and 68 make 15: 7 + 8 is 5, 5 + 6 is 1, and what should be carried is forgotten both times."""
+    """Add without carrying: 57 + 68 = 15, because 7 + 8 gives 5 and 5 + 6 gives 1."""
     result, place = 0, 1
     while left or right:
         result += (left + right) % 10 * place
@@ -143,9 +142,9 @@ def _result(problem: Problem) -> int:
 
 
 def _wrong(result: int, chance: random.Random) -> int:
-    """Off by at most as much as the result is large, or by 9."""
-    off = chance.randint(1, max(9, abs(result)))
-    return result + chance.choice((-off, off))
+    """Return a wrong result; the error is at most max(9, |result|)."""
+    error = chance.randint(1, max(9, abs(result)))
+    return result + chance.choice((-error, error))
 
 
 def _key(problem: Problem) -> Problem:

@@ -1,10 +1,10 @@
-"""Token ids of many prompts: made in several processes where that is faster, and kept for the next start.
+"""Tokenize many prompts in parallel processes, with a cache on disk.
 
-    ids = tokenise(prompts, tokenizer, places, workers=None)       # Ragged, int32, a row for each prompt
+    ids = tokenize(prompts, tokenizer, places, workers=None)       # Ragged, int32, one row per prompt
 
-Sets of `_MANY` rows or more are cut up over processes, and their ids are kept in `cache_folder("prompts")` under a
-checksum of all that they depend on: the prompts, the tokenizer with its chat template, the versions of the libraries.
-Limits of length are none of it: they may change without anything being tokenised again. Used by `prompts.py`.
+Data sets of `_MIN_PARALLEL_ROWS` rows or more are split over processes. Their ids are cached in
+`cache_folder("prompts")` under a checksum of the prompts, the tokenizer with its chat template, and the library
+versions. Length limits are not part of the checksum, so changing them does not tokenize again. Used by `prompts.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from camshaft.data.chat import Prompt, encode_prompts, watched
+from camshaft.data.chat import Prompt, encode_prompts, with_progress
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
@@ -39,9 +39,9 @@ from camshaft.fetch import cache_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MANY = 10_000
-"""From so many rows on, processes share the work and the ids are kept (`benchmarks/results/tokenising.md`)."""
-_MOST_WORKERS = 16
+_MIN_PARALLEL_ROWS = 10_000
+"""Minimum number of rows for parallel processes and the cache (`benchmarks/results/tokenising.md`)."""
+_MAX_WORKERS = 16
 _CHUNK = 1000
 _WATCH_SECONDS = 1.0
 
@@ -54,31 +54,31 @@ class _Work(NamedTuple):
     places: Sequence[str]
 
     def ids(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Flat ids and lengths of some rows."""
+        """Return flat ids and lengths of rows `start` to `stop`."""
         rows = encode_prompts(self.prompts[start:stop], self.tokenizer, self.places[start:stop])
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return np.fromiter((token for row in rows for token in row), np.int32, int(lengths.sum())), lengths
 
 
-def tokenise(
+def tokenize(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, places: Sequence[str], workers: int | None = None
 ) -> Ragged:
-    """The ids of each prompt as a model sees it; an error names the place of a prompt that has none.
+    """Tokenize prompts with the chat template applied; errors name the row.
 
-    `workers` processes at most; None: one for each CPU that this process may use, and no more than 16.
+    `workers` is the maximum number of processes; None: one per available CPU, at most 16.
     """
     work = _Work(prompts, tokenizer, places)
-    if len(prompts) < _MANY:
+    if len(prompts) < _MIN_PARALLEL_ROWS:
         return _joined([work.ids(0, len(prompts))])
-    kept = _kept_at(work)
-    found = None if kept is None else _read(kept, len(prompts))
-    if found is not None:
-        logger.info("the token ids of %d prompts are those of an earlier start (%s)", len(prompts), kept)
-        return found
-    found = _made(work, workers or min(_MOST_WORKERS, _usable_cpus()))
-    if kept is not None:
-        _write(kept, found)
-    return found
+    cached = _cache_path(work)
+    ids = None if cached is None else _read(cached, len(prompts))
+    if ids is not None:
+        logger.info("read cached token ids of %d prompts (%s)", len(prompts), cached)
+        return ids
+    ids = _tokenize(work, workers or min(_MAX_WORKERS, _usable_cpus()))
+    if cached is not None:
+        _write(cached, ids)
+    return ids
 
 
 def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged:
@@ -93,40 +93,40 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
 
 
-def _made(work: _Work, workers: int) -> Ragged:
+def _tokenize(work: _Work, workers: int) -> Ragged:
     count = len(work.prompts)
     spans = [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        return _joined([work.ids(*span) for span in watched(spans, "tokenising", count)])
-    # A forked process has the prompts and the tokenizer already. It touches no device and no thread of this one.
+        return _joined([work.ids(*span) for span in with_progress(spans, "tokenizing", count)])
+    # Forked processes inherit the prompts and the tokenizer. They use no device and no thread of this process.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(workers, len(spans)), context, _begin, (work, os.getpid()))
     try:
         futures = [pool.submit(_ids, *span) for span in spans]
-        return _joined([future.result() for future in watched(futures, "tokenising", count)])
+        return _joined([future.result() for future in with_progress(futures, "tokenizing", count)])
     except BrokenProcessPool as error:
         raise BatchError(
-            f"a process that tokenises prompts was ended from outside, as happens when memory runs out ({error})"
-            ". Fewer take less: data.filter_overlong_prompts_workers=1"
+            f"a tokenizer process was killed, possibly because memory ran out ({error}); use fewer processes: "
+            "data.filter_overlong_prompts_workers=1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 _WORK: _Work | None = None
-"""What a process of the pool works on."""
+"""The work of a pool process, set by its initializer."""
 
 
 def _begin(work: _Work, driver: int) -> None:
     global _WORK
     _WORK = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each CPU
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's to act on
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already has one process per CPU
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
 
 
 def _end_with(driver: int) -> None:
-    """A pool does not notice that its driver was killed."""
+    """Exit when the driver is killed, which the pool does not detect."""
     while os.getppid() == driver:
         time.sleep(_WATCH_SECONDS)
     os._exit(1)
@@ -137,11 +137,11 @@ def _ids(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     return _WORK.ids(start, stop)
 
 
-# -- what is kept ---------------------------------------------------------------------------------
+# -- cache ----------------------------------------------------------------------------------------
 
 
-def _kept_at(work: _Work) -> Path | None:
-    """The file of these ids; None: the tokenizer is one of Python's own making, which nothing tells apart."""
+def _cache_path(work: _Work) -> Path | None:
+    """Return the cache file of the ids; None for slow tokenizers, whose state has no serialized form."""
     tokenizer: Any = work.tokenizer
     if not tokenizer.is_fast:
         return None
@@ -158,18 +158,18 @@ def _kept_at(work: _Work) -> Path | None:
 
 def _read(path: Path, count: int) -> Ragged | None:
     try:
-        found = load_file(path)
-        ids = Ragged(found["values"], found["lengths"])
+        tensors = load_file(path)
+        ids = Ragged(tensors["values"], tensors["lengths"])
     except (OSError, SafetensorError, KeyError, BatchError):
-        return None  # there is none, or none that can be used
+        return None  # missing or damaged
     return ids if len(ids) == count else None
 
 
 def _write(path: Path, ids: Ragged) -> None:
-    work = path.with_name(f"{path.name}.{os.getpid()}")  # another run may write the same
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")  # another run may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"values": ids.values, "lengths": ids.lengths}, work)
-        os.replace(work, path)
+        save_file({"values": ids.values, "lengths": ids.lengths}, temporary)
+        os.replace(temporary, path)
     except OSError as error:
-        logger.warning("the token ids are not kept for the next start: %s (%s)", path.parent, error)
+        logger.warning("the token ids are not cached: %s (%s)", path.parent, error)

@@ -54,7 +54,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"trainer.sede": 1}, ["trainer.sede = 1", "Did you mean trainer.seed?"]),
     "unknown section": ({"trainr.seed": 1}, ["trainr.seed", "Did you mean trainer.seed"]),
     "wrong type": ({"trainer.seed": "abc"}, ["trainer.seed = abc", "an integer"]),
-    "too large a seed": ({"trainer.seed": 2**40}, ["trainer.seed", "below 4294967296"]),
+    "too large a seed": ({"trainer.seed": 2**40}, ["trainer.seed", "< 4294967296"]),
     "several at once": (
         {"trainer.sede": 1, "trainer.seed": "abc", "data.train_batch_size": 10, "data.train_files": "no.parquet"},
         ["4 things", "trainer.sede = 1", "trainer.seed = abc", "ppo_mini_batch_size = 4", "no.parquet"],
@@ -163,7 +163,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "a prompt without messages": (rows({"prompt": []}), ["rows.parquet, row 3", "'prompt' is empty ([])"]),
     "a message without content": (
         rows({"prompt": [{"role": "user", "content": None}]}),
-        ["rows.parquet, row 3", "content=None", "must be text"],
+        ["rows.parquet, row 3", "content=None", "must be a string"],
     ),
     "a prompt too long": (
         rows({"prompt": [{"role": "user", "content": "1" * 40}]}),

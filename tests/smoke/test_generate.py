@@ -135,7 +135,7 @@ def test_a_second_model_adds_its_columns_to_the_first_ones(home: Path, tmp_path:
     assert generate(home, tmp_path / "a.parquet").status == 0
     again = {"data__path": tmp_path / "a.parquet", "trainer__seed": 2}
     refused(
-        generate(home, tmp_path / "b.parquet", **again), "column 'responses' already", "data.response_key=responses_2"
+        generate(home, tmp_path / "b.parquet", **again), "already has a column 'responses'", "data.response_key=responses_2"
     )
     assert generate(home, tmp_path / "b.parquet", **again, data__response_key="other").status == 0
     assert all(row["responses"] != row["other"] for row in rows(tmp_path / "b.parquet"))
@@ -307,12 +307,12 @@ def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_pa
 def test_a_file_that_is_there_is_not_replaced(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     out.write_text("mine")
-    refused(generate(home, out), "there is such a file already")
+    refused(generate(home, out), "the file already exists")
     assert out.read_text() == "mine"
     out.unlink()
     assert generate(home, out).status == 0
     before = out.read_bytes()
-    refused(generate(home, out, trainer__seed=2), "is there already", "trainer.seed: 1 then, 2 now")
+    refused(generate(home, out, trainer__seed=2), "already exists", "trainer.seed: 1 then, 2 now")
     assert out.read_bytes() == before
 
 
@@ -329,7 +329,7 @@ def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monke
             assert process.poll() is None, finished(process)
             assert time.monotonic() < until
             time.sleep(0.01)
-        refused(camshaft("generate", *words), "another run is making it")
+        refused(camshaft("generate", *words), "another run is writing this file")
     finally:
         hold.unlink()
         ended = finished(process)

@@ -193,8 +193,8 @@ VALUES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("data.train_files", "data.val_files"), (_URLS,)),
     **dict.fromkeys((f"{MODEL}.path", f"{CRITIC}.model.path"), (_URLS, _URL_OF_A_MODEL)),
     **dict.fromkeys(("data.tokenizer", f"{REWARD}.model.path"), (_URL_OF_A_MODEL,)),
-    "data.prompt_id_key": (f"{_PROMPTS}::test_an_id_travels_as_tokens_and_as_it_is",),
-    "data.max_prompt_id_length": (f"{_PROMPTS}::test_an_id_that_is_too_long_is_an_error_with_its_length",),
+    "data.prompt_id_key": (f"{_PROMPTS}::test_prompt_ids_are_kept_as_tokens_and_original_value",),
+    "data.max_prompt_id_length": (f"{_PROMPTS}::test_an_overlong_id_is_an_error_with_its_length",),
     f"{ACTOR}.policy_loss.loss_mode": (
         "tests/unit/algorithms/test_policy.py::test_loss_and_gradient_are_those_of_the_paper",
     ),

@@ -85,7 +85,7 @@ def test_a_dict_that_holds_both_names_differently_is_an_error():
 
 
 def test_a_wrong_value_under_an_older_name_is_told_under_the_new_one(words):
-    with pytest.raises(ConfigError, match=r"algorithm\.gamma = 7\n.*at most 1"):
+    with pytest.raises(ConfigError, match=r"algorithm\.gamma = 7\n.*<= 1"):
         load_ppo([*words, "algorithm.gemma=7"])
 
 

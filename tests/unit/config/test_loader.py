@@ -201,7 +201,7 @@ def test_a_key_like_no_other_is_told_with_the_sections(words):
         ("actor_rollout_ref.rollout.top_k=-2", "must be an integer >= -1"),
         ("actor_rollout_ref.actor.optim.lr=0", "must be a number > 0"),
         ("actor_rollout_ref.actor.optim.lr=inf", "must be a number > 0"),
-        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "must be two numbers, each 0 or more and below 1"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "must be two numbers, each >= 0 and < 1"),
         ("actor_rollout_ref.actor.clip_ratio_low=-1", "must be a number >= 0, or null"),
         ("trainer.save_freq=0", "must be -1 (off), or an integer >= 1"),
         ("trainer=5", "must be a section with the keys nnodes"),

@@ -45,7 +45,7 @@ def test_the_plain_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
         (["+trainer.resource_pools.c.n_gpus_per_node=1"], "no role lives there"),
         (["+trainer.resource_pools.c.nodes=1"], "there is no such key"),
         (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Give yours another name"),
-        (["trainer.cpus_per_rank=0"], "above 0"),
+        (["trainer.cpus_per_rank=0"], "> 0"),
         (["trainer.controller=slurm"], "one of auto, local, ray"),
     ],
 )

@@ -97,12 +97,12 @@ options = st.builds(
 
 @many
 @given(table=tables(), asked=options, most=st.sampled_from([None, 1, 3]))
-def test_any_rows_become_prompts_or_an_error(table: Any, asked: PromptOptions, most: int | None, tokenizer, tmp_path):
+def test_any_rows_load_as_prompts_or_raise(table: Any, asked: PromptOptions, most: int | None, tokenizer, tmp_path):
     path = written(table, tmp_path)
     try:
         found = load_prompts(path, tokenizer, asked, most)
     except CamshaftError as error:
-        says_where(error, "leaves nothing")
+        says_where(error, "drops every row")
         return
     assert 0 < len(found.batch) == found.num_read - found.num_dropped
     lengths = found.batch["prompts"].lengths
@@ -112,7 +112,7 @@ def test_any_rows_become_prompts_or_an_error(table: Any, asked: PromptOptions, m
 
 @many
 @given(table=tables())
-def test_any_rows_become_sequences_or_an_error(table: Any, tokenizer, tmp_path):
+def test_any_rows_load_as_sequences_or_raise(table: Any, tokenizer, tmp_path):
     path = written(table, tmp_path)
     try:
         found = load_sft(path, tokenizer, SFTOptions(max_length=16, truncation="left"))
@@ -124,7 +124,7 @@ def test_any_rows_become_sequences_or_an_error(table: Any, tokenizer, tmp_path):
 
 @many
 @given(table=tables())
-def test_any_file_has_facts_or_an_error(table: Any, tmp_path):
+def test_any_file_has_statistics_or_raises(table: Any, tmp_path):
     path = written(table, tmp_path)
     try:
         (facts,) = file_facts([path], table.column_names)
@@ -136,7 +136,7 @@ def test_any_file_has_facts_or_an_error(table: Any, tmp_path):
 
 @many
 @given(data=st.data())
-def test_any_bytes_are_rows_or_an_error(data: st.DataObject, tokenizer, tmp_path):
+def test_any_bytes_load_or_raise(data: st.DataObject, tokenizer, tmp_path):
     """A good file with some bytes overwritten, cut off, or none of it at all."""
     path = tmp_path / "any.parquet"
     parquet.write_table(pyarrow.table({"data_source": ["s"] * 20, "prompt": [f"{i}+1" for i in range(20)]}), path)
@@ -159,7 +159,7 @@ def test_any_bytes_are_rows_or_an_error(data: st.DataObject, tokenizer, tmp_path
     flags=st.tuples(st.booleans(), st.booleans()),
     stop=st.integers(0, 40),
 )
-def test_a_loader_stopped_anywhere_goes_on_with_the_rest(count, size, epochs, seed, flags, stop):
+def test_loader_resumes_anywhere_with_the_remaining_rows(count, size, epochs, seed, flags, stop):
     rows = DataProto.from_dict(
         {"prompts": Ragged.from_rows([[i] for i in range(count)]), "uid": list(map(str, range(count)))}
     )
@@ -182,7 +182,7 @@ def test_a_loader_stopped_anywhere_goes_on_with_the_rest(count, size, epochs, se
     assert seen + [batch["uid"].tolist() for batch in second] == whole
 
 
-def test_a_value_that_python_has_nothing_for_is_an_error(tokenizer, tmp_path: Path) -> None:
+def test_a_value_without_python_equivalent_is_an_error(tokenizer, tmp_path: Path) -> None:
     after_year_9999 = pyarrow.array([2**55], pyarrow.timestamp("ms"))
     table = pyarrow.table({"prompt": ["x"], "data_source": ["s"], "extra_info": after_year_9999})
     parquet.write_table(table, tmp_path / "a.parquet")

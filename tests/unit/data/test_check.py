@@ -12,7 +12,7 @@ from camshaft.data import file_facts, length_facts, num_repeated, num_shared
 from camshaft.dataproto import Ragged
 
 
-def test_a_file_tells_its_columns_types_and_missing_values(tmp_path: Path) -> None:
+def test_file_facts_contain_types_and_missing_values(tmp_path: Path) -> None:
     table = pyarrow.table(
         {"prompt": ["a", None, "c"], "reward_model": [{"ground_truth": "1"}, None, None], "n": [1, 2, 3]}
     )
@@ -27,7 +27,7 @@ def test_a_file_tells_its_columns_types_and_missing_values(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("count", [1, 2, 10, 99, 100, 101, 1000])
-def test_percentiles_are_those_of_numpy_and_every_row_is_in_one_bar(count: int) -> None:
+def test_percentiles_match_numpy_and_bars_cover_all_rows(count: int) -> None:
     lengths = np.random.default_rng(count).integers(1, 700, count)
     facts = length_facts(torch.from_numpy(lengths))
     expected = np.percentile(lengths, [50, 90, 99], method="inverted_cdf").tolist()
@@ -39,7 +39,7 @@ def test_percentiles_are_those_of_numpy_and_every_row_is_in_one_bar(count: int) 
     assert sum(number for _, _, number in facts.bars) == count
 
 
-def test_rows_are_the_same_token_for_token() -> None:
+def test_duplicates_are_compared_token_for_token() -> None:
     train = Ragged.from_rows([[1, 2], [3], [1, 2], [], [1, 2]])
     val = Ragged.from_rows([[1], [2], [3], [1, 2], [1, 2, 3], [3]])
     assert num_repeated(train) == 2

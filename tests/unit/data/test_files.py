@@ -31,7 +31,7 @@ def remote(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 @pytest.mark.parametrize("where", ["here", "file url", "elsewhere"])
-def test_a_folder_and_a_pattern_stand_for_parquet_files_by_name(folder: Path, remote: str, where: str) -> None:
+def test_folders_and_patterns_resolve_in_alphabetical_order(folder: Path, remote: str, where: str) -> None:
     root = {"here": str(folder), "file url": f"file://{folder}", "elsewhere": remote}[where]
     names = [path.name for path in data_files(root)]
     assert names == ["a.parquet", "b.parquet", "c.parquet"]
@@ -39,26 +39,26 @@ def test_a_folder_and_a_pattern_stand_for_parquet_files_by_name(folder: Path, re
     assert [path.name for path in data_files([f"{root}/c.parquet", f"{root}/a.parquet"])] == ["c.parquet", "a.parquet"]
 
 
-def test_prompts_come_from_a_url_as_they_do_from_here(folder: Path, remote: str, tokenizer) -> None:
+def test_prompts_from_a_url_equal_local_ones(folder: Path, remote: str, tokenizer) -> None:
     here, there = (load_prompts(data_files(root), tokenizer, PromptOptions()).batch for root in (folder, remote))
     assert len(there) == 3
     assert there["prompts"].values.tolist() == here["prompts"].values.tolist()
 
 
-def test_a_bad_row_of_a_copy_is_named_by_where_it_came_from(remote: str, tokenizer, tmp_path: Path) -> None:
+def test_errors_of_remote_files_name_the_url(remote: str, tokenizer, tmp_path: Path) -> None:
     bad = write_parquet(tmp_path / "bad.parquet", [{"data_source": "s", "prompt": ""}])
     fsspec.filesystem("memory").pipe_file("/bucket/bad.parquet", bad.read_bytes())
     with pytest.raises(BatchError, match=r"memory/bucket/bad\.parquet, row 0: 'prompt' is empty"):
         load_prompts(data_files("memory://bucket/bad.parquet"), tokenizer, PromptOptions())
 
 
-def test_brackets_in_the_name_of_a_file_are_no_pattern(tmp_path: Path) -> None:
+def test_brackets_in_a_file_name_are_not_a_pattern(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a[1].parquet", [{"prompt": "x"}])
     assert data_files(path) == [path]
 
 
 @pytest.mark.parametrize("what", ["folder", "pattern", "folder elsewhere", "pattern elsewhere"])
-def test_what_stands_for_no_file_is_an_error(tmp_path: Path, remote: str, what: str) -> None:
+def test_empty_folders_and_patterns_are_errors(tmp_path: Path, remote: str, what: str) -> None:
     (tmp_path / "empty").mkdir()
     fsspec.filesystem("memory").pipe_file("/bucket/empty/notes.txt", b"")
     path = {
@@ -71,6 +71,6 @@ def test_what_stands_for_no_file_is_an_error(tmp_path: Path, remote: str, what: 
         data_files(path)
 
 
-def test_a_url_of_nothing_is_an_error() -> None:
+def test_a_missing_url_is_an_error() -> None:
     with pytest.raises(StorageError, match="there is no memory://bucket/none"):
         data_files("memory://bucket/none.parquet")

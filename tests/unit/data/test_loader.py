@@ -25,7 +25,7 @@ def test_each_epoch_gives_each_row_once_in_another_order():
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_the_order_depends_on_the_seed_alone():
+def test_order_depends_only_on_the_seed():
     def order(seed):
         return firsts(StatefulLoader(rows(12), 4, total_epochs=2, seed=seed))
 
@@ -57,7 +57,7 @@ def test_dropped_rows_differ_between_epochs():
 
 @pytest.mark.parametrize("drop_last", [True, False])
 @pytest.mark.parametrize("stop", range(10))
-def test_a_run_resumed_anywhere_sees_the_batches_that_were_to_come(stop, drop_last):
+def test_resumed_loader_returns_the_remaining_batches(stop, drop_last):
     def make():
         return StatefulLoader(rows(7), 2, total_epochs=3, seed=3, drop_last=drop_last)
 
@@ -74,7 +74,7 @@ def test_a_run_resumed_anywhere_sees_the_batches_that_were_to_come(stop, drop_la
     assert firsts(before) + firsts(resumed) == whole
 
 
-def test_rows_that_are_given_back_are_the_first_of_the_next_batch():
+def test_returned_rows_start_the_next_batch():
     loader = StatefulLoader(rows(9), 4, shuffle=False)
     first = loader.next_batch()
     loader.give_back(3)
@@ -82,7 +82,7 @@ def test_rows_that_are_given_back_are_the_first_of_the_next_batch():
     assert firsts([first, *loader]) == [[0, 1, 2, 3], [1, 2, 3, 4], [5, 6, 7, 8]]
 
 
-def test_rows_of_a_finished_epoch_can_be_given_back_while_it_is_iterated():
+def test_rows_of_a_finished_epoch_can_be_returned_during_iteration():
     loader, seen = StatefulLoader(rows(4), 2, total_epochs=2, seed=1), []
     for batch in loader:
         seen += firsts([batch])
@@ -92,25 +92,25 @@ def test_rows_of_a_finished_epoch_can_be_given_back_while_it_is_iterated():
     assert seen == [*whole[:2], whole[1], *whole[2:]]
 
 
-def test_what_is_given_back_at_the_end_of_an_epoch_is_dropped_where_it_fills_no_batch():
+def test_returned_rows_that_fill_no_batch_are_dropped():
     loader = StatefulLoader(rows(4), 2, shuffle=False, total_epochs=2)
     loader.next_batch(), loader.next_batch()
     loader.give_back(1)
     assert (loader.epoch, loader.position) == (1, 0)
 
 
-def test_a_batch_can_be_drawn_when_all_epochs_are_through():
+def test_next_batch_works_after_the_last_epoch():
     loader = StatefulLoader(rows(2), 2, shuffle=False)
     assert firsts(loader) == [[0, 1]]
     assert loader.exhausted
     assert firsts([loader.next_batch()]) == [[0, 1]]
 
 
-def test_steps_are_counted_in_the_rows_that_they_need():
+def test_length_counts_steps_by_rows_per_step():
     assert len(StatefulLoader(rows(20), 8, total_epochs=2, rows_per_step=3)) == 2 * 6
 
 
-def test_the_state_after_the_last_batch_leaves_nothing():
+def test_state_after_the_last_batch_is_exhausted():
     loader = StatefulLoader(rows(4), 2, total_epochs=2)
     list(loader)
     again = StatefulLoader(rows(4), 2, total_epochs=2)
@@ -118,7 +118,7 @@ def test_the_state_after_the_last_batch_leaves_nothing():
     assert list(again) == []
 
 
-def test_the_state_can_be_loaded_in_mid_iteration():
+def test_state_can_be_loaded_during_iteration():
     loader = StatefulLoader(rows(6), 2, total_epochs=2)
     stream = iter(loader)
     next(stream)
@@ -136,7 +136,7 @@ def test_resuming_with_another_batch_size_continues_at_the_same_row():
     assert firsts(other)[0] == [4, 5]
 
 
-def test_resuming_with_a_batch_size_that_does_not_fit_any_more_goes_on_to_the_next_epoch():
+def test_resuming_with_a_larger_batch_size_starts_the_next_epoch():
     loader = StatefulLoader(rows(5), 2, total_epochs=2, shuffle=False)
     next(iter(loader))
     other = StatefulLoader(rows(5), 4, total_epochs=2, shuffle=False)
@@ -146,16 +146,16 @@ def test_resuming_with_a_batch_size_that_does_not_fit_any_more_goes_on_to_the_ne
 
 def test_resuming_with_other_data_or_seed_is_an_error():
     state = StatefulLoader(rows(6), 2, seed=1).state_dict()
-    with pytest.raises(BatchError, match=r"num_rows=6, here it is 7"):
+    with pytest.raises(BatchError, match=r"num_rows=6, this run has num_rows=7"):
         StatefulLoader(rows(7), 2, seed=1).load_state_dict(state)
-    with pytest.raises(BatchError, match=r"tokens=[0-9a-f]{16}, here it is [0-9a-f]{16}: the rows"):
+    with pytest.raises(BatchError, match=r"tokens=[0-9a-f]{16}, this run has tokens=[0-9a-f]{16}: the tokens"):
         StatefulLoader(rows(7).reorder(slice(1, 7)), 2, seed=1).load_state_dict(state)
-    with pytest.raises(BatchError, match=r"seed=1, here it is 2.*trainer\.resume_mode=disable, or another"):
+    with pytest.raises(BatchError, match=r"seed=1, this run has seed=2.*trainer\.resume_mode=disable, or another"):
         StatefulLoader(rows(6), 2, seed=2).load_state_dict(state)
 
 
 @pytest.mark.parametrize("change", ["a token", "the order of two rows", "a longer row"])
-def test_resuming_with_as_many_other_rows_is_an_error(change):
+def test_resuming_with_changed_rows_is_an_error(change):
     prompts = {
         "a token": [[0], [1], [9]],
         "the order of two rows": [[1], [0], [2]],
@@ -168,12 +168,12 @@ def test_resuming_with_as_many_other_rows_is_an_error(change):
     state = loader([[0], [1], [2]]).state_dict()
     loader([[0], [1], [2]]).load_state_dict(state)
     with pytest.raises(
-        BatchError, match=r"tokens=\w+, here it is \w+: the rows have other tokens, or stand in another"
+        BatchError, match=r"tokens=\w+, this run has tokens=\w+: the tokens or the order of the rows in the files"
     ):
         loader(prompts[change]).load_state_dict(state)
 
 
-def test_a_place_of_before_tokens_were_written_down_is_still_one():
+def test_state_without_a_token_checksum_can_be_loaded():
     state = StatefulLoader(rows(6), 2, seed=1).state_dict()
     del state["tokens"]
     StatefulLoader(rows(6), 2, seed=1).load_state_dict(state)

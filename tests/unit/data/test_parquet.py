@@ -26,7 +26,7 @@ def test_a_place_names_the_file_and_the_row_in_it(files):
     assert table.place(3) == f"{files[1]}, row 0"
 
 
-def test_only_columns_asked_for_are_read_and_optional_ones_only_where_every_file_has_them(files):
+def test_optional_columns_are_read_if_all_files_have_them(files):
     assert read_parquet(files, ["n"], ["prompt", "only_a", "nowhere"]).rows[0] == {"n": 0, "prompt": "x"}
     assert read_columns(files) == {"n", "prompt"}
 
@@ -68,7 +68,7 @@ def test_an_empty_file_is_named(tmp_path, files):
         read_parquet([files[0], tmp_path / "e.parquet"], ["n"])
 
 
-def test_a_missing_column_is_named_with_those_that_are_there_and_the_nearest(files):
+def test_a_missing_column_is_reported_with_the_nearest(files):
     with pytest.raises(
         BatchError, match=r"a\.parquet has no column 'promt'. Did you mean 'prompt'\? .*prompt, n, only_a"
     ):
@@ -85,7 +85,7 @@ def test_max_samples_zero_is_an_error(files):
         read_parquet(files, ["n"], max_samples=0)
 
 
-def test_a_column_whose_name_is_no_text_is_an_error_of_the_file(tmp_path):
+def test_a_column_name_with_invalid_text_is_an_error(tmp_path):
     path = write_parquet(tmp_path / "damaged.parquet", [{"prompt": "1+1="}])
     path.write_bytes(path.read_bytes().replace(b"prompt", b"\x80rompt"))
     with pytest.raises(BatchError, match=r"damaged\.parquet is not a parquet file"):

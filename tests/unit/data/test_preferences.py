@@ -52,17 +52,17 @@ PROMPT = {"prompt": [user("1+2=")]}
     ],
     ids=["text after messages", "turns after messages", "whole beside messages", "whole beside text", "whole"],
 )
-def test_conversations_go_through_the_template_however_they_are_written(load, tokenizer, row, options):
+def test_all_conversation_formats_use_the_chat_template(load, tokenizer, row, options):
     assert shown(load([row], **options), tokenizer) == [("(u1+2=)(a3)", "(u1+2=)(a4)")]
 
 
-def test_a_sequence_is_what_transformers_makes_of_the_conversation(load, tokenizer):
+def test_sequences_match_transformers(load, tokenizer):
     turns = [user("1+2="), bot("3"), user("sure?"), bot("yes")]
     found = load([{"prompt": turns[:3], "chosen": "yes", "rejected": "no"}])
     assert found.batch["chosen"].rows()[0].tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
 
 
-def test_plain_text_stays_plain_and_is_ended(load, tokenizer):
+def test_plain_text_gets_an_end_token(load, tokenizer):
     assert shown(load([{"prompt": "1+2=", "chosen": "3", "rejected": "4"}]), tokenizer) == [("1+2=3)", "1+2=4)")]
     whole = {"chosen": "Human: 1+2? Assistant: 3", "rejected": "Human: 1+2? Assistant: 4<|im_end|>"}
     found = shown(load([whole], prompt_key=None), tokenizer)
@@ -78,7 +78,7 @@ def test_columns_may_have_other_names(load, tokenizer):
     assert load([{**PROMPT, "chosen": "3", "rejected": "4"}]).batch["margin"].tolist() == [0]
 
 
-def test_what_the_template_writes_behind_the_answer_is_read_and_pad_tokens_at_the_end_are_not(load, tokenizer):
+def test_template_suffix_is_kept_and_trailing_padding_dropped(load, tokenizer):
     row = {**PROMPT, "chosen": "3", "rejected": "4"}
     assert shown(load([row], LINES), tokenizer)[0][0] == "(u1+2=)\n(a3)\n"
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -90,12 +90,12 @@ def test_what_the_template_writes_behind_the_answer_is_read_and_pad_tokens_at_th
     ("truncation", "kept"),
     [("left", ("2=)(a3)", "2=)(a4)")), ("middle", ("(u1(a3)", "(u1(a4)"))],
 )
-def test_a_long_sequence_is_cut_where_asked_and_counted(load, tokenizer, truncation, kept):
+def test_long_sequences_are_truncated_and_counted(load, tokenizer, truncation, kept):
     rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {"prompt": [user("")], "chosen": "3", "rejected": "4"}]
     found = load(rows, max_length=7, truncation=truncation)
     assert shown(found, tokenizer) == [kept, ("(u)(a3)", "(u)(a4)")]
     assert found.num_truncated == 1
-    assert "2 pairs, 28 tokens, 1 cut" in str(found)
+    assert "2 pairs, 28 tokens, 1 truncated" in str(found)
 
 
 def test_the_left_keeps_a_beginning_of_sequence_token(load, tokenizer):
@@ -104,17 +104,17 @@ def test_the_left_keeps_a_beginning_of_sequence_token(load, tokenizer):
     assert shown(found, tokenizer) == [("(=)(a3)", "(=)(a4)")]
 
 
-def test_pairs_of_equal_sequences_are_left_out_and_counted(load, tokenizer):
+def test_pairs_of_equal_sequences_are_dropped_and_counted(load, tokenizer):
     rows = [{**PROMPT, "chosen": "3", "rejected": "3"}, {**PROMPT, "chosen": "3", "rejected": "4"}]
     found = load(rows)
     assert (len(found.batch), found.num_read, found.num_equal) == (1, 2, 1)
-    assert "1 of two equal sequences left out" in str(found)
+    assert "1 with equal sequences dropped" in str(found)
     # A cut at the right can take away all that they differ in.
-    with pytest.raises(BatchError, match=r"row 0: 'chosen' and 'rejected' are the same tokens.*truncation=right"):
+    with pytest.raises(BatchError, match=r"row 0: 'chosen' and 'rejected' have the same tokens.*truncation=right"):
         load(rows[1:], max_length=7, truncation="right")
 
 
-def test_a_long_sequence_is_an_error_with_row_length_and_what_to_type(load):
+def test_a_long_sequence_error_names_row_length_and_fix(load):
     rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {**PROMPT, "chosen": "3", "rejected": "four"}]
     said = r"pairs\.parquet, row 1: with 'rejected' the sequence has 14 tokens, data\.max_length=11 \(1 of 2 pairs"
     with pytest.raises(BatchError, match=said) as caught:
@@ -148,13 +148,13 @@ def test_a_bad_row_is_named(load, row, options, said):
         ([{"role": "assistant", "content": "3", "name": None}, {"role": "user", "content": "x"}], "ends with a turn"),
     ],
 )
-def test_a_conversation_that_cannot_be_an_answer_is_named(load, turns, said):
+def test_invalid_response_conversations_are_errors(load, turns, said):
     with pytest.raises(BatchError, match=rf"row 0: 'chosen' (is a conversation that )?{said}"):
         load([{**PROMPT, "chosen": turns, "rejected": [bot("4")]}])
 
 
-def test_a_missing_column_is_an_error_that_says_how_to_go_without(load):
-    with pytest.raises(BatchError, match=r"pairs\.parquet: there is no column 'prompt'.*type data\.prompt_key=null"):
+def test_a_missing_prompt_column_error_suggests_prompt_key_null(load):
+    with pytest.raises(BatchError, match=r"pairs\.parquet: no column 'prompt'.*use data\.prompt_key=null"):
         load([{"chosen": "a", "rejected": "b"}])
     with pytest.raises(BatchError, match=r"no column 'rejected'"):
         load([{"prompt": "a", "chosen": "b"}])

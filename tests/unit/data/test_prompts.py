@@ -25,14 +25,14 @@ def load(tmp_path, tokenizer):
     return load
 
 
-def test_messages_become_what_transformers_makes_of_them(load, tokenizer):
+def test_messages_match_apply_chat_template(load, tokenizer):
     chats = [user("1+2="), [{"role": "system", "content": "be brief"}, *user("3+4=")]]
     batch = load([row(chat) for chat in chats]).batch
     for ids, chat in zip(batch["prompts"].rows(), chats, strict=True):
         assert ids.tolist() == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
-def test_plain_text_becomes_what_the_tokenizer_makes_of_it(load, tokenizer):
+def test_plain_text_matches_the_tokenizer(load, tokenizer):
     batch = load([row("1+2="), row("10+20=")]).batch
     assert [ids.tolist() for ids in batch["prompts"].rows()] == [
         tokenizer("1+2=").input_ids,
@@ -45,7 +45,7 @@ def test_nothing_is_padded(load):
     assert (prompts.lengths.tolist(), len(prompts.values)) == ([1, 4], 5)
 
 
-def test_a_row_brings_its_ground_truth_source_and_extra_info(load):
+def test_rows_have_ground_truth_source_and_extra_info(load):
     batch = load([row("1+2=", "3", extra_info={"index": 5})]).batch
     assert batch["ground_truth"].tolist() == ["3"]
     assert batch["data_source"].tolist() == ["sums"]
@@ -85,7 +85,7 @@ def test_max_samples_takes_the_first_rows(load):
 # -- too long ---------------------------------------------------------------------------------------
 
 
-def test_a_long_prompt_is_an_error_with_row_length_limit_and_what_to_type(load):
+def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
     with pytest.raises(BatchError) as caught:
         load([row("ab"), row("abcdefg"), row("abcdefghi")], max_prompt_length=4)
     text = str(caught.value)
@@ -99,33 +99,33 @@ def test_a_long_prompt_is_an_error_with_row_length_limit_and_what_to_type(load):
     ("truncation", "limit", "kept"),
     [("left", 4, "defg"), ("right", 4, "abcd"), ("middle", 4, "abfg"), ("middle", 5, "abefg"), ("middle", 1, "g")],
 )
-def test_a_long_prompt_is_cut_where_asked(load, tokenizer, truncation, limit, kept):
+def test_long_prompts_are_truncated_at_the_given_side(load, tokenizer, truncation, limit, kept):
     found = load([row("abcdefg"), row("x")], max_prompt_length=limit, truncation=truncation)
     assert [tokenizer.decode(ids) for ids in found.batch["prompts"].rows()] == [kept, "x"]
     assert found.num_truncated == 1
 
 
-def test_a_prompt_of_exactly_the_limit_stays_whole(load):
+def test_a_prompt_of_exactly_the_limit_is_not_truncated(load):
     assert load([row("abcd")], max_prompt_length=4).batch["prompts"].lengths.tolist() == [4]
 
 
-def test_filtered_prompts_are_counted_and_told_and_the_others_keep_their_uid(load, caplog):
+def test_filtered_prompts_are_logged_and_others_keep_their_uid(load, caplog):
     caplog.set_level("INFO")
     found = load([row("a"), row("abcdefg"), row("b")], max_prompt_length=4, filter_overlong=True)
     assert found.batch["uid"].tolist() == ["0", "2"]
     assert (found.num_read, found.num_dropped, found.num_truncated) == (3, 1, 0)
-    assert "2 prompts, 1 of 3 rows left out as too long from " in caplog.text
+    assert "2 prompts, 1 of 3 rows dropped as too long from " in caplog.text
 
 
 def test_filtering_everything_is_an_error(load):
-    with pytest.raises(BatchError, match=r"leaves nothing: all 2 prompts .*=1; the shortest has 3 tokens"):
+    with pytest.raises(BatchError, match=r"drops every row: all 2 prompts .*=1; the shortest has 3 tokens"):
         load([row("abc"), row("abcd")], max_prompt_length=1, filter_overlong=True)
 
 
 @pytest.mark.parametrize("of", [user, str], ids=["chat", "text"])
 @pytest.mark.parametrize("truncation", ["left", "right", "middle"])
 @pytest.mark.parametrize("limit", [1, 2, 5, 8])
-def test_cutting_keeps_the_tokens_that_a_slice_of_the_ids_keeps(load, tokenizer, of, truncation, limit):
+def test_truncation_matches_slicing_of_the_ids(load, tokenizer, of, truncation, limit):
     texts = ["1+2=3", "x", "10+20=30+40=70", "ab"]
     batch = load([row(of(text)) for text in texts], max_prompt_length=limit, truncation=truncation).batch
     for found, text in zip(batch["prompts"].rows(), texts, strict=True):
@@ -146,7 +146,7 @@ def test_a_long_conversation_is_an_error_too(load):
 
 
 @pytest.mark.parametrize("ids", [["a7", "b12"], [7, 12]], ids=["text", "numbers"])
-def test_an_id_travels_as_tokens_and_as_it_is(load, tokenizer, ids):
+def test_prompt_ids_are_kept_as_tokens_and_original_value(load, tokenizer, ids):
     rows = [row("x", index=ids[0], extra_info={"split": "train"}), row("1+2=3+4", index=9), row("y", index=ids[1])]
     if ids[0] == "a7":
         rows[1]["index"] = "nine"
@@ -157,7 +157,7 @@ def test_an_id_travels_as_tokens_and_as_it_is(load, tokenizer, ids):
     assert "prompt_id" not in load(rows).batch
 
 
-def test_an_id_that_is_too_long_is_an_error_with_its_length(load):
+def test_an_overlong_id_is_an_error_with_its_length(load):
     rows = [row("x", index="a"), row("y", index="abcde")]
     assert load(rows, prompt_id_key="index", max_prompt_id_length=5).batch["prompt_id"].lengths.tolist() == [1, 5]
     with pytest.raises(
@@ -167,14 +167,14 @@ def test_an_id_that_is_too_long_is_an_error_with_its_length(load):
 
 
 @pytest.mark.parametrize("bad", [None, "", 1.5, True, ["a"]])
-def test_an_id_that_is_none_is_an_error_that_names_the_row(load, bad):
-    with pytest.raises(BatchError, match=r"row 0: 'index' is .*an id is text or a whole number"):
+def test_an_invalid_id_is_an_error_that_names_the_row(load, bad):
+    with pytest.raises(BatchError, match=r"row 0: 'index' is .*an id must be a string or an integer"):
         load([row("x", index=bad)], prompt_id_key="index")
 
 
-def test_an_id_does_not_replace_what_extra_info_calls_by_its_name(load):
+def test_an_id_must_not_conflict_with_extra_info(load):
     assert load([row("x", index="a", extra_info={"prompt_id": "a"})], prompt_id_key="index").batch
-    with pytest.raises(BatchError, match="row 0: the id 'a' of 'index' goes into extra_info"):
+    with pytest.raises(BatchError, match="row 0: the id 'a' of 'index' conflicts with extra_info"):
         load([row("x", index="a", extra_info={"prompt_id": "b"})], prompt_id_key="index")
 
 
@@ -184,7 +184,7 @@ def test_an_id_does_not_replace_what_extra_info_calls_by_its_name(load):
 @pytest.mark.parametrize(
     "prompts", [[user("1+2="), [{"role": "system", "content": "be brief"}, *user("30+4=")]], ["11+2=", "30+40="]]
 )
-def test_prompts_are_kept_as_they_are_where_somebody_asks(load, prompts):
+def test_return_raw_chat_keeps_the_original_prompt(load, prompts):
     batch = load([row(p) for p in prompts], return_raw_chat=True, max_prompt_length=4, truncation="left").batch
     assert batch["raw_prompt"].tolist() == prompts  # whole, though their ids are cut
     assert batch["prompts"].lengths.tolist() == [4, 4]
@@ -192,7 +192,7 @@ def test_prompts_are_kept_as_they_are_where_somebody_asks(load, prompts):
 
 
 @pytest.mark.parametrize("of", [user, str], ids=["one message", "text"])
-def test_ids_without_template_are_those_of_the_text(load, tokenizer, of):
+def test_raw_input_ids_are_tokens_of_the_text(load, tokenizer, of):
     texts = ["1+2=", "x" * 30, "10+20="]
     options = {"return_raw_input_ids": True, "max_prompt_length": 20, "filter_overlong": True}
     batch = load([row(of(text)) for text in texts], **options).batch
@@ -200,8 +200,8 @@ def test_ids_without_template_are_those_of_the_text(load, tokenizer, of):
     assert [ids.tolist() for ids in batch["raw_input_ids"].rows()] == wanted
 
 
-def test_ids_of_several_messages_would_not_say_who_speaks(load):
-    with pytest.raises(BatchError, match=r"row 1: .*has 2\. Type .*data\.return_raw_chat=true"):
+def test_raw_input_ids_require_single_message_prompts(load):
+    with pytest.raises(BatchError, match=r"row 1: .*has 2\. Use .*data\.return_raw_chat=true"):
         load([row(user("x")), row([*user("a"), *user("b")])], return_raw_input_ids=True)
 
 
@@ -244,15 +244,15 @@ def test_messages_that_are_not_messages_are_an_error(load):
 
 def test_a_prompt_without_tokens_is_an_error(load, tokenizer):
     # The tiny tokenizer drops what is not ASCII.
-    with pytest.raises(BatchError, match="row 0: the prompt becomes no tokens"):
+    with pytest.raises(BatchError, match="row 0: the prompt has no tokens"):
         load([row("\u00e9")])
 
 
-def test_a_refusal_of_the_template_names_the_row(load, tokenizer):
+def test_template_errors_name_the_row(load, tokenizer):
     picky = copy.deepcopy(tokenizer)
     picky.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        BatchError, match=r"row 0: the chat template refuses the roles \['user'\]: roles must alternate"
+        BatchError, match=r"row 0: the chat template rejects the roles \['user'\]: roles must alternate"
     ):
         load([row(user("x"))], tokenizer=picky)
 

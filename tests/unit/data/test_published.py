@@ -103,7 +103,7 @@ def test_math_as_parquet(prepare: Callable[..., int], tmp_path: Path) -> None:
         assert math_answer.compute_score("", raw["solution"], row["reward_model"]["ground_truth"])["score"] == 1
 
 
-def test_math_500_has_a_test_alone(prepare: Callable[..., int], tmp_path: Path) -> None:
+def test_math_500_has_only_a_test_split(prepare: Callable[..., int], tmp_path: Path) -> None:
     raw = {"problem": "1+1?", "solution": r"$\boxed 2$", "answer": "2", "subject": "Algebra", "level": 2}
     as_lines(tmp_path / "raw/test.jsonl", [raw])
     assert prepare("math_dataset.py", "--data_source", "HuggingFaceH4/MATH-500") == 0
@@ -120,7 +120,7 @@ BALANCED = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(BALANCED, st.text("ab$ .", max_size=5))
-def test_the_last_box_is_found_with_the_braces_in_it(inside: str, after: str) -> None:
+def test_the_last_box_is_extracted_with_nested_braces(inside: str, after: str) -> None:
     last_boxed = runpy.run_path(str(SCRIPTS / "math_dataset.py"))["last_boxed"]
     assert last_boxed(f"\\boxed{{0}} so \\boxed{{{inside}}}{after}") == (inside.strip() or None)
 
@@ -159,7 +159,7 @@ def test_hh(layout: str, prepare: Callable[..., int], tmp_path: Path, capsys: py
     can_be_read(tmp_path / "out/train.parquet", tmp_path)
 
 
-def test_turns_of_one_side_are_one_message() -> None:
+def test_consecutive_turns_of_one_role_are_merged() -> None:
     messages = runpy.run_path(str(SCRIPTS / "hh.py"))["messages"]
     found = messages("\n\nHuman: One\n\nHuman: Two\n\nAssistant: A\n\nHuman said so: yes")
     assert found == [
@@ -168,20 +168,20 @@ def test_turns_of_one_side_are_one_message() -> None:
     ]
 
 
-# -- what is wrong is said --------------------------------------------------------------------------
+# -- errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("script", "files", "said"),
     [
-        ("gsm8k.py", {}, "there is no folder"),
-        ("gsm8k.py", {"notes.txt": "hello"}, "has no files called train or test, like train.jsonl"),
+        ("gsm8k.py", {}, "no folder"),
+        ("gsm8k.py", {"notes.txt": "hello"}, "has no files named train or test, such as train.jsonl"),
         (
             "gsm8k.py",
             {"train.jsonl": '{"question": "a"}\n'},
-            "train.jsonl, line 1: a row has texts question, answer; this",
+            "train.jsonl, line 1: a row must have the strings question, answer; this",
         ),
-        ("gsm8k.py", {"train.jsonl": '{"question": "a", "ans'}, "train.jsonl, line 1: this is no JSON"),
+        ("gsm8k.py", {"train.jsonl": '{"question": "a", "ans'}, "train.jsonl, line 1: invalid JSON"),
         (
             "gsm8k.py",
             {"train.jsonl": '{"question": "a", "answer": "5"}'},
@@ -195,7 +195,7 @@ def test_turns_of_one_side_are_one_message() -> None:
         ("hh.py", {"test.jsonl": '{"chosen": "a", "rejected": "b"}'}, "test: none of 1 rows is a pair of dialogues"),
     ],
 )
-def test_raw_files_that_are_not_what_they_should_be(
+def test_invalid_raw_files_are_errors(
     script: str, files: dict[str, str], said: str, prepare: Callable[..., int], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -206,7 +206,7 @@ def test_raw_files_that_are_not_what_they_should_be(
     assert said in capsys.readouterr().err
 
 
-def test_a_raw_parquet_file_without_its_columns_says_what_it_has(
+def test_a_missing_raw_column_is_reported_with_the_nearest(
     prepare: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_parquet(tmp_path / "raw/train.parquet", [{"questions": "a", "answer": "#### 1"}])

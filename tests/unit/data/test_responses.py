@@ -30,7 +30,7 @@ def file(folder: Path, **settings: Any) -> ResponseFile:
     return ResponseFile(folder / "out.parquet", "responses", settings)
 
 
-def test_a_file_has_the_columns_of_the_prompts_as_they_were_and_those_of_all_parts(
+def test_file_has_prompt_columns_and_those_of_all_parts(
     source: Path, tmp_path: Path
 ) -> None:
     out = file(tmp_path, seed=1)
@@ -48,7 +48,7 @@ def test_a_file_has_the_columns_of_the_prompts_as_they_were_and_those_of_all_par
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.parquet"]
 
 
-def test_parts_are_found_again_in_their_order(source: Path, tmp_path: Path) -> None:
+def test_parts_are_reopened_in_order(source: Path, tmp_path: Path) -> None:
     for number in range(12):
         with file(tmp_path, seed=1).parts() as parts:
             assert (parts.num_done, len(parts)) == (100 * number, number)
@@ -59,7 +59,7 @@ def test_parts_are_found_again_in_their_order(source: Path, tmp_path: Path) -> N
         ]
 
 
-def test_what_comes_after_a_missing_part_does_not_count(tmp_path: Path) -> None:
+def test_parts_after_a_missing_part_are_ignored(tmp_path: Path) -> None:
     with file(tmp_path).parts() as parts:
         for text in "abc":
             parts.add(1, {"": [[text]]})
@@ -73,46 +73,46 @@ def test_what_comes_after_a_missing_part_does_not_count(tmp_path: Path) -> None:
         assert (parts.num_done, len(parts)) == (3, 2)
 
 
-def test_settings_are_compared_by_value_and_what_differs_is_named(source: Path, tmp_path: Path) -> None:
+def test_settings_are_compared_by_value_and_differences_reported(source: Path, tmp_path: Path) -> None:
     with file(tmp_path, seed=1, stop=("a", "b"), place=Path("x")).parts() as parts:
         parts.add(1, {"": [["a"]]})
     with file(tmp_path, place="x", stop=["a", "b"], seed=1).parts() as parts:
         assert parts.num_done == 1
     with (
         pytest.raises(
-            ConfigError, match=r"was begun, and with other settings \(seed: 1 then, 2 now; n: null then, 3 now\)"
+            ConfigError, match=r"was started with other settings \(seed: 1 then, 2 now; n: null then, 3 now\)"
         ),
         file(tmp_path, place="x", stop=["a", "b"], seed=2, n=3).parts(),
     ):
         pass
 
 
-def test_a_file_of_ours_is_known_by_its_settings_and_any_other_is_refused(source: Path, tmp_path: Path) -> None:
+def test_files_with_other_settings_are_rejected(source: Path, tmp_path: Path) -> None:
     out = file(tmp_path, seed=1)
-    assert not out.is_there()
+    assert not out.exists()
     with out.parts() as parts:
         parts.add(5, {"": [["a"]] * 5})
         out.write(source, range(5), parts)
-    assert file(tmp_path, seed=1).is_there()
-    with pytest.raises(ConfigError, match="is there already, and with other settings"):
-        file(tmp_path, seed=2).is_there()
-    with pytest.raises(ConfigError, match="there is such a file already"):
-        ResponseFile(source, "responses", {"seed": 1}).is_there()
+    assert file(tmp_path, seed=1).exists()
+    with pytest.raises(ConfigError, match="already exists with other settings"):
+        file(tmp_path, seed=2).exists()
+    with pytest.raises(ConfigError, match="the file already exists"):
+        ResponseFile(source, "responses", {"seed": 1}).exists()
 
 
-def test_a_column_that_would_be_written_twice_is_named(tmp_path: Path) -> None:
+def test_an_existing_response_column_is_an_error(tmp_path: Path) -> None:
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": "1"}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": "1", "responses_tokens": 3}])
     file(tmp_path).check_columns(a)
-    with pytest.raises(ConfigError, match="a column 'responses_tokens' already"):
+    with pytest.raises(ConfigError, match="already has a column 'responses_tokens'"):
         file(tmp_path).check_columns([a, b])
 
 
-def test_files_whose_columns_have_other_types_are_told_up_front(tmp_path: Path) -> None:
+def test_incompatible_schemas_are_an_error(tmp_path: Path) -> None:
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": "1", "id": 1}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": "1", "id": "x"}])
     c = write_parquet(tmp_path / "c.parquet", [{"prompt": "1", "more": 0.5}])
-    with pytest.raises(BatchError, match="do not fit below each other"):
+    with pytest.raises(BatchError, match="have incompatible schemas"):
         file(tmp_path).check_columns([a, b])
     out = file(tmp_path)
     out.check_columns([a, c])

@@ -55,13 +55,13 @@ def test_the_response_and_its_end_are_trained(load, tokenizer):
     assert shown(found, tokenizer) == ["(u1+2=)(a[3)]", "(u5+5=)(a[10)]"]
 
 
-def test_the_whole_is_what_transformers_makes_of_the_conversation(load, tokenizer):
+def test_sequences_match_transformers(load, tokenizer):
     turns = chat("1+2=", "3", "and 4?", "7")
     ids = load([{"messages": turns}]).batch["input_ids"].rows()[0].tolist()
     assert ids == tokenizer.apply_chat_template(turns, return_dict=False)
 
 
-def test_what_the_template_writes_after_the_end_of_a_turn_is_not_trained(load, tokenizer):
+def test_template_text_after_a_turn_is_not_trained(load, tokenizer):
     turns = chat("1+2=", "3", "more", "4")
     assert shown(load([{"messages": turns}], LINES), tokenizer) == [
         "(user\n1+2=)\n(assistant\n[3)]\n(user\nmore)\n(assistant\n[4)]"
@@ -77,18 +77,18 @@ def test_plain_text_gets_the_end_of_sequence_token(load, tokenizer):
     assert shown(load([{"prompt": "1+2=", "response": "3"}]), tokenizer) == ["1+2=[3)]"]
 
 
-def test_a_greeting_before_anybody_spoke_is_context(load, tokenizer):
+def test_an_initial_assistant_turn_is_context(load, tokenizer):
     turns = [{"role": "assistant", "content": "hi"}, *chat("a", "b")]
     assert shown(load([{"messages": turns}]), tokenizer) == ["(ahi)(ua)(a[b)]"]
 
 
-def test_a_template_that_rewrites_history_gives_one_row_for_each_turn(load, tokenizer):
+def test_a_template_that_rewrites_history_yields_one_row_per_turn(load, tokenizer):
     found = load([{"messages": chat("q", "think/3", "r", "again/4")}], FORGETS)
     assert shown(found, tokenizer) == ["(uq)(a[think/3)]", "(uq)(a3)(ur)(a[again/4)]"]
 
 
 def test_a_template_that_does_not_end_with_the_answer_is_an_error(load):
-    with pytest.raises(BatchError, match=r"row 0: the chat template does not show"):
+    with pytest.raises(BatchError, match=r"row 0: the chat template does not format"):
         load([{"prompt": chat("a"), "response": "b"}], ANSWERS_FIRST)
 
 
@@ -103,26 +103,26 @@ def test_the_first_token_of_a_row_is_never_trained(load):
 
 # (ua)(a[bcd)] is 10 tokens: 1 2 3 4 for the prompt, 5 6 for (a, then b c d and the end.
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "ua)(a[bcd)]"), ("right", "(ua)(a[bcd]")])
-def test_a_long_sequence_is_cut_where_asked(load, tokenizer, truncation, kept):
+def test_long_sequences_are_truncated_at_the_given_side(load, tokenizer, truncation, kept):
     found = load([{"prompt": chat("a"), "response": "bcd"}], max_length=9, truncation=truncation)
     assert shown(found, tokenizer) == [kept]
     assert found.num_truncated == 1
 
 
-def test_a_sequence_of_which_nothing_trained_is_left_is_left_out_and_counted(load, tokenizer):
+def test_sequences_without_trained_tokens_are_dropped_and_counted(load, tokenizer):
     rows = [{"prompt": chat("abcdefgh"), "response": "x"}, {"prompt": chat("a"), "response": "x"}]
     found = load(rows, max_length=8, truncation="right")
     assert shown(found, tokenizer) == ["(ua)(a[x)]"]
     assert (found.num_read, found.num_untrained) == (2, 1)
-    assert "1 left out with nothing to train" in str(found)
+    assert "1 dropped without trained tokens" in str(found)
 
 
-def test_cutting_everything_away_is_an_error(load):
+def test_truncating_all_trained_tokens_is_an_error(load):
     with pytest.raises(BatchError, match="max_length=3 leaves no row"):
         load([{"prompt": chat("abcdefgh"), "response": "x"}], max_length=3, truncation="right")
 
 
-def test_a_long_sequence_is_an_error_with_row_length_and_limit(load):
+def test_a_long_sequence_error_names_row_and_limit(load):
     rows = [{"prompt": chat("a"), "response": "b"}, {"prompt": chat("a"), "response": "bcd"}]
     with pytest.raises(BatchError, match=r"sft\.parquet, row 1: the sequence has 10 tokens, max_length=9"):
         load(rows, max_length=9)

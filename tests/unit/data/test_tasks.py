@@ -28,7 +28,7 @@ def test_the_ground_truth_is_the_result(tmp_path):
     assert signs == set("+-*")
 
 
-def test_no_problem_is_in_both_splits_nor_is_its_mirror_image(tmp_path):
+def test_splits_are_disjoint_up_to_commutation(tmp_path):
     paths = write_arithmetic(tmp_path, **SMALL)
     train, heldout = texts(paths.train), texts(paths.heldout)
     assert (len(set(train)), len(set(heldout))) == (40, 20)
@@ -63,23 +63,23 @@ def test_the_files_load_as_prompts_and_as_sft_rows(tmp_path, tokenizer):
     assert whole.endswith(prompts["ground_truth"][0] + "<|im_end|>")
 
 
-def test_the_built_in_reward_knows_the_data_set():
+def test_a_built_in_reward_scores_the_data_set():
     assert DATA_SOURCE in SOURCES
 
 
-def test_too_many_problems_is_an_error_with_the_sum(tmp_path):
+def test_too_many_problems_is_an_error_with_the_total(tmp_path):
     with pytest.raises(ConfigError, match=r"num_train=90 \+ num_heldout=20 .*10 x 10 operands make 100"):
         write_arithmetic(tmp_path, **{**SMALL, "num_train": 90})
 
 
-def test_too_many_problems_beside_the_mirror_images_is_an_error(tmp_path):
+def test_too_many_problems_up_to_commutation_is_an_error(tmp_path):
     # 100 problems, 20 held out: up to 20 mirror images cannot be trained, so 80 are never left.
-    with pytest.raises(ConfigError, match=r"num_train=80 .*20 are held out with their mirror images"):
+    with pytest.raises(ConfigError, match=r"num_train=80 .*20 and their commuted forms are held"):
         write_arithmetic(tmp_path, **{**SMALL, "num_train": 80})
 
 
 def test_an_unknown_operation_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="no operation 'division'; known: addition, subtraction, multiplication"):
+    with pytest.raises(ConfigError, match="unknown operation 'division'; use one of addition, subtraction, multiplication"):
         write_arithmetic(tmp_path, operations=["division"])
 
 
@@ -88,7 +88,7 @@ def test_an_empty_range_is_an_error(tmp_path):
         write_arithmetic(tmp_path, left=(5, 3), right=(5, 3))
 
 
-def test_of_a_pair_the_chosen_answer_alone_is_right(tmp_path):
+def test_only_the_chosen_response_of_a_pair_is_correct(tmp_path):
     paths = write_arithmetic(tmp_path, operations=("subtraction",), **SMALL)
     for split, pairs in ((paths.train, paths.preference_train), (paths.heldout, paths.preference_heldout)):
         truths = [row["reward_model"]["ground_truth"] for row in read_parquet(split, ["reward_model"]).rows]

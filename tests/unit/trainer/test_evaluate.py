@@ -110,7 +110,7 @@ def test_what_generate_wrote_has_the_scores_that_generate_gave(tmp_path: Path) -
     # A later `generate` must not take the scored file for its own.
     made.unlink()
     out.rename(made)
-    assert "there is such a file already" in camshaft("generate", *generate_words(tmp_path, words)).err
+    assert "the file already exists" in camshaft("generate", *generate_words(tmp_path, words)).err
 
 
 def test_a_response_that_cannot_be_scored_counts_as_zero_and_is_told(tmp_path: Path) -> None:
@@ -125,10 +125,10 @@ def test_a_response_that_cannot_be_scored_counts_as_zero_and_is_told(tmp_path: P
     ("table", "more", "says"),
     [
         ([row("a", ["1"], "1"), row("a", ["1", "2"], "1")], {}, "row 0 has 1 responses and row 1 has 2"),
-        ([row("a", [], "1")], {}, "the column 'responses' has no response"),
-        ([row("a", "1", "1")], {}, "there is no column 'prompt'"),
+        ([row("a", [], "1")], {}, "column 'responses' contains no response"),
+        ([row("a", "1", "1")], {}, "column 'prompt' is missing"),
         ([row("a", ["1"], "1")], {"data__response_key": "response"}, "Did you mean 'responses'?"),
-        ([row("a", ["1"], "1", score=3.0)], {"data__output_path": "OUT"}, "has a column 'score' already"),
+        ([row("a", ["1"], "1", score=3.0)], {"data__output_path": "OUT"}, "already has a column 'score'"),
         (
             [row("a", ["1"], "1")],
             {"custom_reward_function__name": "auto"},
