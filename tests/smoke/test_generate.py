@@ -135,7 +135,9 @@ def test_a_second_model_adds_its_columns_to_the_first_ones(home: Path, tmp_path:
     assert generate(home, tmp_path / "a.parquet").status == 0
     again = {"data__path": tmp_path / "a.parquet", "trainer__seed": 2}
     refused(
-        generate(home, tmp_path / "b.parquet", **again), "already has a column 'responses'", "data.response_key=responses_2"
+        generate(home, tmp_path / "b.parquet", **again),
+        "already has a column 'responses'",
+        "data.response_key=responses_2",
     )
     assert generate(home, tmp_path / "b.parquet", **again, data__response_key="other").status == 0
     assert all(row["responses"] != row["other"] for row in rows(tmp_path / "b.parquet"))

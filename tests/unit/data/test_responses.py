@@ -30,9 +30,7 @@ def file(folder: Path, **settings: Any) -> ResponseFile:
     return ResponseFile(folder / "out.parquet", "responses", settings)
 
 
-def test_file_has_prompt_columns_and_those_of_all_parts(
-    source: Path, tmp_path: Path
-) -> None:
+def test_file_has_prompt_columns_and_those_of_all_parts(source: Path, tmp_path: Path) -> None:
     out = file(tmp_path, seed=1)
     with out.parts() as parts:
         parts.add(2, {"": [["a", "b"], ["c", ""]], "_tokens": [[1, 2], [3, 0]], "_pred": [["x", None], [None, None]]})

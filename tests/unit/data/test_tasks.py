@@ -79,7 +79,9 @@ def test_too_many_problems_up_to_commutation_is_an_error(tmp_path):
 
 
 def test_an_unknown_operation_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="unknown operation 'division'; use one of addition, subtraction, multiplication"):
+    with pytest.raises(
+        ConfigError, match="unknown operation 'division'; use one of addition, subtraction, multiplication"
+    ):
         write_arithmetic(tmp_path, operations=["division"])
 
 
