@@ -1,12 +1,12 @@
-"""The scores of a reward model, and those of a scoring function beside it if there is one, as one score.
+"""Combine the scores of a reward model with those of an optional scoring function.
 
-    with CombinedRewards(manager, weight=1.0) as rewards:       # or None in the place of the manager
-        result = rewards.score(batch, decode)                   # the batch has `rm_scores`
+    with CombinedRewards(manager, weight=1.0) as rewards:       # manager=None: reward model only
+        result = rewards.score(batch, decode)                   # the batch has a column `rm_scores`
 
-    score = function's + weight x model's
+    score = function score + weight * model score
 
-Used as a `RewardManager` is. What each contributes is told apart, unweighted: `reward/function/mean`,
-`reward/model/mean`, and, for validation, `function` and `model` in the numbers of each row.
+The interface is that of `RewardManager`. The unweighted contributions are logged as `reward/function/mean` and
+`reward/model/mean`, and are `function` and `model` in the parts of each row for validation.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ FUNCTION, MODEL = "function", "model"
 
 
 class CombinedRewards:
-    """Scores that a model gave, with those of a function added."""
+    """Scores of a reward model plus those of an optional scoring function."""
 
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
         self.function, self.weight = function, weight
 
     def begin(self, rows: DataProto) -> Begun | None:
-        """`RewardManager.begin`: the function does not wait for the model."""
+        """Start scoring with the function before the model scores are available; see `RewardManager.begin`."""
         return None if self.function is None else self.function.begin(rows)
 
     def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
-        """`RewardManager.score`, with `rm_scores` of the batch, weighted, in its scores."""
-        found = batch.ragged("rm_scores").map(Tensor.float)
-        scores = _finite(found)
+        """Score a batch as `RewardManager.score` and add the weighted `rm_scores` of the batch."""
+        model_scores = batch.ragged("rm_scores").map(Tensor.float)
+        scores = _finite(model_scores)
         metrics = {f"reward/{MODEL}/mean": float(scores.mean())}
-        if "rm_truncated" in batch:  # a worker of the user's own need not know of it
+        if "rm_truncated" in batch:  # optional for custom reward workers
             metrics[f"reward/{MODEL}/truncated"] = float(batch["rm_truncated"].sum())
-        weighted = found.map(lambda values: self.weight * values)
+        weighted = model_scores.map(lambda values: self.weight * values)
         if self.function is None:
             none = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
             return RewardResult(self.weight * scores, none | metrics, (), parts, (None,) * len(batch), weighted)
-        given = self.function.score(batch, decode, begun)
-        metrics[f"reward/{FUNCTION}/mean"] = float(given.scores.mean())
+        result = self.function.score(batch, decode, begun)
+        metrics[f"reward/{FUNCTION}/mean"] = float(result.scores.mean())
         return replace(
-            given,
-            token_level_scores=given.token_level_scores.map(lambda values: values + weighted.values),
-            scores=given.scores + self.weight * scores,
-            metrics=given.metrics | metrics,
+            result,
+            token_level_scores=result.token_level_scores.map(lambda values: values + weighted.values),
+            scores=result.scores + self.weight * scores,
+            metrics=result.metrics | metrics,
             parts=tuple(
-                _unclaimed(part) | {FUNCTION: function, MODEL: model}
-                for part, function, model in zip(given.parts, given.scores.tolist(), scores.tolist(), strict=True)
+                _check_names(part) | {FUNCTION: function, MODEL: model}
+                for part, function, model in zip(result.parts, result.scores.tolist(), scores.tolist(), strict=True)
             ),
         )
 
     def close(self) -> None:
-        """End the function's processes."""
+        """Stop the processes of the scoring function."""
         if self.function is not None:
             self.function.close()
 
@@ -69,25 +69,25 @@ class CombinedRewards:
         self.close()
 
 
-def _finite(found: Ragged) -> Tensor:
-    """(B,) the model's score of each row; one that is no number would spoil the whole batch."""
-    scores = found.sum()
-    wrong = (~scores.isfinite()).nonzero().flatten().tolist()
-    if wrong:
+def _finite(model_scores: Ragged) -> Tensor:
+    """Return the model score of each row (B,); raise RewardError if one is not finite."""
+    scores = model_scores.sum()
+    rows = (~scores.isfinite()).nonzero().flatten().tolist()
+    if rows:
         raise RewardError(
-            f"the reward model gave {float(scores[wrong[0]])} for row {wrong[0]} ({len(wrong)} of {len(scores)} rows "
-            "have no finite score). Type reward_model.model.fsdp_config.model_dtype=float32 "
-            "reward_model.model.fsdp_config.mixed_precision.param_dtype=null if it computes in less, and look at its "
-            "weights"
+            f"the reward model returned {float(scores[rows[0]])} for row {rows[0]} ({len(rows)} of {len(scores)} rows "
+            "have no finite score). Check its weights; if it computes in a lower precision, use "
+            "reward_model.model.fsdp_config.model_dtype=float32 "
+            "reward_model.model.fsdp_config.mixed_precision.param_dtype=null"
         )
     return scores
 
 
-def _unclaimed(part: dict[str, float]) -> dict[str, float]:
+def _check_names(part: dict[str, float]) -> dict[str, float]:
     for name in (FUNCTION, MODEL):
         if name in part:
             raise RewardError(
-                f"the reward function's result has a number '{name}', which beside a reward model is what the "
-                f"{name} gave. Call it another name"
+                f"the reward function's result has a number '{name}', which is reserved for the score of the {name} "
+                "when a reward model is used; rename it"
             )
     return part

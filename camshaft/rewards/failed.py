@@ -1,10 +1,9 @@
-"""The samples that a reward function failed on, or took long for, as lines of JSON in the run's folder.
+"""Log of samples with failed or slow reward calls, as JSON lines in the run's folder.
 
     failed = FailedSamples(folder / "rewards" / "failed.jsonl")
     failed.add(result.failures, "step 12")
 
-The file is made when there is something to say. It holds the newest: a full one becomes `failed.1.jsonl`, and the one
-that was called so is gone.
+The file is created with the first failure. A full file is renamed to `failed.1.jsonl` and replaces the previous one.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from pathlib import Path
 from camshaft.rewards.manager import RewardFailure
 
 MAX_BYTES = 8 * 1024 * 1024
-"""A file that has so many is full."""
+"""Size at which the file is rotated."""
 
 
 class FailedSamples:
-    """One file, written by one run."""
+    """The log file of a run."""
 
     def __init__(self, path: Path):
         self.path = path.expanduser()
 
     def add(self, failures: Iterable[RewardFailure], when: str) -> None:
-        """A line for each."""
+        """Append a line per failure."""
         lines = [json.dumps({"when": when} | asdict(one), default=str) + "\n" for one in failures]
         if not lines:
             return

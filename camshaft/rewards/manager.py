@@ -1,17 +1,17 @@
-"""Scores a batch with the user's reward function, in processes that can be killed.
+"""Score a batch with the user's reward function, in isolated processes with time limits.
 
     with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0, num_workers=8) as rewards:
         result = rewards.score(batch, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         batch = batch.with_columns(token_level_scores=result.token_level_scores)
         metrics |= result.metrics
 
-        begun = rewards.begin(rows)                         # responses come one part after the other
-        begun.add(0, texts)                                 # calls are made from now on
-        result = rewards.score(batch, decode, begun)        # the same result, sooner
+        begun = rewards.begin(rows)                         # score responses as they are generated
+        begun.add(0, texts)                                 # starts the calls of these rows
+        result = rewards.score(batch, decode, begun)        # waits for the remaining calls
 
-A function that raises, hangs, dies or returns something that is not a finite number costs one sample: it is counted,
-shown in the log, and scored 0 (`on_error="zero"`), left out of the update (`on_error="drop"`: the result names the row,
-the trainer empties its mask) or made an error (`on_error="raise"`). The scores do not depend on `num_workers`.
+A call that raises, hangs, crashes or returns a non-finite value affects only its sample. The failure is counted and
+logged, and the sample is scored 0 (`on_error="zero"`), dropped from the update (`on_error="drop"`; the result lists the
+row and the trainer clears its mask) or raises an error (`on_error="raise"`). Scores do not depend on `num_workers`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from camshaft.rewards.wire import Sample, Spec
 Decode = Callable[[list[list[int]]], list[str]]
 
 COUNTS = {"error": "errors", "invalid": "invalid", "timeout": "timeouts", "crash": "crashes"}
-"""The metric that counts each kind of failure."""
+"""Kind of failure -> metric that counts it."""
 
 SLOW = 0.5
-"""A call that takes this share of its time limit is listed with the failures."""
+"""Fraction of the time limit above which a call is reported as slow."""
 
 _NUM_SHOWN = 3
 _NUM_LISTED = 100
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """One sample that could not be scored, or was scored slowly."""
+    """A sample whose reward call failed or was slow."""
 
     row: int
     kind: str
@@ -61,7 +61,7 @@ class RewardFailure:
     trace: str
     seconds: float
     response: str
-    """The end of it."""
+    """End of the response text."""
 
     def __str__(self) -> str:
         head = f"row {self.row} (data_source {self.data_source!r}): {self.kind}: {self.message}"
@@ -70,24 +70,24 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class Scores:
-    """What some responses are worth, row by row."""
+    """Scores of responses, one per row."""
 
     scores: Tensor
-    """(B,) float32; without what shapes the scores for training (`overlong.py`)."""
+    """(B,) float32, without reward shaping (`overlong.py`)."""
     metrics: dict[str, float]
-    """`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`; and the mean of each part of dict results."""
+    """`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`, and the mean of each part of dict results."""
     failures: tuple[RewardFailure, ...]
-    """Samples that failed, as many as are listed, and then those that were slow."""
+    """Failed samples, then slow ones; truncated to a maximum number."""
     parts: tuple[dict[str, float], ...]
-    """The other numbers of each row's dict result; none of a row that failed or whose result was a number."""
+    """Further numbers of each row's dict result; empty for failed rows and plain numbers."""
     answers: tuple[str | None, ...]
-    """The `pred` of each row's dict result."""
+    """`pred` of each row's dict result."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
-    """Rows that failed and are not to be learned from."""
+    """Failed rows that are excluded from the update."""
 
     @property
     def kept(self) -> Tensor:
-        """(B,) the rows that are not dropped."""
+        """(B,) bool mask of the rows that are not dropped."""
         kept = torch.ones(len(self.scores), dtype=torch.bool)
         kept[list(self.dropped)] = False
         return kept
@@ -99,16 +99,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class RewardResult(Scores):
-    """The scores of one batch."""
+    """Scores of a batch, with token-level scores."""
 
     token_level_scores: Ragged
-    """float32, aligned with `responses`: the score on the last token that the policy chose, 0 elsewhere."""
+    """float32, aligned with `responses`: the score on the last token of the response mask, 0 elsewhere."""
 
 
 class Begun:
-    """Calls for responses that are still coming, made by a thread of their own.
+    """Reward calls that start while responses are still being generated, run by a thread.
 
-    `RewardManager.score` takes it up and `RewardManager.close` gives it up: one of the two has to come.
+    Either `RewardManager.score` collects the results or `RewardManager.close` cancels the calls.
     """
 
     def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
@@ -118,23 +118,23 @@ class Begun:
         threading.Thread(target=self._run, args=(pool,), name="rewards", daemon=True).start()
 
     def add(self, first: int, texts: Sequence[str]) -> None:
-        """The responses to the rows from `first` on; each row is added once, in any order."""
+        """Add the responses to the rows from `first` on; add each row once, in any order."""
         self._num_missing -= len(texts)
         self._job.put(first, _samples(self._rows.reorder(slice(first, first + len(texts))), texts))
 
     def finished(self) -> Job:
-        """The job, done."""
+        """Wait for all calls and return the finished job."""
         if self._num_missing:
             raise RewardError(f"{self._num_missing} of {len(self._rows)} responses are missing")
         try:
             self._done.result()
-        except BaseException:  # the user's Ctrl-C, if not the thread's own
+        except BaseException:  # an error of the thread, or KeyboardInterrupt while waiting
             self.give_up()
             raise
         return self._job
 
     def give_up(self) -> None:
-        """End what is not done; what is done stays done."""
+        """Cancel unfinished calls."""
         self._job.give_up()
         self._done.exception()
 
@@ -148,7 +148,7 @@ class Begun:
 
 
 class RewardManager:
-    """A reward function and the processes that it runs in. Close it, or use it as a context manager."""
+    """A reward function and its worker processes. Call `close`, or use it as a context manager."""
 
     def __init__(
         self,
@@ -161,26 +161,31 @@ class RewardManager:
         on_error: Literal["zero", "drop", "raise"] = "zero",
         batched: bool | None = None,
     ):
-        """`path` is a .py file or a module and `name` a function in it ("compute_score" if not given).
+        """Load the function in a worker process and raise RewardError if that fails.
 
-        Without `path`, `name` is one of `REWARDS`, an entry point, or `module:function`; with neither, each
-        row is scored by its `data_source`. The function is loaded now, in a worker, so that a wrong path or
-        a syntax error ends the run before anything else starts. `timeout` is in seconds, for one call. `batched` says
-        whether that has lists of samples; None: if the function's parameters are those of batches.
+        Args:
+            path: Python file or module with the function; None selects a registered function.
+            name: Function in `path` (default "compute_score"); without `path` a name in `REWARDS`, an entry point or
+                `module:function`. With neither, each row is scored by its `data_source`.
+            reward_kwargs: Additional keyword arguments of every call.
+            timeout: Time limit of one call in seconds.
+            num_workers: Number of worker processes.
+            on_error: Handling of failed samples.
+            batched: Call the function with lists of samples; None detects it from the parameter names.
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(f"num_workers={num_workers} must be at least 1 and timeout={timeout} above 0")
         self.on_error = on_error
-        chosen = name or ("compute_score" if path else "auto")
-        spec = Spec(path, chosen, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
+        function = name or ("compute_score" if path else "auto")
+        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
         self._begun: Begun | None = None
 
     def begin(self, rows: DataProto) -> Begun | None:
-        """Take responses to `rows` (data_source, ground_truth, extra_info) as they come, for a `score` that follows.
+        """Start scoring responses to `rows` (data_source, ground_truth, extra_info) as they are added.
 
-        None for a function of batches, which is called when all are there. What was begun before is given up.
+        Return None for batched functions, which need all responses. Cancel calls that were begun before.
         """
         rows.require("data_source", "ground_truth")
         self._give_up()
@@ -189,59 +194,58 @@ class RewardManager:
         return self._begun
 
     def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
-        """Call the function for each row of `batch` (responses, data_source, ground_truth, extra_info).
+        """Score each row of `batch` (responses, data_source, ground_truth, extra_info).
 
-        `decode` gets the token ids of all responses and gives their texts. Where calls have `begun` for the responses
-        of these rows, they are waited for instead.
+        `decode` converts the token ids of all responses to texts. With `begun`, wait for its calls instead.
         """
         batch.require("data_source", "ground_truth")
         responses = batch.ragged("responses")
-        everywhere = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
-        chosen = batch.ragged("response_mask") if "response_mask" in batch else everywhere
+        all_tokens = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
+        mask = batch.ragged("response_mask") if "response_mask" in batch else all_tokens
         if begun is not None:
-            found, self._begun = self._settled(begun.finished()), None
+            scores, self._begun = self._collect(begun.finished()), None
         else:
             texts = decode([row.tolist() for row in responses.rows()])
             if len(texts) != len(responses):
-                raise RewardError(f"decode gave {len(texts)} texts for {len(responses)} responses")
-            found = self.score_texts(batch, texts)
-        return RewardResult(**vars(found), token_level_scores=on_last_token(found.scores, chosen))
+                raise RewardError(f"decode returned {len(texts)} texts for {len(responses)} responses")
+            scores = self.score_texts(batch, texts)
+        return RewardResult(**vars(scores), token_level_scores=on_last_token(scores.scores, mask))
 
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
-        """The same of texts, one for each row of `batch` (data_source, ground_truth, extra_info)."""
+        """Score texts, one per row of `batch` (data_source, ground_truth, extra_info)."""
         self._give_up()
         job = Job(len(batch), stop_at_failure=self.on_error == "raise")
         job.put(0, _samples(batch, texts))
         self._pool.run(job)
-        return self._settled(job)
+        return self._collect(job)
 
-    def _settled(self, job: Job) -> Scores:
+    def _collect(self, job: Job) -> Scores:
         samples, outcomes = job.samples, job.outcomes
         failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed at {failures[0]}")
-        settled = [outcome for outcome in outcomes if outcome is not None]
+        finished = [outcome for outcome in outcomes if outcome is not None]
         limit = SLOW * self._pool.spec.timeout
-        slow = [row for row, outcome in enumerate(settled) if outcome.kind == "ok" and outcome.seconds > limit]
-        _warn(failures, len(settled), "are left out" if self.on_error == "drop" else "count as 0")
-        scores = torch.tensor([outcome.score for outcome in settled], dtype=torch.float32)
-        listed = failures + [_failure(row, samples[row], settled[row]) for row in slow[:_NUM_LISTED]]
+        slow = [row for row, outcome in enumerate(finished) if outcome.kind == "ok" and outcome.seconds > limit]
+        _warn(failures, len(finished), "are dropped" if self.on_error == "drop" else "count as 0")
+        scores = torch.tensor([outcome.score for outcome in finished], dtype=torch.float32)
+        listed = failures + [_failure(row, samples[row], finished[row]) for row in slow[:_NUM_LISTED]]
         return Scores(
             scores=scores,
-            metrics=_metrics(settled) | {"reward/slow": float(len(slow))},
+            metrics=_metrics(finished) | {"reward/slow": float(len(slow))},
             failures=tuple(listed[:_NUM_LISTED]),
-            parts=tuple(outcome.parts for outcome in settled),
-            answers=tuple(outcome.answer for outcome in settled),
+            parts=tuple(outcome.parts for outcome in finished),
+            answers=tuple(outcome.answer for outcome in finished),
             dropped=tuple(failure.row for failure in failures) if self.on_error == "drop" else (),
         )
 
     def close(self) -> None:
-        """End the worker processes."""
+        """Stop the worker processes."""
         self._give_up()
         self._pool.close()
 
     def _give_up(self) -> None:
-        """No worker may hold a call that nobody waits for."""
+        """Cancel calls whose results are not needed, to free the workers."""
         if self._begun is not None:
             self._begun.give_up()
             self._begun = None
@@ -277,14 +281,14 @@ def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     for outcome in outcomes:
         for name, value in outcome.parts.items():
             parts.setdefault(name, []).append(value)
-    # fsum: the mean is the same to the last bit whatever the order in which dicts name their parts.
+    # fsum makes the mean independent of the order of the samples, to the last bit.
     return metrics | {f"reward/{name}/mean": math.fsum(parts[name]) / len(parts[name]) for name in sorted(parts)}
 
 
-def _warn(failures: Sequence[RewardFailure], num_rows: int, become: str) -> None:
+def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) -> None:
     if failures:
         shown = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
         logger.warning(
-            "%d of %d samples could not be scored and %s; the first ones:\n%s",
-            *(len(failures), num_rows, become, shown),
+            "%d of %d samples could not be scored and %s; first failures:\n%s",
+            *(len(failures), num_rows, consequence, shown),
         )

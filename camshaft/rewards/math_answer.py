@@ -1,15 +1,16 @@
-r"""Mathematics in general: the answer is an expression, compared as one by the `math-verify` package.
+r"""Math reward: compare expressions with the `math-verify` package.
 
     compute_score("HuggingFaceH4/MATH-500", r"so \boxed{\frac12}", "0.5")    # {"score": 1.0, "pred": r"\frac{1}{2}"}
     compute_score("aime_2024", "the answer is $204$", "204")    # {"score": 1.0, "pred": "204"}
     compute_score("aime_2024", "the answer is $204$", "204", method="strict")    # {"score": 0.0, "pred": None}
 
-The answer is in the last \boxed{}. Where there is none, `flexible` takes what the package finds, `strict` nothing. The
-ground truth is the answer in LaTeX, or a whole solution with a \boxed{} in it. Needs `pip install 'camshaft[math]'`.
+The answer is the content of the last \boxed{}. Without one, `flexible` uses the expression that math-verify extracts,
+and `strict` has no answer. The ground truth is the answer in LaTeX, or a solution with a \boxed{}. Requires
+`pip install 'camshaft[math]'`.
 
-A response that takes longer than `seconds` to read, or to compare, is wrong and no failure: a policy can write
-9^{9^{9^{9}}}. The package's own limits are alarms in this process, of whole seconds; what they cannot interrupt meets
-the limit of every reward.
+A response that takes longer than `seconds` to parse or compare scores 0 and is not a failure, because a policy can
+write 9^{9^{9^{9}}}. math-verify enforces this limit with alarms in whole seconds; the time limit of all reward calls
+covers code that alarms cannot interrupt.
 """
 
 import logging
@@ -22,9 +23,9 @@ _BOX = "\\boxed"
 _IN_A_BOX = (LatexExtractionConfig(boxed_match_priority=0),)
 _ANYWHERE = (*_IN_A_BOX, ExprExtractionConfig())
 _WINDOW = 3000
-"""Only the end of a response is searched: answers stand there, and the time stays bounded."""
+"""Characters at the end of a response that are searched, which bounds the time."""
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it tells of each text that it cannot read
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text that it cannot parse
 
 
 def compute_score(
@@ -35,30 +36,30 @@ def compute_score(
     method: Literal["strict", "flexible"] = "flexible",
     seconds: int = 5,
 ) -> dict[str, Any]:
-    """1 if the expressions are equal, else 0; and the answer in the LaTeX that the package makes of it."""
+    """Score 1 if the expressions are equal, else 0; `pred` is the answer in math-verify's LaTeX."""
     if method not in ("strict", "flexible"):
-        raise ValueError(f"method={method!r}; choose strict or flexible")
+        raise ValueError(f"method={method!r}; use strict or flexible")
     truth, end = _truth(str(ground_truth), seconds), _last_box(solution_str[-_WINDOW:])
     boxed = end.startswith(_BOX)
-    found: list[Any] = []
+    answers: list[Any] = []
     if boxed or method == "flexible":
-        found = parse(end, _IN_A_BOX if boxed else _ANYWHERE, parsing_timeout=seconds)
-    if not found:
+        answers = parse(end, _IN_A_BOX if boxed else _ANYWHERE, parsing_timeout=seconds)
+    if not answers:
         return {"score": 0.0, "pred": None}
-    right = verify(truth, found, timeout_seconds=seconds)
-    return {"score": float(right), "pred": next((one for one in found if isinstance(one, str)), None)}
+    correct = verify(truth, answers, timeout_seconds=seconds)
+    return {"score": float(correct), "pred": next((answer for answer in answers if isinstance(answer, str)), None)}
 
 
 @lru_cache(maxsize=4096)
 def _truth(text: str, seconds: int) -> list[Any]:
-    """What the ground truth may be read as."""
+    """Parse the ground truth."""
     boxed = _last_box(text) if _BOX in text else f"{_BOX}{{{text}}}"
-    found = parse(boxed, _IN_A_BOX, parsing_timeout=seconds)
-    if not found:
-        raise ValueError(f"the ground truth {text!r} is no mathematics that math-verify can read")
-    return found
+    expressions = parse(boxed, _IN_A_BOX, parsing_timeout=seconds)
+    if not expressions:
+        raise ValueError(f"math-verify cannot parse the ground truth {text!r}; provide a LaTeX expression")
+    return expressions
 
 
 def _last_box(text: str) -> str:
-    """From the last box on; all of it where there is none."""
+    """Return the text from the last \\boxed on, or the whole text without one."""
     return text[max(text.rfind(_BOX), 0) :]

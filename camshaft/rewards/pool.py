@@ -1,15 +1,15 @@
-"""The processes that reward functions run in: started when needed, killed when late, replaced when dead.
+"""Worker processes for reward functions: started on demand, killed on timeout, replaced after a crash.
 
     pool = WorkerPool(spec, num_workers=8)
     job = Job(len(samples))
-    job.put(0, samples)                  # or part by part, by another thread while it runs
-    pool.run(job)                        # job.outcomes: one per sample, in order, whatever happened
+    job.put(0, samples)                  # or in parts from another thread while the job runs
+    pool.run(job)                        # job.outcomes: one per sample, in order
     pool.close()
 
-One thread, no locks: it sends each worker a few calls at a time and waits on all their pipes at once, and on one that
-tells of more samples. A worker answers call by call, so the time limit is that of one call and it is known which call
-hangs. A call has one sample, or all of them if the function takes batches; a batch that fails as a whole is tried again
-in halves, down to the sample that is to blame. Used by `manager.py` only.
+A single thread sends each worker several calls at a time and waits on the pipes of all workers and on the pipe that
+announces new samples. Workers answer each call separately, so the time limit applies per call and a hanging call is
+identified. A call contains one sample, or all samples for a batched function. A batch that fails as a whole is retried
+in halves until the failing sample is isolated. Used only by `manager.py`.
 """
 
 import contextlib
@@ -35,10 +35,10 @@ from camshaft.rewards.wire import Answer, FrameReader, Loaded, Sample, Spec, pac
 
 Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
 Rows = tuple[int, ...]
-"""The samples of one call."""
+"""Row numbers of the samples of one call."""
 
 LOAD_SECONDS = 120.0
-"""A worker that has not loaded its function by then is not going to."""
+"""Time limit for loading the function in a worker."""
 
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one sample. `score`, `parts` and `answer` are what the function gave, if `kind` is "ok"."""
+    """Result of one sample. `score`, `parts` and `answer` are valid if `kind` is "ok"."""
 
     kind: Kind
     score: float = 0.0
@@ -57,24 +57,24 @@ class Outcome:
     trace: str = ""
     answer: str | None = None
     seconds: float = 0.0
-    """What the call took that decided it."""
+    """Duration of the call that produced this outcome."""
 
 
 class WorkerPool:
-    """At most `num_workers` processes, each with the function of `spec` loaded."""
+    """Up to `num_workers` processes, each with the function of `spec` loaded."""
 
     def __init__(self, spec: Spec, num_workers: int):
         self.spec = spec
         self.num_workers = num_workers
         self.batched = False
-        """Whether the function takes batches; known after `check`."""
+        """True if the function takes batches; set by `check`."""
         self._workers: list[_Worker] = []
-        # Also runs at the end of the interpreter. A forked child has these objects, but they are not its own.
+        # Also runs at interpreter exit. A forked child inherits these objects but must not close them.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
-        """End all workers, for good. Happens by itself when the pool is dropped or the interpreter exits."""
+        """Stop all workers permanently. Called automatically when the pool is deleted or the interpreter exits."""
 
     def check(self) -> None:
-        """Start one worker and see that the function loads, or raise why not."""
+        """Start one worker; raise RewardError if it cannot load the function."""
         with self._all_stopped_on_error():
             worker = _Worker(self.spec)
             self._workers.append(worker)
@@ -83,9 +83,9 @@ class WorkerPool:
             self.batched = worker.batched
 
     def run(self, job: "Job") -> None:
-        """Find the outcomes of all samples of the job, waiting for those that are still to be put."""
+        """Run the calls of a job, including samples that are added later, until all have an outcome."""
         if not self.close.alive:
-            raise RewardError("the reward workers have been closed")
+            raise RewardError("the reward workers are closed; create a new RewardManager")
         self._stop([worker for worker in self._workers if worker.is_dead])
         with self._all_stopped_on_error():
             while not job.done:
@@ -100,7 +100,7 @@ class WorkerPool:
 
     @contextlib.contextmanager
     def _all_stopped_on_error(self) -> Iterator[None]:
-        """Whatever interrupts us, no worker may still hold a sample whose answer nobody takes."""
+        """Stop all workers on an exception, so that none keeps a call whose answer is not read."""
         try:
             yield
         except BaseException:
@@ -108,29 +108,29 @@ class WorkerPool:
             raise
 
     def _wait(self, job: "Job") -> None:
-        """Until something arrives or a limit passes; then act on it."""
-        watched = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
-        limits = [max(0.0, worker.deadline - time.monotonic()) for worker in watched.values()]
-        for source in wait([job.bell, *watched], timeout=min(limits, default=None)):
+        """Wait for messages or the next deadline, and handle them."""
+        busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
+        limits = [max(0.0, worker.deadline - time.monotonic()) for worker in busy.values()]
+        for source in wait([job.bell, *busy], timeout=min(limits, default=None)):
             if source is job.bell:
                 job.take_in(self.batched)
                 self._stop([one for one in self._workers if one.is_dead and one.ready and not one.calls])
                 continue
-            worker = watched.pop(source)  # pyright: ignore[reportArgumentType]
+            worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
             if not worker.receive(job):
                 self._lost(worker, job, "crash")
-        for worker in watched.values():
+        for worker in busy.values():
             if time.monotonic() >= worker.deadline:
                 self._lost(worker, job, "timeout")
 
     def _lost(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
-        """A worker is gone: its current call is to blame, the others go back to the queue."""
+        """Handle a crashed or late worker: fail its current call and requeue the others."""
         self._stop([worker])
         if not worker.ready:
             how = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
             raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {how}")
-        late = f"no answer within {self.spec.timeout:g} s; the process was killed"
-        message = late if kind == "timeout" else f"it {worker.fate()}"
+        timeout = f"no answer within {self.spec.timeout:g} s; the process was killed"
+        message = timeout if kind == "timeout" else f"it {worker.fate()}"
         rows = worker.calls.popleft()
         job.put_back(worker.calls)
         job.fail(rows, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
@@ -142,46 +142,46 @@ class WorkerPool:
 
 
 class Job:
-    """The samples of one `run`, which calls wait, and what became of the others.
+    """Samples, queued calls and outcomes of one `run`.
 
-    Any thread may `put` samples and `give_up`; the rest is for the one that runs it.
+    `put` and `give_up` can be called from any thread, the other methods only from the thread that runs the job.
     """
 
     def __init__(self, num_rows: int, stop_at_failure: bool = False):
-        """With `stop_at_failure` the outcomes after that of the first failed sample may be None."""
+        """With `stop_at_failure`, outcomes after the first failed sample may be None."""
         self.samples: dict[int, Sample] = {}
         self.outcomes: list[Outcome | None] = [None] * num_rows
         self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
         self.bell, self._button = Pipe(duplex=False)
-        """Can be read from when something was put."""
+        """Pipe that becomes readable when samples were added."""
         self._queue: deque[Rows] = deque()
         self._stop_at_failure = stop_at_failure
         self._end = num_rows
-        """Rows from here on do not matter any more."""
+        """Rows from here on are ignored."""
         self._num_open = num_rows
-        """Rows before `_end` that have no outcome."""
+        """Number of rows before `_end` without an outcome."""
 
     def put(self, first: int, samples: Sequence[Sample]) -> None:
-        """The samples of the rows from `first` on; where the function takes batches, of all rows."""
-        self._tell((first, samples))
+        """Add the samples of the rows from `first` on; for batched functions, of all rows."""
+        self._notify((first, samples))
 
     def give_up(self) -> None:
-        """Nobody waits for the outcomes any more."""
-        self._tell(None)
+        """Cancel the job."""
+        self._notify(None)
 
-    def _tell(self, news: tuple[int, Sequence[Sample]] | None) -> None:
-        self._put.put(news)
+    def _notify(self, item: tuple[int, Sequence[Sample]] | None) -> None:
+        self._put.put(item)
         self._button.send_bytes(b"1")
 
     def take_in(self, batched: bool) -> None:
-        """What was put, once for each time that the bell rings."""
+        """Move one `put` into the queue; raise RewardError if the job was cancelled."""
         self.bell.recv_bytes()
-        news = self._put.get()
-        if news is None:
-            raise RewardError("the scores were given up")
-        rows = tuple(range(news[0], news[0] + len(news[1])))
-        self.samples.update(zip(rows, news[1], strict=True))
-        self._queue.extend(self._wanted([rows] if batched else [(row,) for row in rows]))
+        item = self._put.get()
+        if item is None:
+            raise RewardError("the reward calls were cancelled")
+        rows = tuple(range(item[0], item[0] + len(item[1])))
+        self.samples.update(zip(rows, item[1], strict=True))
+        self._queue.extend(self._needed([rows] if batched else [(row,) for row in rows]))
 
     @property
     def done(self) -> bool:
@@ -192,16 +192,16 @@ class Job:
         return len(self._queue)
 
     def take(self, num_workers: int) -> list[Rows]:
-        """The next calls for one worker: many at first, single ones towards the end, so that all end together."""
+        """Return the next calls for a worker: large chunks first, single calls last, to balance the workers."""
         count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
         return [self._queue.popleft() for _ in range(count)]
 
     def put_back(self, calls: Iterable[Rows]) -> None:
-        """To the head of the queue, in their order and without what does not matter any more."""
-        self._queue.extendleft(reversed(self._wanted(calls)))
+        """Requeue calls at the head of the queue, in order, without ignored rows."""
+        self._queue.extendleft(reversed(self._needed(calls)))
 
     def answer(self, rows: Rows, answer: Answer) -> None:
-        """Take in what a call gave."""
+        """Record the answer of a call."""
         outcomes = [Outcome(**reply._asdict(), seconds=answer.seconds) for reply in answer.replies]
         if len(outcomes) == len(rows):
             for row, outcome in zip(rows, outcomes, strict=True):
@@ -210,40 +210,40 @@ class Job:
             self.fail(rows, outcomes[0])
 
     def fail(self, rows: Rows, outcome: Outcome) -> None:
-        """A call failed: that is its sample's outcome, or of several samples, a reason to try each half alone."""
+        """Record a failed call: settle a single sample, or requeue each half of several samples."""
         if len(rows) == 1:
             self.settle(rows[0], outcome)
             return
-        logger.warning("a call with %d samples failed and is tried again in halves: %s", len(rows), outcome.message)
+        logger.warning("a call with %d samples failed and is retried in halves: %s", len(rows), outcome.message)
         middle = len(rows) // 2
         self.put_back([rows[:middle], rows[middle:]])
 
     def settle(self, row: int, outcome: Outcome) -> None:
         self.outcomes[row] = outcome
         if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
-            # Rows before this one are with a worker or in the queue; their outcomes decide which failure is the first.
+            # Earlier rows may still fail, so their calls continue; they determine the first failure.
             self._end = row
-            self._queue = deque(self._wanted(self._queue))
+            self._queue = deque(self._needed(self._queue))
             self._num_open = self.outcomes[:row].count(None)
         elif row < self._end:
             self._num_open -= 1
 
-    def _wanted(self, calls: Iterable[Rows]) -> list[Rows]:
+    def _needed(self, calls: Iterable[Rows]) -> list[Rows]:
         kept = (tuple(row for row in rows if row < self._end) for rows in calls)
         return [rows for rows in kept if rows]
 
 
 class _Worker:
-    """One process and what it is busy with."""
+    """One worker process with its pending calls."""
 
     def __init__(self, spec: Spec):
         self._timeout = spec.timeout
         self._frames = FrameReader()
         self.calls: deque[Rows] = deque()
-        """Sent and not yet answered; the first one is being computed."""
+        """Calls without an answer; the first one is running."""
         self.ready = self.batched = False
         self.since = time.monotonic()
-        """When it began what it is doing."""
+        """Start time of the current call."""
         self.deadline = self.since + LOAD_SECONDS
         home = str(Path(camshaft.__file__).resolve().parent.parent)
         paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
@@ -253,7 +253,7 @@ class _Worker:
             stdout=subprocess.PIPE,
             bufsize=0,
             env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,  # so that it can be killed with whatever it has started
+            start_new_session=True,  # allows killing it with its children
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -267,7 +267,7 @@ class _Worker:
         self._next_call()
 
     def receive(self, job: Job) -> bool:
-        """Take in what has arrived; False if the process has closed its end."""
+        """Read and handle messages; return False if the process closed its pipe."""
         data = os.read(self.outbox, 1 << 20)
         for message in self._frames.feed(data):
             self._take(message, job)
@@ -288,7 +288,7 @@ class _Worker:
 
     def _send(self, message: Any) -> None:
         data = memoryview(pack(message))
-        # A process that died while it was idle: the end of its output tells, at the next wait.
+        # The process died while it was idle; the next wait detects the end of its output.
         with contextlib.suppress(BrokenPipeError):
             while data:
                 data = data[os.write(self._stdin.fileno(), data) :]
@@ -298,11 +298,11 @@ class _Worker:
         return self._process.poll() is not None
 
     def let_go(self) -> None:
-        """Tell it that nothing more will come; it exits by itself if it is idle."""
+        """Close its input; an idle process exits."""
         self._stdin.close()
 
     def kill(self, patience: float = 0.0) -> None:
-        """End the process and all that it started, after `patience` seconds in which it may end by itself."""
+        """Kill the process and its children, after waiting up to `patience` seconds for it to exit."""
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
@@ -313,10 +313,10 @@ class _Worker:
         self._stdout.close()
 
     def fate(self) -> str:
-        """How the process ended, for messages."""
+        """Describe how the process ended, for error messages."""
         code = self._process.returncode
         if code is not None and code < 0:
-            return f"was ended by signal {-code} ({signal.strsignal(-code)})"
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"ended its process (exit code {code})"
 
 

@@ -1,13 +1,14 @@
-"""The messages between the reward manager and its workers: pickles with their length in front.
+"""Messages between the reward manager and its workers: length-prefixed pickles.
 
     os.write(fd, pack([[sample.packed() for sample in call] for call in calls]))
     frames = FrameReader()
     for message in frames.feed(os.read(fd, 65536)): ...
 
-To a worker: one `Spec`, then lists of calls, each a list of packed `Sample`s: one sample, or a batch for a function
-that takes batches. From a worker: `Loaded`, then one `Answer` per call, in order. A sample is a pickle of its own, so
-that one which cannot be read fails alone. Both sides are ours and run as the same user, so pickle carries no risk that
-the reward function itself does not. Standard library only: this is imported in each worker.
+To a worker: one `Spec`, then lists of calls. A call is a list of packed `Sample`s: one sample, or a batch for batched
+functions. From a worker: `Loaded`, then one `Answer` per call, in order. Each sample is pickled separately, so that a
+sample that cannot be unpickled fails without affecting others. Both ends belong to camshaft and run as the same user,
+so pickle adds no risk beyond the reward function itself. Only the standard library is imported, because each worker
+imports this module.
 """
 
 import pickle
@@ -19,7 +20,7 @@ _HEAD = struct.Struct("<Q")
 
 
 class Spec(NamedTuple):
-    """Which function to load."""
+    """Reward function to load, with its settings."""
 
     path: str | None
     """A .py file or a module; None: `name` is a built-in, an entry point or `module:function`."""
@@ -27,9 +28,9 @@ class Spec(NamedTuple):
     kwargs: dict[str, Any]
     timeout: float
     sys_path: list[str]
-    """Where the driver finds modules; a worker looks there too."""
+    """Module search path of the driver, added to that of the worker."""
     batched: bool | None = None
-    """Whether a call has lists of samples; None: its parameters tell."""
+    """True if the function takes lists of samples; None: detect from its parameter names."""
 
 
 class Sample(NamedTuple):
@@ -49,14 +50,14 @@ class Sample(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The function is there, or why it is not."""
+    """Result of loading the function; `problem` is the error, or None."""
 
     problem: str | None
     batched: bool = False
 
 
 class Reply(NamedTuple):
-    """What became of one sample."""
+    """Result of one sample."""
 
     kind: str
     """`ok`, `error` (it raised) or `invalid` (not a finite number)."""
@@ -65,30 +66,30 @@ class Reply(NamedTuple):
     message: str = ""
     trace: str = ""
     answer: str | None = None
-    """The `pred` of a dict result, as text: what the response answers."""
+    """`pred` of a dict result as a string: the extracted answer."""
 
 
 class Answer(NamedTuple):
-    """What one call gave: a reply for each of its samples, or a single one that says why it failed as a whole."""
+    """Result of one call: a reply per sample, or a single reply if the call failed as a whole."""
 
     replies: list[Reply]
     seconds: float
 
 
 def pack(message: Any) -> bytes:
-    """One message as it travels."""
+    """Serialize a message with its length prefix."""
     body = pickle.dumps(message, protocol=5)
     return _HEAD.pack(len(body)) + body
 
 
 class FrameReader:
-    """Puts messages together from the bytes that arrive."""
+    """Reassemble messages from received bytes."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that are complete now."""
+        """Add received bytes and yield complete messages."""
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:
             end = _HEAD.size + _HEAD.unpack_from(self._buffer)[0]

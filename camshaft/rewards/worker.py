@@ -1,11 +1,11 @@
-"""What runs in a reward process: load one function, call it with each sample or batch that arrives.
+"""Worker process for reward functions: load a function and call it with each received sample or batch.
 
-    python -m camshaft.rewards.worker        # started by pool.py; speaks wire.py on stdin and stdout
+    python -m camshaft.rewards.worker        # started by pool.py; exchanges wire.py messages on stdin and stdout
 
-The user's code gets standard error for its prints and an empty standard input, so it cannot disturb the messages; a
-process that it forks and that comes back here ends without a word. It runs in the main thread, where `signal` works. A
-second thread reads the messages and so notices, even in mid-call, that the driver is gone; then this process and its
-children end.
+User code has an empty stdin, and its stdout is redirected to stderr, so that it cannot corrupt the messages. A forked
+child that returns to this module exits silently. User code runs in the main thread, where `signal` works. A second
+thread reads the messages and detects the exit of the driver even during a call; it then kills this process and its
+children.
 """
 
 import asyncio
@@ -30,22 +30,22 @@ from camshaft.rewards.wire import Answer, FrameReader, Loaded, Reply, Sample, pa
 from camshaft.stop import outlive_stop_signals
 
 ANSWER = "pred"
-"""The entry of a dict result that says what the response answers: those to one prompt are held against each other."""
+"""Entry of a dict result with the extracted answer; validation compares the answers to one prompt."""
 
 _MAX_FLOAT32 = 3.4028234663852886e38
 _TRACE_CHARACTERS = 2000
 _MAX_PARTS = 256
-"""Each other number of a dict result becomes a metric; so many are a mistake."""
+"""Maximum number of further entries in a dict result; each becomes a metric."""
 _LOADERS = (
     __file__, loading.__file__, plugins.__file__, "<frozen importlib",
     os.path.dirname(importlib.__file__), os.path.dirname(asyncio.__file__),
 )  # fmt: skip
-"""Where the frames of a traceback are that a user has no use for."""
+"""Files whose frames are removed from the start of a user's traceback."""
 _FAREWELL_SECONDS = 1.0
 
 
 def main() -> None:
-    """Serve until the driver closes our standard input."""
+    """Serve calls until the driver closes standard input."""
     outlive_stop_signals()
     inbox, outbox = _take_over_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -67,15 +67,15 @@ def main() -> None:
         for samples in calls:
             answer = call(function, samples, spec.timeout, loop)
             if os.getpid() != home:
-                os._exit(0)  # the function forked, and its child returned too: the parent answers
+                os._exit(0)  # a forked child returned from the function; only the parent answers
             _send(outbox, answer)
     loop.close()
 
 
 def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: asyncio.AbstractEventLoop) -> Answer:
-    """One call of the user's function, whatever it does."""
-    # The driver enforces the limit. This alarm is for a driver that has died while the function holds the
-    # interpreter lock: it needs no Python to run, and ends the process.
+    """Call the user's function and convert its result or exception to an answer."""
+    # The driver enforces the time limit. This alarm covers a driver that died while the function holds the
+    # interpreter lock: its default action ends the process without running Python code.
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 10)
     began = time.perf_counter()
     try:
@@ -83,7 +83,7 @@ def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: a
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_awaited(result))
         replies = _replies(result, len(samples)) if function.batched else [_reply(result)]
-    except BaseException as error:  # SystemExit too: `sys.exit` in a reward is that sample's failure
+    except BaseException as error:  # includes SystemExit: `sys.exit` in a reward function fails that sample
         replies = [Reply("error", 0.0, {}, _one_line(error), _tail(error, _of_user(error)))]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -95,13 +95,13 @@ async def _awaited(result: Any) -> Any:
 
 
 def _replies(result: Any, num_samples: int) -> list[Reply]:
-    """One for each result of a batch; a single one if they are not as many as the samples."""
+    """Return one reply per result of a batch, or a single one if the number of results is wrong."""
     if isinstance(result, (str, bytes, dict)) or not isinstance(result, Sized):
-        return [_invalid(f"a function of batches returns a list, and this one returned {_short(result)}")]
-    found: list[Any] = list(result)  # pyright: ignore[reportArgumentType]
-    if len(found) != num_samples:
-        return [_invalid(f"the function returned {len(found)} results for {num_samples} samples")]
-    return [_reply(one) for one in found]
+        return [_invalid(f"a batched function must return a list, but this one returned {_short(result)}")]
+    results: list[Any] = list(result)  # pyright: ignore[reportArgumentType]
+    if len(results) != num_samples:
+        return [_invalid(f"the function returned {len(results)} results for {num_samples} samples")]
+    return [_reply(one) for one in results]
 
 
 def _reply(result: Any) -> Reply:
@@ -111,11 +111,11 @@ def _reply(result: Any) -> Reply:
         if "score" not in result:
             return _invalid(f"the function returned a dict without 'score': {_short(result)}")
         answer = None if result.get(ANSWER) is None else _text(result[ANSWER]).strip() or None
-        # Texts in the dict are for the user's own records; only numbers can be averaged.
+        # Strings in the dict are ignored; only numbers can be averaged.
         numbers = {_text(name): _number(value) for name, value in result.items() if name not in ("score", ANSWER)}
         parts = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
         if len(parts) > _MAX_PARTS:
-            return _invalid(f"the dict has {len(parts)} numbers beside the score, and {_MAX_PARTS} can be tracked")
+            return _invalid(f"the dict has {len(parts)} numbers besides the score; the maximum is {_MAX_PARTS}")
         result = result["score"]
     score = _number(result)
     if score is None:
@@ -141,7 +141,7 @@ def _number(value: Any) -> float | None:
 
 
 def _text(value: Any) -> str:
-    """As text that every file and terminal takes: a lone surrogate is spelled out."""
+    """Convert to a string that can be encoded in UTF-8: lone surrogates are escaped."""
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
@@ -151,7 +151,7 @@ def _short(value: Any) -> str:
 
 
 def _of_user(error: BaseException) -> TracebackType | None:
-    """The traceback from the first frame that is neither ours nor a library's in between; a syntax error has none."""
+    """Return the traceback from the first frame of user code on; None for a syntax error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADERS):
         trace = trace.tb_next
@@ -163,7 +163,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _tail(error: BaseException, trace: TracebackType | None) -> str:
-    """The end of the traceback, from the user's first frame on."""
+    """Format the end of the traceback, from the first user frame on."""
     return _text("".join(traceback.format_exception(type(error), error, trace)))[-_TRACE_CHARACTERS:].strip()
 
 
@@ -183,7 +183,8 @@ def _read(inbox: int, messages: "queue.SimpleQueue[Any]") -> None:
             messages.put(message)
     messages.put(None)
     time.sleep(_FAREWELL_SECONDS)
-    # Still alive: the main thread is in mid-call. The group is ours alone if the pool started us.
+    # The main thread is still in a call. If the pool started this process, the process group contains only it and
+    # its children.
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -195,7 +196,7 @@ def _send(outbox: int, message: Any) -> None:
         while data:
             data = data[os.write(outbox, data) :]
     except BrokenPipeError:
-        os._exit(0)  # nobody listens any more
+        os._exit(0)  # the driver exited
 
 
 if __name__ == "__main__":

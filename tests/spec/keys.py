@@ -186,7 +186,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
 _PROMPTS, _TRAINER = "tests/unit/data/test_prompts.py", "tests/unit/trainer"
 _URLS = f"{_TRAINER}/test_remote_data.py::test_a_run_on_urls_is_the_run_on_copies"
 _URL_OF_A_MODEL = "tests/unit/models/test_loader.py::test_a_url_is_a_folder_like_any_other"
-_OVERLONG = "tests/unit/rewards/test_overlong.py::test_it_grows_in_a_straight_line_over_the_last_tokens"
+_OVERLONG = "tests/unit/rewards/test_overlong.py::test_penalty_grows_linearly_before_the_limit"
 _WANDB = "tests/unit/tracking/test_wandb.py::test_a_run_has_its_names_config_and_metrics"
 
 VALUES: dict[str, tuple[str, ...]] = {

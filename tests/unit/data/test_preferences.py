@@ -165,5 +165,5 @@ def test_text_needs_an_end_and_messages_a_template(load, tokenizer):
     with pytest.raises(BatchError, match="row 0: the tokenizer has no end-of-sequence token"):
         load([{"prompt": "a", "chosen": "b", "rejected": "c"}])
     tokenizer.chat_template = None
-    with pytest.raises(BatchError, match="row 0: the row holds chat messages, but the tokenizer"):
+    with pytest.raises(BatchError, match="row 0: the row contains chat messages, but the tokenizer"):
         load([GOOD])

@@ -67,7 +67,7 @@ def test_a_sample_that_fails_its_batch_costs_itself_alone(batched, score, failur
     assert [failure.row for failure in result.failures] == [5]
 
 
-def test_a_batch_is_tried_again_in_halves_and_that_is_said(file, batched, score, tmp_path, caplog):
+def test_failed_batches_are_retried_in_halves_with_a_warning(file, batched, score, tmp_path, caplog):
     # 8 rows of which row 5 is bad: all; 0-3 and 4-7; 4-5 and 6-7; 4 and 5.
     body = f"""
 open({str(tmp_path / "calls")!r}, 'a').write(str(len(solution_strs)) + ' ')
@@ -76,10 +76,10 @@ return [1 / (text != '5') for text in solution_strs]
     with caplog.at_level(logging.WARNING):
         score(batched(body, num_workers=1), [str(i) for i in range(8)])
     assert sorted((tmp_path / "calls").read_text().split()) == sorted("8442211")
-    assert "a call with 8 samples failed and is tried again in halves: ZeroDivisionError" in caplog.text
+    assert "a call with 8 samples failed and is retried in halves: ZeroDivisionError" in caplog.text
 
 
-def test_one_wrong_result_of_a_batch_is_its_samples_alone_and_nothing_is_tried_again(batched, score, caplog):
+def test_one_invalid_result_of_a_batch_affects_only_its_sample(batched, score, caplog):
     rewards = batched("return [float('nan'), 'high', None, 1.0]", num_workers=1)
     result = score(rewards, list("abcd"))
     assert (result.scores.tolist(), result.metrics["reward/invalid"]) == ([0, 0, 0, 1], 3)

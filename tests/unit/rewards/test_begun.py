@@ -53,7 +53,7 @@ def untimed(result: RewardResult) -> tuple[object, ...]:
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 @pytest.mark.parametrize("parts", [[(0, 5), (5, 10)], [(5, 10), (0, 5)], [(8, 10), (0, 3), (3, 3), (3, 8)]])
-def test_the_result_is_that_of_the_whole_batch_whatever_came_first(manager, num_workers, parts):
+def test_result_does_not_depend_on_the_order_of_parts(manager, num_workers, parts):
     rewards = manager(ALL_KINDS, timeout=0.5, num_workers=num_workers, on_error="drop")
     batch = batch_of(TEXTS)
     wanted = rewards.score(batch, decode)
@@ -69,7 +69,7 @@ def exists(file: Path) -> bool:
     return file.exists()
 
 
-def test_calls_are_made_before_the_last_response_is_there(manager, tmp_path):
+def test_calls_start_before_the_last_response_arrives(manager, tmp_path):
     rewards = manager(f"open({str(tmp_path)!r} + '/' + solution_str, 'w')\nreturn 1.0")
     batch = batch_of(["a", "b", "c", "d"])
     begun = added(rewards.begin(batch), "abcd", [(2, 4)])
@@ -79,7 +79,7 @@ def test_calls_are_made_before_the_last_response_is_there(manager, tmp_path):
     assert rewards.score(batch, decode, added(begun, "abcd", [(0, 2)])).scores.tolist() == [1.0] * 4
 
 
-def test_a_part_does_not_wait_for_the_slow_calls_of_another(manager, tmp_path):
+def test_parts_do_not_wait_for_slow_calls_of_others(manager, tmp_path):
     body = f"""
     import pathlib, time
     file = pathlib.Path({str(tmp_path / "quick")!r})
@@ -140,7 +140,7 @@ def test_closing_ends_calls_that_nobody_waits_for(manager, alive):
     assert alive() == []
 
 
-def test_the_next_batch_takes_no_answer_of_one_that_was_left(manager):
+def test_the_next_batch_ignores_answers_of_a_cancelled_one(manager):
     rewards = manager("import time; time.sleep(60 * (solution_str == 'slow'))\nreturn len(solution_str)", timeout=100.0)
     for start in (rewards.begin, lambda batch: rewards.score(batch, decode)):
         texts = ["slow", "slow"]
@@ -150,7 +150,7 @@ def test_the_next_batch_takes_no_answer_of_one_that_was_left(manager):
     assert rewards.score(batch, decode, added(rewards.begin(batch), ["a", "bc"], [(0, 2)])).scores.tolist() == [1, 2]
 
 
-def test_a_driver_that_ends_with_an_error_meanwhile_leaves_nothing(file, alive):
+def test_a_failing_driver_leaves_no_processes(file, alive):
     path = file("import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info): time.sleep(60)")
     driver = f"""
 from camshaft.dataproto import DataProto
@@ -188,7 +188,7 @@ def interrupted_after(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def test_an_interrupt_while_scores_are_awaited_ends_the_calls(manager, tmp_path):
+def test_an_interrupt_during_scoring_stops_the_calls(manager, tmp_path):
     body = f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)"
     rewards, batch = manager(body, timeout=100.0), batch_of(["a"])
     begun = added(rewards.begin(batch), "a", [(0, 1)])
@@ -202,7 +202,7 @@ def test_an_interrupt_while_scores_are_awaited_ends_the_calls(manager, tmp_path)
 # -- what a manager is part of ----------------------------------------------------------------------
 
 
-def test_a_function_beside_a_model_and_under_a_penalty_begins_too(manager):
+def test_combined_and_penalized_rewards_can_begin_early(manager):
     texts = ["a", "bcd"]
     batch = batch_of(texts)
     responses = batch.ragged("responses")

@@ -25,7 +25,7 @@ def batch_of(*scores: list[float], **columns: Any) -> DataProto:
     return DataProto.from_dict(found | columns)
 
 
-def test_both_scores_add_up_with_the_models_weight_and_are_told_apart(manager):
+def test_scores_are_summed_with_weight_and_logged_separately(manager):
     rewards = CombinedRewards(manager("return len(solution_str)"), weight=0.5)
     result = rewards.score(batch_of([2.0], [0, 0, -4.0], rm_truncated=torch.tensor([False, True])), decode)
     # 1 + 0.5 x 2 and 3 - 0.5 x 4, each on the last token.
@@ -47,7 +47,7 @@ def test_a_function_that_fails_leaves_the_models_score(manager):
     assert "reward/model/truncated" not in result.metrics
 
 
-def test_a_row_that_the_function_drops_is_dropped_whatever_the_model_says(manager):
+def test_rows_dropped_by_the_function_stay_dropped(manager):
     rewards = CombinedRewards(manager("if solution_str == 'a': raise ValueError\nreturn 1.0", on_error="drop"))
     assert rewards.score(batch_of([2.0], [0, 0, 3.0]), decode).dropped == (0,)
 
@@ -64,15 +64,15 @@ def test_a_model_scores_alone():
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_an_error(wrong):
-    with pytest.raises(RewardError, match=rf"gave {wrong} for row 1 \(1 of 2 rows.*model_dtype=float32"):
+    with pytest.raises(RewardError, match=rf"returned {wrong} for row 1 \(1 of 2 rows.*model_dtype=float32"):
         CombinedRewards(None).score(batch_of([2.0], [0, 0, wrong]), decode)
 
 
-def test_a_function_that_calls_its_own_number_model_is_an_error(manager):
-    with pytest.raises(RewardError, match=r"a number 'model'.*another name"):
+def test_a_result_entry_named_model_is_an_error(manager):
+    with pytest.raises(RewardError, match=r"a number 'model'.*rename it"):
         CombinedRewards(manager("return {'score': 1, 'model': 2}")).score(batch_of([2.0], [0, 0, 3.0]), decode)
 
 
-def test_without_the_models_scores_it_is_said_who_writes_them():
+def test_missing_model_scores_are_an_error_that_names_the_writer():
     with pytest.raises(BatchError, match=r"rm_scores.*roles/reward_model\.compute_rm_score"):
         CombinedRewards(None).score(batch_of([2.0], [0, 0, 3.0]).drop("rm_scores"), decode)

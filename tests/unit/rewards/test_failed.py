@@ -32,7 +32,7 @@ def test_without_failures_there_is_no_file(tmp_path: Path) -> None:
     assert not (tmp_path / "rewards").exists()
 
 
-def test_the_newest_are_kept_and_the_files_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_is_rotated_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failed, "MAX_BYTES", 1000)
     path = tmp_path / "failed.jsonl"
     for step in range(100):

@@ -18,7 +18,7 @@ FAIL_AT_B = "if solution_str == 'b': {}\nreturn 1.0"
 # -- scores -----------------------------------------------------------------------------------------
 
 
-def test_the_score_stands_on_the_last_token_of_each_response(manager, score):
+def test_scores_are_on_the_last_response_token(manager, score):
     result = score(manager("return len(solution_str) / 2"), ["a", "bcd"])
     # responses "a" and "bcd": 1/2 on the only token, then 3/2 on the third.
     assert result.token_level_scores.values.tolist() == [0.5, 0, 0, 1.5]
@@ -27,7 +27,7 @@ def test_the_score_stands_on_the_last_token_of_each_response(manager, score):
     assert result.scores.tolist() == [0.5, 1.5]
 
 
-def test_a_response_without_tokens_has_a_score_but_no_place_for_it(manager, score):
+def test_an_empty_response_has_only_a_sequence_score(manager, score):
     result = score(manager("return 1.0"), ["", "b"])
     assert (result.token_level_scores.values.tolist(), result.scores.tolist()) == ([1.0], [1.0, 1.0])
 
@@ -46,7 +46,7 @@ def test_reward_kwargs_reach_the_function(file, score):
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_200_calls_keep_their_order_whatever_the_number_of_workers(manager, score, num_workers):
+def test_200_calls_keep_their_order_with_any_worker_count(manager, score, num_workers):
     rewards = manager("return {'score': int(solution_str), 'odd': int(solution_str) % 2}", num_workers=num_workers)
     result = score(rewards, [str(i) for i in range(200)])
     assert result.scores.tolist() == [float(i) for i in range(200)]
@@ -85,7 +85,7 @@ def test_a_coroutine_is_awaited(manager, score):
     assert score(rewards, ["a", "b", "c"]).scores.tolist() == [2.0] * 3
 
 
-def test_parts_of_dict_results_are_averaged_over_the_rows_that_have_them(manager, score):
+def test_dict_entries_are_averaged_over_rows_that_have_them(manager, score):
     body = """
     if solution_str == 'a': return {'score': 1, 'format': 0.5, 'ok': True, 'text': 'x', 'bad': float('nan')}
     return {'score': 0, 'format': 1.0}
@@ -96,7 +96,7 @@ def test_parts_of_dict_results_are_averaged_over_the_rows_that_have_them(manager
     assert not any("text" in name or "bad" in name for name in metrics)
 
 
-def test_what_a_response_answers_is_told_as_text_and_never_averaged(manager, score):
+def test_extracted_answers_are_strings_and_not_averaged(manager, score):
     body = """
     if solution_str == 'a': return {'score': 1, 'pred': ' 42 ', 'format': 0.5}
     if solution_str == 'b': return {'score': 1, 'pred': 42.5}
@@ -111,7 +111,7 @@ def test_what_a_response_answers_is_told_as_text_and_never_averaged(manager, sco
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "1e39", "'high'"])
-def test_a_row_whose_score_is_none_has_no_other_numbers_either(manager, score, value):
+def test_a_row_without_a_valid_score_has_no_parts(manager, score, value):
     body = f"return {{'score': {value} if solution_str == 'a' else 1.0, 'acc': 1.0, 'pred': 'x'}}"
     result = score(manager(body), ["a", "b"])
     assert (result.parts, result.answers) == (({}, {"acc": 1.0}), (None, "x"))
@@ -164,7 +164,7 @@ def test_what_is_not_a_finite_number_is_invalid(manager, score, value):
     assert (result.metrics["reward/invalid"], result.num_failed) == (1.0, 1)
 
 
-def test_a_hanging_call_is_killed_and_the_others_are_scored(manager, score):
+def test_a_hanging_call_is_killed_and_others_are_scored(manager, score):
     rewards = manager(FAIL_AT_B.format("import time; time.sleep(60)"), timeout=0.5)
     began = time.monotonic()
     result = score(rewards, ["a", "b", "c", "d", "b", "e"])
@@ -180,7 +180,7 @@ def test_a_call_that_holds_the_interpreter_is_killed_too(manager, score):
     assert score(rewards, ["a", "b"]).metrics["reward/timeouts"] == 1.0
 
 
-def test_the_limit_is_for_one_call_and_not_for_many(manager, score):
+def test_the_time_limit_applies_per_call(manager, score):
     rewards = manager("import time; time.sleep(0.2)\nreturn 1.0", timeout=1.0, num_workers=1)
     assert score(rewards, ["a"] * 8).num_failed == 0
 
@@ -242,7 +242,7 @@ def test_a_function_may_use_alarms_of_its_own(manager, score):
 
 
 @pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "2^{1000000000}", "100000000!"])
-def test_mathematics_that_takes_for_ever_is_wrong_and_no_failure(score, power):
+def test_slow_math_scores_zero_without_a_failure(score, power):
     with RewardManager(name="math", reward_kwargs={"seconds": 1}, timeout=20.0, num_workers=1) as rewards:
         result = score(rewards, [rf"\boxed{{{power}}}", r"\boxed{\frac12}"], truths=["3", "0.5"])
     assert (result.num_failed, result.scores.tolist()) == (0, [0.0, 1.0])
@@ -264,13 +264,13 @@ def test_a_file_may_limit_the_memory_of_its_processes(file, score):
     assert "MemoryError" in result.failures[0].message
 
 
-def test_a_scalar_of_torch_is_a_number_and_a_tensor_is_not(manager, score):
+def test_a_torch_scalar_is_a_valid_score_but_no_tensor(manager, score):
     body = "import torch; return torch.tensor([0.5] * len(solution_str)).squeeze()"
     result = score(manager(body, timeout=60.0, num_workers=1), ["a", "ab"])
     assert (result.scores.tolist(), result.num_failed) == ([0.5, 0.0], 1)
 
 
-def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(manager, score, monkeypatch):
+def test_an_unpicklable_object_fails_only_its_sample(manager, score, monkeypatch):
     import types
 
     module = types.ModuleType("only_in_the_driver")
@@ -280,7 +280,7 @@ def test_an_object_that_cannot_be_read_in_the_worker_costs_its_sample_alone(mana
     assert (result.scores.tolist(), result.metrics["reward/errors"]) == ([1.0, 0.0], 1.0)
 
 
-def test_only_the_first_failures_are_listed_and_shown_but_all_are_counted(manager, score, caplog):
+def test_first_failures_are_listed_and_all_are_counted(manager, score, caplog):
     with caplog.at_level(logging.WARNING):
         result = score(manager("1 / 0"), ["a"] * 120)
     assert result.num_failed == 120
@@ -290,7 +290,7 @@ def test_only_the_first_failures_are_listed_and_shown_but_all_are_counted(manage
     assert "row 3 (" not in caplog.text
 
 
-def test_a_slow_call_is_counted_timed_and_listed_after_the_failures(manager, score):
+def test_slow_calls_are_counted_and_listed_after_failures(manager, score):
     body = "import time\ntime.sleep(0.7 * (solution_str == 'late'))\nreturn 1 / (solution_str != 'bad')"
     result = score(manager(body, timeout=1.2, num_workers=1), ["late", "a", "bad"])
     assert (result.scores.tolist(), result.metrics["reward/slow"]) == ([1.0, 1.0, 0.0], 1.0)
@@ -307,7 +307,7 @@ def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
     with caplog.at_level(logging.WARNING):
         result = score(manager(FAIL_AT_B.format(failure), on_error="drop"), list("abcb"))
     assert (result.dropped, result.scores.tolist()) == ((1, 3), [1.0, 0.0, 1.0, 0.0])
-    assert "2 of 4 samples could not be scored and are left out" in caplog.text
+    assert "2 of 4 samples could not be scored and are dropped" in caplog.text
     assert score(manager(FAIL_AT_B.format(failure)), list("ab")).dropped == ()
 
 
@@ -315,7 +315,7 @@ def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_raise_names_the_first_failing_row_whatever_the_number_of_workers(manager, score, num_workers):
+def test_raise_names_the_first_failing_row(manager, score, num_workers):
     # Row 4 fails late, rows from 5 on fail at once: the error is of row 4 all the same.
     body = """
     import time
@@ -347,7 +347,7 @@ def test_no_workers_or_no_time_is_an_error(options):
         RewardManager(**options)
 
 
-def test_the_score_stands_on_the_last_token_that_the_policy_chose():
+def test_scores_are_on_the_last_masked_in_token():
     # Rows of 3, 2 and 1 tokens; the tokens of a tool (mask 0) end the first, and are all there is of the third.
     chosen = Ragged(torch.tensor([1, 1, 0, 1, 1, 0]).bool(), torch.tensor([3, 2, 1]))
     placed = on_last_token(torch.tensor([5.0, 7.0, 9.0]), chosen)

@@ -11,14 +11,14 @@ def decode(rows: list[list[int]]) -> list[str]:
     return ["".join(map(chr, row)) for row in rows]
 
 
-def test_it_grows_in_a_straight_line_over_the_last_tokens():
+def test_penalty_grows_linearly_before_the_limit():
     # Limit 10, the last 4 of it: nothing up to 6, a quarter of the factor for each token more, all of it at the limit.
     lengths = torch.tensor([0, 1, 6, 7, 8, 10, 12])
     assert penalty(lengths, limit=10, buffer=4, factor=2.0).tolist() == [0, 0, 0, -0.5, -1, -2, -2]
 
 
 @pytest.mark.parametrize("log", [True, False])
-def test_it_is_taken_from_what_is_trained_on_and_not_from_what_is_validated(manager, log):
+def test_penalty_applies_to_training_scores_only(manager, log):
     texts = ("ab", "abcd")
     batch = DataProto.from_dict(
         {

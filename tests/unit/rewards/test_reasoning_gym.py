@@ -34,7 +34,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("task", TINY)
-def test_a_tiny_model_can_read_the_question_write_the_answer_and_be_scored(task: str, tmp_path: Path) -> None:
+def test_a_tiny_model_is_scored_on_a_generated_task(task: str, tmp_path: Path) -> None:
     paths, tokenizer = write(tmp_path, task), make_tiny_tokenizer(tmp_path / "tokenizer")
     batch = load_prompts(paths.train, tokenizer, PromptOptions(max_prompt_length=256)).batch
     answers = [str(truth) for truth in batch["ground_truth"]]
@@ -51,7 +51,7 @@ def test_a_tiny_model_can_read_the_question_write_the_answer_and_be_scored(task:
     assert result.metrics["reward/correct/mean"] == 0.5
 
 
-def test_the_same_arguments_write_the_same_rows_and_no_question_is_there_twice(tmp_path: Path) -> None:
+def test_generated_rows_are_reproducible_and_unique(tmp_path: Path) -> None:
     first, again = write(tmp_path / "a", "gcd", seed=3), write(tmp_path / "b", "gcd", seed=3)
     assert rows_of(first.train) == rows_of(again.train)
     assert rows_of(first.train) != rows_of(write(tmp_path / "c", "gcd", seed=4).train)
@@ -74,7 +74,7 @@ def test_the_rule_is_that_of_the_tasks_settings() -> None:
 
 
 @pytest.mark.parametrize("text", ["<answer>6</answer>", "<answer>5</answer> no, <answer> 6 </answer> yes", " 6\n"])
-def test_the_answer_is_the_last_one_in_tags_or_all_there_is(text: str, tmp_path: Path) -> None:
+def test_answer_is_the_last_tag_or_the_whole_response(text: str, tmp_path: Path) -> None:
     row = rows_of(write(tmp_path, "gcd").train)[0]
     text = text.replace("6", row["reward_model"]["ground_truth"])
     assert reasoning_gym.compute_score(row["data_source"], text, "", row["extra_info"])["score"] == 1
@@ -82,7 +82,7 @@ def test_the_answer_is_the_last_one_in_tags_or_all_there_is(text: str, tmp_path:
     assert (around == 1) == ("<" in text)
 
 
-def test_rows_of_other_makers_are_refused_with_the_script_that_makes_them() -> None:
+def test_rows_without_an_entry_are_rejected() -> None:
     with pytest.raises(ValueError, match=r"no 'entry' and 'config'.*examples/data/reasoning_gym_task\.py"):
         reasoning_gym.compute_score("reasoning_gym/gcd", "6", "6", {})
 

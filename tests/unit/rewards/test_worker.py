@@ -57,7 +57,7 @@ def test_an_unknown_built_in_is_an_error_that_lists_them():
 @pytest.mark.parametrize(
     ("name", "library", "extra"), [("math", "math_verify", "math"), ("reasoning_gym", "reasoning_gym", "reasoning-gym")]
 )
-def test_a_library_that_is_missing_is_named_with_what_installs_it(file, monkeypatch, tmp_path, name, library, extra):
+def test_a_missing_library_is_reported_with_its_install_command(file, monkeypatch, tmp_path, name, library, extra):
     file(f"raise ModuleNotFoundError('not here', name='{library}')", name=f"{library}.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RewardError, match=rf"needs '{library}': pip install 'camshaft\[{extra}\]'"):
@@ -76,7 +76,7 @@ def test_a_file_can_import_its_neighbours(file, score):
         assert score(rewards, ["a"]).scores.tolist() == [4.0]
 
 
-def test_a_module_is_found_where_the_driver_finds_it(file, score, monkeypatch, tmp_path):
+def test_modules_are_found_on_the_drivers_search_path(file, score, monkeypatch, tmp_path):
     file("async def f(data_source, solution_str, ground_truth, extra_info): return 5.0", name="a_module.py")
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardManager("a_module", "f") as rewards:
@@ -110,7 +110,7 @@ def g(data_sources, solution_strs, ground_truths, extra_infos): return [2.0] * l
 """
 
 
-def test_a_registered_name_is_found_in_its_file_and_module(file, score, monkeypatch, tmp_path):
+def test_registered_names_are_found_in_files_and_modules(file, score, monkeypatch, tmp_path):
     path = file(REGISTERED, name="registered.py")
     with RewardManager(path, "length") as rewards:
         assert score(rewards, ["a", "bcd"]).scores.tolist() == [1.0, 3.0]
@@ -119,7 +119,7 @@ def test_a_registered_name_is_found_in_its_file_and_module(file, score, monkeypa
         assert score(rewards, ["a", "bcd"]).scores.tolist() == [2.0, 2.0]
 
 
-def test_a_name_that_is_not_registered_is_an_error_that_lists_those_that_are(file):
+def test_an_unregistered_name_is_an_error_that_lists_names(file):
     with pytest.raises(RewardError, match="has no 'lenght'; its functions: f, g, length, two"):
         RewardManager(file(REGISTERED), "lenght")
 

@@ -77,7 +77,7 @@ def test_scores_are_the_logits_of_transformers_on_the_same_ids(home: Path) -> No
     assert found["rm_truncated"].tolist() == [False] * 4
 
 
-def test_the_score_stands_on_the_last_token_that_the_policy_chose(home: Path) -> None:
+def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
     mask = batch.ragged("response_mask")
     mask.values[3] = False  # of the first row a tool wrote the last token
