@@ -2,13 +2,11 @@
 
     python benchmarks/rollout.py --out benchmarks/results/rollout.md
     python benchmarks/rollout.py --engines torch,hf --models 27M --prompts 264 --rounds 12
-    OMP_NUM_THREADS=2 python benchmarks/rollout.py --engines torch,all_threads,hf --models 1M,3M
 
 Each round has its own prompts and its own limits (8 prompts x 8 samples, long-tailed: exponential, a third of the
 longest on average), the same ones for all engines, which take turns in changing order. Every row runs to its limit.
 
 - torch: the built-in generator. Its time includes `load_weights` of weights that have just changed.
-- all_threads: the same, with all threads in each step, however small it is.
 - hf: `transformers.generate` on all rows at once, as it is. It returns no log-probs, the others do.
 - vllm: `LLM.generate`, if vLLM can be imported. Its prefix cache is reset before each round, as it has to be when
   weights have changed; the time of its own reload is left out.
@@ -40,7 +38,6 @@ from workload import Shape
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
-from camshaft.rollout import threads
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
@@ -107,15 +104,6 @@ class Torch:
         return len(out.log_probs.values)
 
 
-class AllThreads(Torch):
-    def run(self, work: Work) -> int:
-        worth, threads.WORTH = threads.WORTH, 0
-        try:
-            return super().run(work)
-        finally:
-            threads.WORTH = worth
-
-
 class HF:
     def __init__(self, folder: Path, max_model_len: int):
         self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -160,7 +148,7 @@ class VLLM:
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-ENGINES: dict[str, Callable[[Path, int], Any]] = {"torch": Torch, "all_threads": AllThreads, "hf": HF, "vllm": VLLM}
+ENGINES: dict[str, Callable[[Path, int], Any]] = {"torch": Torch, "hf": HF, "vllm": VLLM}
 
 
 def measured(engine: Any, work: Work) -> Spent:

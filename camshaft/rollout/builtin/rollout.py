@@ -21,6 +21,7 @@ from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, refuse_unsupported
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import recorded_steps
 from camshaft.rollout.builtin.kv_cache import KVCache
@@ -38,6 +39,8 @@ class TorchRollout(BaseRollout):
         refuse_unsupported(self.model.hf.config)
         _refuse_own_attention(self.model.hf)
         _refuse_growing_rope(self.model.hf.config, config.max_model_len)
+        if self.model.device.type == "cpu":
+            use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
         self.pool = KVCache(self.model.hf.config, config.max_model_len)
         self.recorded = recorded_steps(self.decoder, self.pool, config)

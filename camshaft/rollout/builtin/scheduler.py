@@ -23,7 +23,6 @@ from camshaft.rollout.builtin.cuda.graphs import RecordedSteps
 from camshaft.rollout.builtin.kv_cache import KVCache, PromptStep, TokenStep
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.stop_strings import StopStrings
-from camshaft.rollout.threads import step_threads
 
 REFILL = 8
 """Waiting rows join when one slot in so many is free: computing their prompts in one go pays."""
@@ -91,19 +90,12 @@ class ContinuousBatch:
         """All rows to their ends."""
         start = time.perf_counter()
         # No view of weights leaves this context, and what leaves it is copied to normal tensors below.
-        with (
-            torch.inference_mode(),
-            self.decoder.ready(self.num_slots, self.num_steps) as self.forward,
-            step_threads(self.hf) as threads,
-        ):
+        with torch.inference_mode(), self.decoder.ready(self.num_slots, self.num_steps) as self.forward:
             while self.num_waiting or self.live.shape[1]:
-                live = self.live.shape[1]
-                free = self.num_slots - live
+                free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
-                    threads.serve_all()
                     self._fill_slots()
                 else:
-                    threads.serve(live, self.longest)
                     self._step()
         rows, tokens, log_probs = (torch.cat(parts) for parts in zip(*self.out, strict=True))
         order = rows.argsort(stable=True)  # within a row, tokens are in the order in which they were chosen

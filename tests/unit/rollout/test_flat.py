@@ -15,7 +15,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cpu import graph_fusions as rewrites
 from camshaft.rollout.builtin.cpu import traced_decoder as flat
-from camshaft.rollout.builtin.cpu.linears import FEW, STEPS
+from camshaft.rollout.builtin.cpu.linears import MIN_ROWS, MIN_STEPS
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cpu.tracer import NotWritten, written
 from camshaft.rollout.builtin.rollout import TorchRollout
@@ -37,7 +37,7 @@ def decoder_of(case: Case) -> Decoder:
 def right(harness: RolloutHarness, case: Case) -> Tensor:
     """The log-probs of a generation, which are those of the plain model; also where a few rows are left."""
     prompts = harness.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
-    sampling = SamplingParams(STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
+    sampling = SamplingParams(MIN_STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
     assert len(set(out.responses.lengths.tolist())) > 1
     case.check_log_probs(prompts, out, sampling)
@@ -58,7 +58,7 @@ def test_without_rewrites_every_bit_is_that_of_the_forward(
     monkeypatch.setattr(flat, "shorten", lambda graph: None)
     monkeypatch.setattr(flat, "TOLERANCE", 0.0)
     decoder = decoder_of(harness.case(family, FAMILIES[family]))
-    with decoder.ready(FEW, STEPS) as forward:
+    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
         assert decoder.reason is None
         assert forward != decoder.own
 
@@ -97,26 +97,26 @@ def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> 
     case = harness.case("llama")
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(RolloutError, match="not finite"):
-        case.rollout.generate_sequences(harness.prompts(4).select([0] * FEW), SamplingParams(STEPS))
+        case.rollout.generate_sequences(harness.prompts(4).select([0] * MIN_ROWS), SamplingParams(MIN_STEPS))
     case.rollout.load_weights(case.weights())
     right(harness, case)
     decoder = decoder_of(case)
-    with decoder.ready(FEW, STEPS) as forward:
+    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
         assert forward != decoder.own
 
 
 def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: RolloutHarness) -> None:
     case = harness.case("llama")
     decoder = decoder_of(case)
-    for rows, steps in ((FEW - 1, STEPS), (FEW, STEPS - 1)):
+    for rows, steps in ((MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)):
         with decoder.ready(rows, steps) as forward:
             assert forward == decoder.own
-    with decoder.ready(FEW, STEPS) as forward:
+    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
         assert forward != decoder.own
     calls: list[int] = []
     decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
     right(harness, case)
-    assert len(calls) > STEPS
+    assert len(calls) > MIN_STEPS
 
 
 def test_a_list_that_does_not_agree_with_the_model_is_not_used(
@@ -243,7 +243,9 @@ def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
 def test_rows_in_a_few_and_in_many_are_the_same(tmp_path: Path) -> None:
     # The last rows of a call run with plain weights, those before with copies in another order.
     case = RolloutHarness(TorchRollout, tmp_path).case("qwen2", {"hidden": 128, "intermediate": 320})
-    prompts = Ragged.from_rows([torch.arange(3, 9)] * FEW)
-    many = case.rollout.generate_sequences(prompts, SamplingParams(STEPS, temperature=0, ignore_eos=True))
-    few = case.rollout.generate_sequences(prompts.select([0]), SamplingParams(STEPS, temperature=0, ignore_eos=True))
+    prompts = Ragged.from_rows([torch.arange(3, 9)] * MIN_ROWS)
+    many = case.rollout.generate_sequences(prompts, SamplingParams(MIN_STEPS, temperature=0, ignore_eos=True))
+    few = case.rollout.generate_sequences(
+        prompts.select([0]), SamplingParams(MIN_STEPS, temperature=0, ignore_eos=True)
+    )
     assert many.responses.rows()[0].tolist() == few.responses.rows()[0].tolist()

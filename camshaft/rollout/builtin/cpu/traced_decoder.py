@@ -28,7 +28,14 @@ from transformers import PreTrainedModel
 
 from camshaft.models.attention import Slots, no_mask
 from camshaft.rollout.builtin.cpu.graph_fusions import shorten
-from camshaft.rollout.builtin.cpu.linears import FEW, FROM_ROWS, STEPS, packed_linears, product_of
+from camshaft.rollout.builtin.cpu.linears import (
+    MIN_ROWS,
+    MIN_STEPS,
+    ROW_THRESHOLDS,
+    PackableLinear,
+    packed_linears,
+    product_of,
+)
 from camshaft.rollout.builtin.cpu.tracer import NotWritten, SeenSlots, things_of, written
 
 Forward = Callable[[Tensor, Tensor, Slots], Tensor]
@@ -55,7 +62,7 @@ class Decoder:
     @contextmanager
     def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
         """Inside, a forward for the weights as they are now; what is copied of them is freed behind."""
-        flat = num_rows >= FEW and num_steps >= STEPS and not hooked(self.hf)
+        flat = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not hooked(self.hf)
         if flat:
             self._write_once()
         with packed_linears(self.hf, num_rows, num_steps):
@@ -116,7 +123,9 @@ class _List:
         self.things: dict[str, str] = {}
         self.linears: dict[str, str] = {}
         held = things_of(hf)
-        layers = {(id(m.weight), id(m.bias)): name for name, m in hf.named_modules() if type(m) is nn.Linear}
+        layers = {
+            (id(m.weight), id(m.bias)): name for name, m in hf.named_modules() if type(m) in (nn.Linear, PackableLinear)
+        }
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is F.linear and not node.kwargs:
                 weights = (
@@ -143,12 +152,12 @@ class _List:
         layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
         taken = [
             SimpleNamespace(**common, **{short: product_of(layer, rows) for short, layer in layers.items()})
-            for rows in FROM_ROWS
+            for rows in ROW_THRESHOLDS
         ]
 
         def forward(tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
             rows = len(tokens)
-            thing = taken[bisect.bisect_right(FROM_ROWS, rows) - 1]
+            thing = taken[bisect.bisect_right(ROW_THRESHOLDS, rows) - 1]
             return self.function(thing, tokens, positions, mask, slots, rows)
 
         return forward
