@@ -25,7 +25,7 @@ from camshaft.rewards.manager import Begun
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.build import PPOParts
-from camshaft.trainer.mini_batches import deal
+from camshaft.trainer.mini_batches import sharded_rows
 from camshaft.trainer.ppo import PPOTrainer
 
 
@@ -78,7 +78,7 @@ class ActorUpdate:
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
-        return told(self.actor.update_actor(data, dealt=True), "actor/pg_loss", "actor/grad_norm")
+        return told(self.actor.update_actor(data, presharded=True), "actor/pg_loss", "actor/grad_norm")
 
 
 class ActorUpdateOnRanks(contextlib.ExitStack):
@@ -95,8 +95,8 @@ class ActorUpdateOnRanks(contextlib.ExitStack):
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
-        dealt = deal(data, self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
-        return told(self.actor.update_actor(dealt, dealt=True), "actor/pg_loss", "actor/grad_norm")
+        order = sharded_rows(len(data), self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
+        return told(self.actor.update_actor(data.reorder(order), presharded=True), "actor/pg_loss", "actor/grad_norm")
 
 
 class CriticUpdate:
@@ -108,7 +108,7 @@ class CriticUpdate:
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, values=rows.old_values, returns=rows.returns)
-        return told(self.critic.update_critic(data, dealt=True), "critic/vf_loss", "critic/grad_norm")
+        return told(self.critic.update_critic(data, presharded=True), "critic/vf_loss", "critic/grad_norm")
 
 
 def told(found: DataProto, loss: str, norm: str) -> dict[str, float]:

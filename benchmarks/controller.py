@@ -167,8 +167,8 @@ def step(pool: Pool, config: PPOConfig) -> list[list[str]]:
     work: dict[str, Callable[[], DataProto]] = {
         "old log-probs": lambda: actor.compute_log_prob(sequences),
         "values": lambda: critic.compute_values(sequences),
-        "update of the critic": lambda: critic.update_critic(batch, dealt=True),
-        "update of the actor": lambda: actor.update_actor(batch, dealt=True),
+        "update of the critic": lambda: critic.update_critic(batch, presharded=True),
+        "update of the actor": lambda: actor.update_actor(batch, presharded=True),
     }
     rows, sums = [], [0.0, 0.0]
     for name, call in work.items():

@@ -41,8 +41,7 @@ def score(config: EvalConfig) -> None:
     """Score the responses, print the table and write the requested files."""
     from rich.console import Console
 
-    from camshaft.trainer.evaluate import evaluate
-    from camshaft.trainer.score_table import score_table
+    from camshaft.trainer.evaluate import evaluate, score_table
     from camshaft.trainer.session import logged
 
     console = Console(highlight=False)

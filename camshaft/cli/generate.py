@@ -45,8 +45,8 @@ def generate(config: GenerateConfig) -> None:
     from rich.console import Console
 
     from camshaft.tracking import Tracking
+    from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
-    from camshaft.trainer.score_table import score_table
     from camshaft.trainer.session import check_device, logged
 
     console = Console(highlight=False)

@@ -50,9 +50,8 @@ def main(argv: Sequence[str]) -> int:
 def train(config: PPOConfig) -> int:
     """Run PPO from the checks of this machine to the last checkpoint; returns the exit status."""
     from camshaft.trainer.build import PPOParts
-    from camshaft.trainer.pools import pool_specs
     from camshaft.trainer.ppo import PPOTrainer
-    from camshaft.trainer.session import session
+    from camshaft.trainer.session import pool_specs, session
 
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:

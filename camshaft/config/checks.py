@@ -70,6 +70,10 @@ def _names(config: PPOConfig) -> Iterator[Problem]:
     yield from part_name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
     if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
         yield from part_name("critic.strategy", config.critic.strategy, ENGINES, "engines")
+    roles = {"actor_rollout_ref": config.actor_rollout_ref.worker_cls, "critic": config.critic.worker_cls}
+    for role, name in roles.items():
+        if name is not None:
+            yield from part_name(f"{role}.worker_cls", name, (), "roles")
     yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.topology().world_size)
     for tracker in config.trainer.logger:
         yield from part_name("trainer.logger", tracker, TRACKERS, "trackers")

@@ -1,19 +1,22 @@
-"""The roles, each riding on an engine or a rollout of which it sees the interface.
+"""The roles, written against the interfaces of engine and rollout.
 
-    actor.py    the policy that is trained: compute_log_prob, update_actor
-    critic.py   the value function: compute_values, update_critic
-    ref.py      the policy that the KL is measured from: compute_ref_log_prob
-    exact_kl.py actor against reference over the whole vocabulary
-    reward_model.py  a model that scores responses: compute_rm_score; reward_input.py what it reads of them
-    rollout.py  generation with the actor's weights: generate_sequences
-    generate.py generation with the weights of a folder, for `camshaft generate`
-    hybrid.py   ActorRolloutRefWorker, which composes actor, rollout and reference
-    supervised.py   one optimizer step a batch: train_batch
-    sft.py      the model of supervised fine-tuning; rm.py a reward model that is trained: compute_scores
-    base.py     what roles share: sequences, mini-batches, metrics
+    actor.py         the trained policy: compute_log_prob, update_actor
+    critic.py        the value function: compute_values, update_critic
+    ref.py           the reference policy of the KL penalty: compute_ref_log_prob
+    exact_kl.py      KL divergence of actor and reference over the whole vocabulary
+    rollout.py       generation with the actor's weights: generate_sequences
+    hybrid.py        ActorRolloutRefWorker, which composes actor, rollout and reference
+    reward_model.py  a model that scores responses: compute_rm_score
+    reward_input.py  the token ids that a reward model reads
+    generate.py      generation with the weights of a model folder, for `camshaft generate`
+    supervised.py    base class of sft.py and rm.py: one optimizer step per batch, train_batch
+    sft.py           the model of supervised fine-tuning
+    rm.py            a reward model that is trained: compute_scores
+    worker_class.py  role classes of your own, named in the config
+    base.py          base classes, columns of sequences, mini-batches, metrics of an update
 
-A role owns which columns it reads and writes, how many epochs and mini-batches, the loss, the metrics. A
-controller calls its registered methods; called directly in one process they do the same.
+A role defines the columns that it reads and writes, epochs, mini-batches, loss and metrics. A controller calls its
+registered methods on all ranks; called directly, in one process, they behave the same.
 """
 
 from camshaft.roles.actor import ActorWorker
@@ -21,13 +24,15 @@ from camshaft.roles.critic import CriticWorker
 from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
 from camshaft.roles.ref import RefWorker
-from camshaft.roles.reward_model import RewardModelWorker, reward_worker
+from camshaft.roles.reward_model import REWARD_METHODS, RewardModelWorker
 from camshaft.roles.rm import RMWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.roles.sft import SFTWorker
 from camshaft.roles.supervised import SupervisedWorker
+from camshaft.roles.worker_class import worker_class
 
 __all__ = [
+    "REWARD_METHODS",
     "ActorRolloutRefWorker",
     "ActorWorker",
     "CriticWorker",
@@ -38,5 +43,5 @@ __all__ = [
     "RolloutWorker",
     "SFTWorker",
     "SupervisedWorker",
-    "reward_worker",
+    "worker_class",
 ]

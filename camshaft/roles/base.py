@@ -1,18 +1,22 @@
-"""What roles share: whole sequences for the engine, mini-batches, metrics of an update.
+"""Base classes of the roles, and conversions between the columns of a role and those of an engine.
 
-A role that trains says which outputs it wants and what the loss is; `update` does the rest:
+The batch of a role has `prompts` and `responses`; an engine reads `input_ids` and `loss_mask` (`as_sequences`) and
+returns predictions for every token of a sequence (`of_responses` takes those of the response). A trained role loops
+over mini-batches:
 
-    metrics = self.update(data, self._loss, ctx, UpdatePlan(mini_batch_size=8, epochs=1, seed=0))
-
-The batch of a role has `prompts` and `responses`; an engine sees `input_ids` and `loss_mask`. What comes
-back from an engine is per token of the whole sequence; `of_responses` takes the part that a role means.
+    plan = UpdatePlan(mini_batch_size=8, epochs=1, seed=0)
+    with self.update() as metrics:
+        for mini_batch in plan.mini_batches(data):
+            metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
+    return metrics.result("actor")
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from camshaft import storage
@@ -21,25 +25,24 @@ from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
-from camshaft.engine import BaseEngine, StepContext
-from camshaft.engine.base import LossFn, PreprocessFn
+from camshaft.engine import BaseEngine, StepContext, StepResult
 from camshaft.seat import Seat
 
 
 def as_sequences(data: DataProto) -> DataProto:
-    """`data` with `input_ids` and `loss_mask`: prompt and response as one row, outputs wanted of the response."""
+    """Add `input_ids` (prompt and response joined) and `loss_mask` (true for response tokens that the policy chose)."""
     prompts, responses, mask = data.ragged("prompts"), data.ragged("responses"), data.ragged("response_mask")
-    nothing = prompts.like(mask.values.new_zeros(len(prompts.values)))
-    return data.with_columns(input_ids=Ragged.join(prompts, responses), loss_mask=Ragged.join(nothing, mask))
+    no_prompt_tokens = prompts.like(mask.values.new_zeros(len(prompts.values)))
+    return data.with_columns(input_ids=Ragged.join(prompts, responses), loss_mask=Ragged.join(no_prompt_tokens, mask))
 
 
 def of_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
-    """The part of a prediction that speaks of the response tokens."""
+    """Return the response tokens of a prediction."""
     return predictions[name].suffix(data.ragged("responses").lengths)
 
 
 def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
-    """What a loss divides by: the mask of this micro-batch, the counts of the whole mini-batch."""
+    """Return the denominators of a loss: the mask of this micro-batch and the counts of the whole mini-batch."""
     mask = data.ragged("response_mask")
     lengths = to_device(mask.lengths, mask.values.device)
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
@@ -47,16 +50,41 @@ def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a role goes through its batch; sizes are this rank's."""
+    """Order of the mini-batches of an update; sizes are those of one rank."""
 
     mini_batch_size: int
     epochs: int
     seed: int | None
-    """Shuffles each epoch; None keeps the order."""
+    """Seed of the shuffle of each epoch; None keeps the order."""
 
-    def of(self, dealt: bool) -> UpdatePlan:
-        """The plan for rows that were dealt by `trainer/mini_batches.py`: in the order of all epochs."""
-        return replace(self, epochs=1, seed=None) if dealt else self
+    def mini_batches(self, data: DataProto, presharded: bool = False) -> Iterator[DataProto]:
+        """Yield the mini-batches of all epochs, as sequences for the engine.
+
+        `presharded` rows are already in the order of all epochs (`trainer/mini_batches.py`).
+        """
+        epochs, seed = (1, None) if presharded else (self.epochs, self.seed)
+        return as_sequences(data).make_iterator(self.mini_batch_size, epochs, seed)
+
+
+class UpdateMetrics:
+    """Means of the metrics over the optimizer steps of an update, its learning rate and its skipped steps."""
+
+    def __init__(self, learning_rate: float):
+        self._learning_rate = learning_rate
+        self._sums: dict[str, float] = defaultdict(float)
+        self._steps = self._skipped = 0
+
+    def add(self, step: StepResult) -> None:
+        """Add one optimizer step."""
+        self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
+        for name, value in (step.metrics | {"grad_norm": step.grad_norm}).items():
+            self._sums[name] += value
+
+    def result(self, prefix: str) -> dict[str, float]:
+        """Return the metrics, named `<prefix>/<name>`."""
+        metrics = {name: value / self._steps for name, value in self._sums.items()}
+        metrics |= {"lr": self._learning_rate, "skipped_steps": float(self._skipped)}
+        return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 class EngineRole(Worker):
@@ -77,69 +105,51 @@ class EngineRole(Worker):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Write the engine's whole state to the folder `local_path`."""
+        """Write the complete state of the engine to the folder `local_path`."""
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
-        """Return when what `save_checkpoint` writes in the background is there; raise its error if it failed."""
+        """Wait until `save_checkpoint` has finished writing in the background; raises its error."""
         self.engine.wait_for_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """Read what `save_checkpoint` wrote."""
+        """Load the state that `save_checkpoint` wrote."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
-        """Predictions for `data`, without gradients."""
+        """Compute predictions for `data` without gradients."""
         with self.engine.eval_mode():
             return self.engine.infer_batch(as_sequences(data), ctx)
 
 
 class TrainedRole(EngineRole):
-    """A role whose model changes, and is worth taking out of the run."""
+    """A role whose model is trained and can be exported."""
 
     computes_in: str
-    """Number format that the engine computes in, which can be less exact than that of its weights."""
+    """Compute dtype of the engine; it can be narrower than that of the weights."""
 
-    def update(
-        self,
-        data: DataProto,
-        loss_fn: LossFn,
-        ctx: StepContext,
-        plan: UpdatePlan,
-        before: PreprocessFn | None = None,
-        found: list[Mapping[str, Any]] | None = None,
-    ) -> dict[str, float]:
-        """One optimizer step per mini-batch; returns metrics averaged over the steps, and the rate they used.
+    @contextmanager
+    def update(self) -> Iterator[UpdateMetrics]:
+        """Prepare the engine for the optimizer steps of one update, and advance the schedule once after them.
 
-        The schedule moves once per call: its steps are iterations of the trainer. Where there is a list `found`, the
-        predictions of each step are put into it.
+        The learning-rate schedule counts iterations of the trainer, not optimizer steps.
         """
-        sums: dict[str, float] = defaultdict(float)
-        steps = skipped = 0
-        batch, rate = as_sequences(data), self.engine.learning_rate
+        metrics = UpdateMetrics(self.engine.learning_rate)
         with self.engine.train_mode():
-            for mini_batch in batch.make_iterator(plan.mini_batch_size, plan.epochs, plan.seed):
-                result = self.engine.train_batch(mini_batch, ctx, loss_fn, before)
-                steps, skipped = steps + 1, skipped + result.skipped
-                if found is not None:
-                    found.append(result.predictions)
-                for name, value in (result.metrics | {"grad_norm": result.grad_norm}).items():
-                    sums[name] += value
-            self.engine.optimizer_zero_grad()  # nobody needs them until the next update
-        metrics = {name: value / steps for name, value in sums.items()}
+            yield metrics
+            self.engine.optimizer_zero_grad()  # frees the gradients until the next update
         self.engine.lr_scheduler_step()
-        return metrics | {"lr": rate, "skipped_steps": float(skipped)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:
-        """Write the model to the folder `local_path` in the Hugging Face layout, and copy it to `hdfs_path`.
+        """Export the model to the folder `local_path` in the Hugging Face layout, and copy it to `hdfs_path`.
 
-        `tokenizer` is the folder of the one that goes with it; None: the model's. An adapter is merged into the model,
-        and by itself in the folder `lora_adapter` inside.
+        `tokenizer` is the folder of its tokenizer; None uses the model's. A LoRA adapter is merged into the weights and
+        also written to the subfolder `lora_adapter`.
         """
-        engine, writes = self.engine, self.seat.rank == 0
+        engine, is_writer = self.engine, self.seat.rank == 0
         model = engine.config.model
         with engine.eval_mode():
             export_hugging_face(
@@ -147,9 +157,9 @@ class TrainedRole(EngineRole):
                 model,
                 local_path,
                 check=Probe(engine.infer_batch, self.computes_in),
-                write=writes,
+                write=is_writer,
                 adapter=() if model.lora is None else engine.named_weights(adapter_only=True),
                 tokenizer=tokenizer,
             )
-        if writes and hdfs_path is not None:
+        if is_writer and hdfs_path is not None:
             storage.copy_folder(local_path, hdfs_path)

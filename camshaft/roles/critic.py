@@ -1,6 +1,7 @@
-"""The critic: what a response is worth at each of its tokens.
+"""The critic: the value function.
 
-Reads `prompts`, `responses`, `response_mask`; for an update also `values` and `returns`. Writes `values`.
+`compute_values` reads `prompts`, `responses` and `response_mask`, and writes `values`. `update_critic` also reads
+`values` and `returns`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
 
 
 class CriticWorker(TrainedRole):
-    """Value model and its optimizer."""
+    """Value model and optimizer."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -28,21 +29,24 @@ class CriticWorker(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """`values` of the responses; 0 at tokens that the policy did not choose."""
-        found = self.infer(data, StepContext(outputs=("values",)))
-        return DataProto.from_dict({"values": of_responses(found, "values", data).to("cpu")})
+        """Compute `values` of the responses; 0 at masked tokens."""
+        predictions = self.infer(data, StepContext(outputs=("values",)))
+        return DataProto.from_dict({"values": of_responses(predictions, "values", data).to("cpu")})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_critic(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
-        """Regression on `returns`; `seed` and `dealt` as in `ActorWorker.update_actor`."""
+    def update_critic(self, data: DataProto, seed: int = 0, presharded: bool = False) -> DataProto:
+        """Regress on `returns`; `seed` and `presharded` as in `ActorWorker.update_actor`."""
+        rows = data.select("prompts", "responses", "response_mask", "values", "returns")
         plan = UpdatePlan(
             mini_batch_size=self.config.critic_mini_batch_per_rank(self.topology),
             epochs=self.critic.ppo_epochs,
             seed=seed if self.critic.shuffle else None,
         )
-        wanted = data.select("prompts", "responses", "response_mask", "values", "returns")
-        metrics = self.update(wanted, self._loss, StepContext(outputs=("values",)), plan.of(dealt))
-        return DataProto({}, {"metrics": {f"critic/{name}": value for name, value in metrics.items()}})
+        ctx = StepContext(outputs=("values",))
+        with self.update() as metrics:
+            for mini_batch in plan.mini_batches(rows, presharded):
+                metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
+        return DataProto({}, {"metrics": metrics.result("critic")})
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
         loss, metrics = value_loss(

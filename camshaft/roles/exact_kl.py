@@ -1,13 +1,13 @@
-"""How far the actor is from the reference over the whole vocabulary, where both are in one process.
+"""Exact KL divergence of the actor from the reference over the whole vocabulary, for two models in one process.
 
-    full_kl = exact_kl(actor, ref, data, temperature)          # a column of the response tokens
-    with compared(ref, temperature) as before:                 # in an update: `full_kl` of each micro-batch
-        actor.update_actor(data, before=before)
+    full_kl = exact_kl(actor, ref, data, temperature)                       # a column of the response tokens
+    with reference_distribution(ref, temperature) as preprocess:            # an update with `full_kl` as output
+        actor.update_actor(data, preprocess=preprocess)
 
-Reads `prompts`, `responses`, `response_mask`; writes `full_kl`. The two models take turns, micro-batch by
-micro-batch: the reference says what it makes of the tokens, in the column `log_q`, before the actor looks at them. So
-the distributions of one model exist, for the tokens of one micro-batch of the actor. Where the reference is the model
-under the actor's adapter, the adapter is on again before the actor's forward pass, and on in its backward pass.
+Reads `prompts`, `responses` and `response_mask`; writes `full_kl`. The models alternate by micro-batch: before the
+actor's forward pass, the reference writes its log-probs of the whole vocabulary to the column `log_q`. Memory therefore
+holds the distributions of one model for one micro-batch. If the reference is the actor's model without its adapter, the
+adapter is active again before the actor's forward pass and during its backward pass.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from camshaft.roles.base import EngineRole, as_sequences, of_responses
 
 
 def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: float) -> DataProto:
-    """`full_kl` of the responses, at the temperature they were sampled with."""
-    wanted = StepContext(outputs=("full_kl",), temperature=temperature)
-    with compared(ref, temperature) as before, actor.engine.eval_mode():
-        found = actor.engine.infer_batch(as_sequences(data), wanted, before)
-    return DataProto.from_dict({"full_kl": of_responses(found, "full_kl", data).to("cpu")})
+    """Compute `full_kl` of the responses at the sampling temperature."""
+    ctx = StepContext(outputs=("full_kl",), temperature=temperature)
+    with reference_distribution(ref, temperature) as preprocess, actor.engine.eval_mode():
+        predictions = actor.engine.infer_batch(as_sequences(data), ctx, preprocess)
+    return DataProto.from_dict({"full_kl": of_responses(predictions, "full_kl", data).to("cpu")})
 
 
 @contextmanager
-def compared(ref: EngineRole, temperature: float) -> Iterator[PreprocessFn]:
-    """What gives micro-batches the column that an engine's `full_kl` is measured from; inside, `ref` is at hand."""
-    asked = StepContext(outputs=("distribution",), temperature=temperature)
+def reference_distribution(ref: EngineRole, temperature: float) -> Iterator[PreprocessFn]:
+    """Yield a hook that adds the column `log_q` to a micro-batch; `ref` stays loaded inside the block."""
+    ref_ctx = StepContext(outputs=("distribution",), temperature=temperature)
 
-    def ask_reference(batch: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
-        return batch.with_columns(log_q=ref.infer(batch, asked)["distribution"]), ctx
+    def add_distribution(batch: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        return batch.with_columns(log_q=ref.infer(batch, ref_ctx)["distribution"]), ctx
 
-    with ref.engine.eval_mode():  # for all micro-batches: what rests in host memory comes once
-        yield ask_reference
+    with ref.engine.eval_mode():  # once for all micro-batches: loads offloaded weights only once
+        yield add_distribution

@@ -1,35 +1,45 @@
-"""Actor, rollout and reference in one worker, by composition: nothing here branches on a role.
+"""Actor, rollout and reference in one worker, by composition.
 
-The reference is optional: without a KL in the reward or the loss nobody asks for it and its weights are
-not loaded. Its ranks may be laid out in another way than the actor's, and then its calls are split in another way.
+The reference is optional: without a KL penalty in the reward or the loss its weights are not loaded. Its ranks may be
+laid out differently from the actor's, and then its calls are split differently.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import ClassVar
 
 from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
-from camshaft.roles.actor import ActorWorker
-from camshaft.roles.exact_kl import compared, exact_kl
+from camshaft.roles.actor import ActorWorker, OldLogProbs
+from camshaft.roles.exact_kl import exact_kl, reference_distribution
 from camshaft.roles.ref import AdapterlessRef, RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
 
 
 class ActorRolloutRefWorker(Worker):
-    """The policy on one device: it generates, is trained, and remembers where it came from."""
+    """The policy on one device: generation, training, and the reference policy.
+
+    A subclass replaces a part by a class of its own with the class attributes.
+    """
+
+    actor_class: ClassVar[type[ActorWorker]] = ActorWorker
+    ref_class: ClassVar[type[RefWorker]] = RefWorker
+    rollout_class: ClassVar[type[RolloutWorker]] = RolloutWorker
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
         self.config = config
-        self.actor = ActorWorker(config, topology, total_steps)
+        self.actor = self.actor_class(config, topology, total_steps)
         self.ref: RefWorker | None = None
         if config.needs_reference_model():
-            self.ref = RefWorker(config, topology)
+            self.ref = self.ref_class(config, topology)
         elif config.needs_reference():
             self.ref = AdapterlessRef(config, self.actor.engine)
-        self.rollout = RolloutWorker(config, self.actor.engine)
+        self.rollout = self.rollout_class(config, self.actor.engine)
 
     @property
     def seat(self) -> Seat:
@@ -41,7 +51,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models; the rollout's memory comes last, out of what is left."""
+        """Build the models. The rollout is last: it allocates its KV cache from the remaining memory."""
         self.actor.init_model()
         if self.ref is not None:
             self.ref.init_model()
@@ -51,10 +61,9 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(
         self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True, greedy: bool = False
     ) -> DataProto:
-        """Generate, then recompute the old log-probs with the actor.
+        """Generate one response per row and, with `recompute_log_prob`, compute its old log-probs with the actor.
 
-        The second half is left out when `recompute_log_prob` is false: the trainer calls
-        `compute_log_prob` as a phase of its own, and validation needs none.
+        The trainer computes the old log-probs in a phase of their own, and validation needs none.
         """
         generated = self.rollout.generate_sequences(prompts, validate, greedy)
         if not recompute_log_prob:
@@ -63,27 +72,31 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Compute `old_log_probs` and `entropy` with the actor."""
         return self.actor.compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Compute `ref_log_prob`, and `full_kl` if the KL penalty in the reward is exact."""
         ref = self._reference()
-        found = ref.compute_ref_log_prob(data)
+        log_probs = ref.compute_ref_log_prob(data)
         if not self.config.needs_full_kl_in_reward():
-            return found
-        return found.union(exact_kl(self.actor, ref, data, self.actor.temperature))
+            return log_probs
+        return log_probs.union(exact_kl(self.actor, ref, data, self.actor.temperature))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def update_actor(self, data: DataProto, seed: int = 0, dealt: bool = False) -> DataProto:
-        if not self.config.needs_full_kl_loss():
-            return self.actor.update_actor(data, seed, dealt)
-        with compared(self._reference(), self.actor.temperature) as before:
-            return self.actor.update_actor(data, seed, dealt, before)
+    def update_actor(
+        self, data: DataProto, seed: int = 0, presharded: bool = False, old_log_probs: OldLogProbs = "actor"
+    ) -> DataProto:
+        """Run `ActorWorker.update_actor`; an exact KL loss reads the distribution of the reference."""
+        exact = self.config.needs_full_kl_loss()
+        with reference_distribution(self._reference(), self.actor.temperature) if exact else nullcontext() as hook:
+            return self.actor.update_actor(data, seed, presharded, old_log_probs, hook)
 
     def _reference(self) -> RefWorker:
         if self.ref is None:
             raise EngineError(
-                "there is no reference model: set algorithm.use_kl_in_reward=True or "
+                "this run has no reference model; set algorithm.use_kl_in_reward=True or "
                 "actor_rollout_ref.actor.use_kl_loss=True"
             )
         return self.ref

@@ -1,12 +1,12 @@
-"""What a PPO run is made of, built from its config. Everything that can fail early fails here.
+"""Builds the parts of a PPO run from its config.
 
     with PPOParts(config) as parts:
         trainer = PPOTrainer(config, parts)
 
-In this order: tokenizer and data (a bad row ends the run before a model is loaded), the reward function
-(loaded in a worker process), then the pools of processes and the roles in them. One worker process per device holds
-actor, rollout and reference together, and the critic and the reward model unless they have pools of their own; a
-single rank lives in this process. Leaving the context waits for checkpoints that are still being written and ends every
+The order makes errors early: tokenizer and data first (an invalid row ends the run before a model is loaded), then the
+reward function (loaded in a worker process), then the worker pools and the roles in them. One worker process per device
+holds actor, rollout and reference together, and also the critic and the reward model unless they have separate pools; a
+single rank runs in this process. Leaving the context waits for checkpoints that are still being written and ends every
 process that was started.
 """
 
@@ -24,11 +24,10 @@ from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.failed import FailedSamples
 from camshaft.rewards.manager import Begun
-from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker, reward_worker
+from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, worker_class
 from camshaft.trainer.advantages import load_estimator
-from camshaft.trainer.pools import pool_specs, run_pools
 from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
-from camshaft.trainer.session import finish_saving, run_length
+from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -45,7 +44,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             seed=config.data_seed(),
             rows_per_step=config.data.train_batch_size,
         )
-        load_estimator(config.algorithm)  # one of the user's own may not be there
+        load_estimator(config.algorithm)  # raises early if the import of a user's estimator fails
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         if config.needs_function():
             for prompts in (self.loader.data, self.val_prompts):
@@ -55,26 +54,26 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
-        """Ranks, or groups of ranks, that split what the actor's worker is given."""
+        """Number of parts into which batches of the actor are split."""
         self.critic_dp_size = config.critic_dp_size(topology)
-        with self._exit as undo:  # if a later part fails, the earlier ones are ended
+        with self._exit as undo:  # ends the earlier parts if a later one fails
             self.rewards = run_rewards(config)
             undo.callback(self.rewards.close)
             logs = Path(config.trainer.default_local_dir) / "logs"
-            places = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
-            pools = undo.enter_context(places)
-            home = {role: pools[name] for role, name in config.pools().items()}
-            arguments = (config, topology, self.total_steps)
-            first = home["actor_rollout_ref"]
-            self.actor = spawn(ActorRolloutRefWorker, *arguments, pool=first, name="actor_rollout_ref")
+            started = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
+            pools = undo.enter_context(started)
+            pool_of = {role: pools[name] for role, name in config.pools().items()}
+            policy_class, critic_class, reward_class = role_classes(config)
+            arguments, name = (config, topology, self.total_steps), "actor_rollout_ref"
+            self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
             self.critic: CriticWorker | None = None
             if config.needs_critic():
-                self.critic = spawn(CriticWorker, *arguments, pool=home["critic"], name="critic")
+                self.critic = spawn(critic_class, *arguments, pool=pool_of["critic"], name="critic")
             self.reward_model: RewardModelWorker | None = None
             self.reward_model_ranks = topology.of_reward_model().world_size
             if config.reward_model.enable:
-                scorer = reward_worker(config.reward_model)
-                self.reward_model = spawn(scorer, config, topology, pool=home["reward_model"], name="reward_model")
+                pool = pool_of["reward_model"]
+                self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")
             self._exit = undo.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -82,53 +81,67 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        """Wait for what is written in the background."""
+        """Wait for checkpoints that are written in the background."""
         finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
-        """All that the run has."""
+        """Return all roles of the run."""
         return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
 
     def generate(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False
     ) -> tuple[DataProto, Begun | None]:
-        """A response to each row, and what has begun to score them: a rank's responses as soon as it has answered.
+        """Generate one response per row; returns them and the scoring that already runs.
 
-        Rows are added so that every rank gets as many, and taken away again.
+        Reward functions start on the responses of a rank as soon as it returns. Rows are padded to the same number per
+        rank, and the padding is removed from the result.
         """
-        asked = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
-        padded, added = asked.pad_to_divisor(self.actor_dp_size)
+        inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
+        padded, added = inputs.pad_to_divisor(self.actor_dp_size)
         generate = self.actor.generate_sequences
-        answering = submit(generate, padded, validate=validate, recompute_log_prob=False, greedy=greedy)
-        begun = self.rewards.begin(batch)
-        if begun is not None:
-            for dp_rank, part in answering.parts():
+        pending = submit(generate, padded, validate=validate, recompute_log_prob=False, greedy=greedy)
+        scoring = self.rewards.begin(batch)
+        if scoring is not None:
+            for dp_rank, part in pending.parts():
                 first = dp_rank * len(part)
-                own = part.ragged("responses").rows()[: max(0, len(batch) - first)]
-                begun.add(first, self.decode([row.tolist() for row in own]))
-        return answering.result().unpad(added), begun
+                responses = part.ragged("responses").rows()[: max(0, len(batch) - first)]
+                scoring.add(first, self.decode([row.tolist() for row in responses]))
+        return pending.result().unpad(added), scoring
 
     def model_scored(self, batch: DataProto) -> DataProto:
-        """`batch` with the reward model's scores, if the run has one."""
+        """Add the scores of the reward model, if the run has one."""
         return model_scores(batch, self.reward_model, self.reward_model_ranks)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
-        """Texts of token ids, without special tokens."""
+        """Decode token ids without special tokens."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
-        paths, most = prompt_files(config, train)
-        return load_prompts(data_files(paths), self.tokenizer, prompt_options(config), most).batch
+        paths, max_rows = prompt_files(config, train)
+        return load_prompts(data_files(paths), self.tokenizer, prompt_options(config), max_rows).batch
+
+
+def role_classes(
+    config: PPOConfig,
+) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:
+    """Return the classes of the roles, built-in or named by `worker_cls`."""
+    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    group = "camshaft.reward_models"
+    return (
+        worker_class("actor_rollout_ref.worker_cls", policy.worker_cls, ActorRolloutRefWorker),
+        worker_class("critic.worker_cls", critic.worker_cls, CriticWorker),
+        worker_class("reward_model.worker_cls", reward.worker_cls, RewardModelWorker, group, REWARD_METHODS),
+    )
 
 
 def prompt_files(config: PPOConfig, train: bool) -> tuple[tuple[str, ...], int]:
-    """The files of a run, and how many of their rows it reads."""
+    """Return the files of a run and the maximum number of rows to read."""
     data = config.data
     return (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
 
 
 def prompt_options(config: PPOConfig) -> PromptOptions:
-    """How a run reads its prompts."""
+    """Return the options for reading the prompts of a run."""
     data = config.data
     return PromptOptions(
         max_prompt_length=data.max_prompt_length,

@@ -8,9 +8,11 @@ The numbers are those of a validation, under the same names (`validate.py`), and
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+
+from rich.table import Table
 
 from camshaft import storage
 from camshaft.algorithms.at_n import draws, pass_at
@@ -73,3 +75,21 @@ def _check_counts(rows: Sequence[Scored]) -> None:
                 f"data_source {source}: row {one} has {few} responses and row {other} has {many}. mean@n and the "
                 "others are of n responses to each question: score those with as many by themselves"
             )
+
+
+def score_table(metrics: Mapping[str, float]) -> Table:
+    """A row each for mean@n, best@k and the others, a column for each data set."""
+    values: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        source, _, kind = name.partition("/")[2].rpartition("/reward/")
+        values.setdefault(kind.removesuffix("/mean"), {})[source] = value
+    sources = list(dict.fromkeys(source for row in values.values() for source in row))
+    table = Table("", *sources)
+    for kind in sorted(values, key=_in_order):
+        table.add_row(kind, *(f"{values[kind][source]:.4g}" if source in values[kind] else "-" for source in sources))
+    return table
+
+
+def _in_order(kind: str) -> tuple[int, int]:
+    name, _, k = kind.partition("@")
+    return ("mean", "std", "pass", "best", "maj", "worst").index(name), int(k)

@@ -27,9 +27,9 @@ from camshaft.models.loader import load_tokenizer, local_folder, model_folder
 from camshaft.roles import GenerateWorker
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
-from camshaft.trainer.pools import global_pool, run_pools
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.seeds import VALIDATION, sampling_seeds
+from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import Scored, at_n_metrics
 
 PLACES = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")

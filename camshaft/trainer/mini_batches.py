@@ -1,13 +1,13 @@
-"""Dealing rows to the ranks, so that a mini-batch is made of the same rows on any number of them.
+"""Sharding of mini-batches: row orders that make a mini-batch contain the same rows on any number of ranks.
 
-    learn = deal(batch, mini_batch=256, epochs=2, seed=seed, dp_size=4)
-    actor.update_actor(learn, dealt=True)
+    rows = sharded_rows(len(batch), mini_batch=256, epochs=2, seed=seed, dp_size=4)
+    actor.update_actor(batch.reorder(rows), presharded=True)
 
     batch = even_shares(batch, tokens, dp_size=4)    # a batch that is one mini-batch
 
-A call cuts its rows into one consecutive part for each rank. Left to itself, a rank could draw mini-batches from its
-part alone, and what trains together would depend on the number of ranks. Here the mini-batches of all epochs are
-drawn from all rows, and then each rank's part of each of them is put where that rank will find it.
+A call splits its rows into one consecutive part per rank. If each rank drew mini-batches from its own part, the rows of
+a mini-batch would depend on the number of ranks. Instead the driver draws the mini-batches of all epochs from all rows
+and arranges the rows so that each rank receives its part of every mini-batch, in order.
 """
 
 from __future__ import annotations
@@ -18,34 +18,32 @@ from torch import Tensor
 from camshaft.dataproto import DataProto
 
 
-def deal(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> DataProto:
-    """The rows of every epoch: those of rank 0 first, and of each rank mini-batch after mini-batch.
+def sharded_rows(count: int, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> Tensor:
+    """Return row numbers, of `count` rows, for all epochs: first those of rank 0, mini-batch after mini-batch.
 
-    `mini_batch` counts over all ranks and divides by them. `seed` shuffles each epoch; None keeps the order.
+    `mini_batch` counts rows over all ranks and is a multiple of `dp_size`. `seed` shuffles each epoch; None keeps the
+    order.
     """
-    return batch.reorder(dealt_rows(len(batch), mini_batch, epochs, seed, dp_size))
-
-
-def dealt_rows(count: int, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> Tensor:
-    """The numbers of the rows, out of `count`, in the order that `deal` puts them."""
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     rows = torch.arange(count)
     passes = [rows if generator is None else torch.randperm(count, generator=generator) for _ in range(epochs)]
-    places = torch.cat(passes).view(-1, dp_size, mini_batch // dp_size)
-    return places.transpose(0, 1).flatten()
+    parts = torch.cat(passes).view(-1, dp_size, mini_batch // dp_size)
+    return parts.transpose(0, 1).flatten()
 
 
 def even_shares(batch: DataProto, tokens: Tensor, dp_size: int) -> DataProto:
-    """The rows in an order that gives each rank as many rows as the others and about as many tokens.
+    """Reorder the rows so that every rank gets the same number of rows and about the same number of tokens.
 
-    `tokens` (B,) counts those of each row. Longest first, each goes to the rank with the fewest tokens that has room.
+    `tokens` (B,) counts the tokens of each row. Rows are assigned longest first, each to the rank with the fewest
+    tokens among those that are not full.
     """
     sizes: list[int] = tokens.tolist()
-    room = len(batch) // dp_size
+    rows_per_rank = len(batch) // dp_size
     shares: list[list[int]] = [[] for _ in range(dp_size)]
     loads = [0] * dp_size
     for row in sorted(range(len(batch)), key=lambda row: (-sizes[row], row)):
-        rank = min((rank for rank in range(dp_size) if len(shares[rank]) < room), key=lambda rank: (loads[rank], rank))
+        open_ranks = (rank for rank in range(dp_size) if len(shares[rank]) < rows_per_rank)
+        rank = min(open_ranks, key=lambda rank: (loads[rank], rank))
         shares[rank].append(row)
         loads[rank] += sizes[row]
     return batch.reorder([row for share in shares for row in sorted(share)])

@@ -1,12 +1,12 @@
-"""PPO and its kin: the step, and the loop around it.
+"""PPO and related algorithms: the step, and the loop around it.
 
     with PPOParts(config) as parts, Tracking(...) as tracking:
         trainer = PPOTrainer(config, parts)
         trainer.prepare()
         trainer.fit(tracking)
 
-`step` is the algorithm, phase by phase; each phase adds columns to the batch (the table is in
-`columns.py`). The roles decide how a phase is computed, `advantages.py` holds what the driver computes.
+`step` is the algorithm, phase by phase. Each phase adds columns to the batch; `columns.py` lists them. Roles compute on
+the ranks, `advantages.py` computes on the driver.
 """
 
 from __future__ import annotations
@@ -14,42 +14,41 @@ from __future__ import annotations
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
+import torch
 from torch import Tensor
 
-from camshaft.checkpoint import Saved
+from camshaft.checkpoint import BestStep, Saved
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import Begun, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
-from camshaft.trainer.advantages import build_kl_controller, estimate, token_rewards
-from camshaft.trainer.best import BestStep
+from camshaft.trainer.advantages import build_kl_controller, correct, estimate, token_rewards
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.mini_batches import deal, dealt_rows
-from camshaft.trainer.remax import with_baselines
-from camshaft.trainer.resume import check_resume, remembered, told_resume
-from camshaft.trainer.rollout_correction import correct
-from camshaft.trainer.scoring import with_scores
+from camshaft.trainer.mini_batches import sharded_rows
+from camshaft.trainer.resume import check_resume, config_record, log_resume
+from camshaft.trainer.scoring import check_left, with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
-"""The columns that a role needs to run its model over the batch."""
+"""Columns that a role reads to run its model over the batch."""
 
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
 )
-"""Columns that nobody learns from: they need not travel to the ranks."""
+"""Columns that no update reads: they are not sent to the ranks."""
 
 
 class PPOTrainer:
-    """One run."""
+    """One training run."""
 
     def __init__(self, config: PPOConfig, parts: PPOParts):
         self.config, self.parts = config, parts
@@ -61,39 +60,56 @@ class PPOTrainer:
     # -- the algorithm ----------------------------------------------------------------------------
 
     def step(self, prompts: DataProto) -> dict[str, float]:
-        """One iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
+        """Run one iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
         config, metrics = self.config, StepMetrics()
         if config.needs_greedy():
-            prompts = with_baselines(prompts, self.parts, metrics)
+            prompts = self._with_baselines(prompts, metrics)
         if config.algorithm.filter_groups.enable:
-            batch, begun = informative(prompts, self._answered, self.parts.loader, config, metrics), None
+            batch, scoring = informative(prompts, self._generate_and_score, self.parts.loader, config, metrics), None
         else:
-            batch, begun = self._generated(prompts, metrics)
-        batch = self._evaluated(batch, begun, metrics)
+            batch, scoring = self._generate(prompts, metrics)
+        batch = self._evaluate(batch, scoring, metrics)
         with metrics.phase("adv"):
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
             batch = batch.union(estimate(batch, config.algorithm))
-            corrected, told = correct(batch, config.algorithm.rollout_correction)
-            batch = batch.union(corrected)
-            metrics.add(penalty | told)
-        batch = batch.union(self._update(batch.drop(*DRIVER_ONLY), metrics))
+            corrections, correction_metrics = correct(batch, config.algorithm.rollout_correction)
+            batch = batch.union(corrections)
+            metrics.add(penalty | correction_metrics)
+        # Critic and actor are updated at the same time if they run on separate devices.
+        inputs, critic_update = batch.drop(*DRIVER_ONLY), None
+        if self.critic is not None:
+            with metrics.phase("update_critic"):
+                critic_rows = inputs.reorder(self._critic_rows(len(inputs)))
+                critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
+        if self._updates_actor():
+            with metrics.phase("update_actor"):
+                rows, source = self._actor_rows(len(inputs)), self._old_log_probs()
+                update = submit(
+                    self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
+                ).result()
+                metrics.add(update.meta_info["metrics"])
+                if source == "update":
+                    batch = batch.union(DataProto(update.columns).reorder(rows.argsort()))
+        if critic_update is not None:
+            with metrics.phase("update_critic"):
+                metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
-        if not config.algorithm.rollout_correction.bypass_mode:
+        if self._old_log_probs() != "rollout":
             metrics.add(mismatch(batch))
         return metrics.finished(batch)
 
-    def _evaluated(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> DataProto:
-        """The batch with scores, old log-probs unless the update finds them, and what reference and critic think of it.
+    def _evaluate(self, batch: DataProto, scoring: Begun | None, metrics: StepMetrics) -> DataProto:
+        """Add scores, reference log-probs and values, and old log-probs unless the update computes them.
 
-        Nobody here waits for another: roles on devices of their own work at the same time, and the scoring functions,
-        which run beside the driver, while all of them do. A phase's time is what the driver waited for it.
+        All phases overlap: roles on separate devices compute at the same time, and reward functions run in their own
+        processes meanwhile. The time of a phase is the time that the driver waits for it.
         """
         sequences = batch.select(*SEQUENCES)
         pending: dict[str, Pending[DataProto]] = {}
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        if self._old_log_probs() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
-        elif not (self.config.learns_at_once() and self._actor_learns()):
+        elif self._old_log_probs() == "actor":
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
         if self.config.needs_ref_log_prob():
@@ -103,7 +119,7 @@ class PPOTrainer:
             with metrics.phase("values"):
                 pending["values"] = submit(self.critic.compute_values, sequences)
         if "token_level_scores" not in batch:
-            batch, _ = self._scored(batch, begun, metrics)
+            batch, _ = self._score(batch, scoring, metrics)
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
@@ -112,80 +128,84 @@ class PPOTrainer:
             self._write(samples_of(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
 
-    def _update(self, learn: DataProto, metrics: StepMetrics) -> DataProto:
-        """Train critic and actor, at the same time where they have devices of their own.
+    def _generate(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> tuple[DataProto, Begun | None]:
+        """Generate `rollout.n` responses to each prompt; returns the batch and the scoring that already runs.
 
-        Returns the columns that the actor finds only now, where its update is one step; else none.
-        """
-        critic, found = None, DataProto({})
-        if self.critic is not None:
-            with metrics.phase("update_critic"):
-                critic = submit(self.critic.update_critic, self._for_critic(learn), dealt=True)
-        if self._actor_learns():
-            with metrics.phase("update_actor"):
-                rows = self._rows_of_actor(len(learn))
-                told = submit(self.actor.update_actor, learn.reorder(rows), dealt=True).result()
-                metrics.add(told.meta_info["metrics"])
-                if told.columns:
-                    found = DataProto(told.columns).reorder(rows.argsort())
-        if critic is not None:
-            with metrics.phase("update_critic"):
-                metrics.add(critic.result().meta_info["metrics"])
-        return found
-
-    def _generated(
-        self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0
-    ) -> tuple[DataProto, Begun | None]:
-        """Each prompt `rollout.n` times with a response, and the scoring that has begun meanwhile.
-
-        Rows before `first_row` were drawn earlier in the step.
+        `first_row` is the number of rows that the step has generated before.
         """
         with metrics.phase("gen"):
             rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
             batch = rows.with_columns(sampling_seed=seeds)
-            generated, begun = self.parts.generate(batch)
-            return metrics.union(batch, generated), begun
+            generated, scoring = self.parts.generate(batch)
+            return metrics.union(batch, generated), scoring
 
-    def _scored(self, batch: DataProto, begun: Begun | None, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
-        """The batch with what its responses are worth, and how that came to be."""
+    def _score(self, batch: DataProto, scoring: Begun | None, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
+        """Score the responses; returns the batch with its scores, and the result of the reward functions."""
         with metrics.phase("reward"):
             batch = self.parts.model_scored(batch)
-            scored = self.rewards.score(batch, self.parts.decode, begun)
-            self.parts.failed.add(scored.failures, f"step {self.global_step}")
-            metrics.add(scored.metrics)
-        return with_scores(batch, scored), scored
+            result = self.rewards.score(batch, self.parts.decode, scoring)
+            self.parts.failed.add(result.failures, f"step {self.global_step}")
+            metrics.add(result.metrics)
+        return with_scores(batch, result), result
 
-    def _answered(self, prompts: DataProto, metrics: StepMetrics, first_row: int) -> tuple[DataProto, RewardResult]:
-        """Generated and scored, for dynamic sampling, which must know the scores before it goes on."""
-        return self._scored(*self._generated(prompts, metrics, first_row), metrics)
+    def _generate_and_score(
+        self, prompts: DataProto, metrics: StepMetrics, first_row: int
+    ) -> tuple[DataProto, RewardResult]:
+        """Generate and score for dynamic sampling, which selects prompts by their scores."""
+        return self._score(*self._generate(prompts, metrics, first_row), metrics)
 
-    def _actor_learns(self) -> bool:
+    def _with_baselines(self, prompts: DataProto, metrics: StepMetrics) -> DataProto:
+        """Add `reward_baselines`, the score of the greedy response to each prompt (ReMax, arXiv:2310.10505).
+
+        Greedy responses are scored like samples, without a KL penalty; their reward metrics are named `baseline/...`.
+        If the scoring of a greedy response fails and is dropped, the baseline is nan, and `with_scores` drops the
+        samples of the prompt.
+        """
+        with metrics.phase("gen_max"):
+            generated, scoring = self.parts.generate(prompts, greedy=True)
+        with metrics.phase("reward_max"):
+            greedy = self.parts.model_scored(prompts.union(DataProto(generated.columns)))
+            result = self.rewards.score(greedy, self.parts.decode, scoring)
+        check_left(result.kept, result, "greedy responses")
+        baselines = torch.where(result.kept, result.token_level_scores.sum(), torch.nan)
+        renamed = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}
+        metrics.add(renamed | {"baseline/score/mean": float(baselines.nanmean())})
+        return prompts.with_columns(reward_baselines=baselines)
+
+    def _updates_actor(self) -> bool:
         return self.global_step > self.config.trainer.critic_warmup
 
-    def _rows_of_actor(self, count: int) -> Tensor:
-        """The rows of the actor's mini-batches, dealt to its ranks."""
+    def _old_log_probs(self) -> Literal["actor", "update", "rollout"]:
+        """Return the source of the old log-probs; a step without an actor update computes them with the actor."""
+        source = self.config.old_log_probs()
+        return source if source != "update" or self._updates_actor() else "actor"
+
+    def _actor_rows(self, count: int) -> Tensor:
+        """Return the order of rows that gives each rank its part of the actor's mini-batches."""
         actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
-        return dealt_rows(count, self.config.actor_mini_batch(), actor.ppo_epochs, self._order(actor.shuffle), dp_size)
+        seed = self._shuffle_seed(actor.shuffle)
+        return sharded_rows(count, self.config.actor_mini_batch(), actor.ppo_epochs, seed, dp_size)
 
-    def _for_critic(self, batch: DataProto) -> DataProto:
-        """The rows of the critic's mini-batches, likewise."""
+    def _critic_rows(self, count: int) -> Tensor:
+        """Return the order of rows that gives each rank its part of the critic's mini-batches."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
-        return deal(batch, self.config.critic_mini_batch(), critic.ppo_epochs, self._order(critic.shuffle), dp_size)
+        seed = self._shuffle_seed(critic.shuffle)
+        return sharded_rows(count, self.config.critic_mini_batch(), critic.ppo_epochs, seed, dp_size)
 
-    def _order(self, shuffle: bool) -> int | None:
+    def _shuffle_seed(self, shuffle: bool) -> int | None:
         return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def prepare(self) -> Saved | None:
-        """Build the models and, if there is something to resume from, load it."""
-        saved = self._saved()
+        """Build the models and load the checkpoint to resume from, if any; returns that checkpoint."""
+        saved = self._checkpoint_to_resume()
         if saved is not None:
             check_resume(saved, self.config, ["actor", *([] if self.critic is None else ["critic"])])
-        building = [submit(role.init_model) for role in self.parts.roles()]
-        for model in building:
-            model.result()
+        pending = [submit(role.init_model) for role in self.parts.roles()]
+        for init in pending:
+            init.result()
         if saved is not None:
             self.actor.load_checkpoint(saved.role("actor"))
             if self.critic is not None:
@@ -194,13 +214,13 @@ class PPOTrainer:
             self.kl.load_state_dict(saved.state["kl"])
             self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
-            told_resume(saved, self.parts.total_steps)
+            log_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.put_aside(after=self.global_step)
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train to the end or until it is asked to stop, or validate alone; returns the metrics of the last step."""
+        """Train until the last step or a stop signal, or only validate (`val_only`); returns the last metrics."""
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
@@ -231,7 +251,7 @@ class PPOTrainer:
         return metrics
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
-        """Score the held-out prompts; the responses go to `validation/step_<n>.jsonl`, the first to the trackers."""
+        """Score the validation prompts and write the responses; trackers get the first `log_val_generations`."""
         trainer = self.config.trainer
         metrics, samples = validate(self.parts, self.config)
         shown = samples[: trainer.log_val_generations]
@@ -249,7 +269,7 @@ class PPOTrainer:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """All state of the run, whole or not at all."""
+        """Save the state of the run as one atomic checkpoint."""
         trainer, step = self.config.trainer, self.global_step
         roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:
@@ -258,23 +278,23 @@ class PPOTrainer:
             "loader": self.parts.loader.state_dict(),
             "kl": self.kl.state_dict(),
             "best": self.best.state_dict(),
-            "config": remembered(self.config),
+            "config": config_record(self.config),
             "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
-        wanted = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
+        contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
         exports = {
             name: partial(role.export, tokenizer=self.config.tokenizer_path())
             for name, role in (("actor", self.actor), ("critic", self.critic))
-            if role is not None and wanted[name].with_hf_model()
+            if role is not None and contents[name].with_hf_model()
         }
         self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 
-    def _saved(self) -> Saved | None:
+    def _checkpoint_to_resume(self) -> Saved | None:
         trainer, checkpoints = self.config.trainer, self.parts.checkpoints
         if trainer.resume_mode == "disable":
             return None
         if trainer.resume_mode == "resume_path":
-            assert trainer.resume_from_path is not None, "the config was checked"
+            assert trainer.resume_from_path is not None, "validated by the config"
             return checkpoints.open(trainer.resume_from_path)
         return checkpoints.latest()

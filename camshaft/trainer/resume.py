@@ -1,12 +1,12 @@
-"""A run that goes on: what its config was when the step was saved, and what a user should know of it.
+"""Checks and log lines of a run that resumes from a checkpoint.
 
-    state = {..., "config": remembered(config)}
+    state = {..., "config": config_record(config)}              # saved with the checkpoint
     ...
     check_resume(saved, config, roles=["actor", "critic"])      # before anything is built
-    told_resume(saved, total_steps)
+    log_resume(saved, total_steps)
 
-Most of a config may change between two starts; what changed is logged. What may not is refused where it is known: other
-rows by the loader, another model or optimizer by its engine, a role that was not saved here.
+Most config keys may change between two starts of a run, and changes are logged. Other changes are errors: the loader
+rejects other rows, engines reject another model or optimizer, and `check_resume` rejects missing roles.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from camshaft.config.tree import flatten, leaf_fields, shown
 from camshaft.errors import CheckpointError
 
 OF_ONE_START = ("trainer.resume_mode", "trainer.resume_from_path")
-"""Keys that speak of one start of a run, not of the run; `ray_kwargs` does too, and is not told for its secrets."""
+"""Keys of a single start, not of the run. `ray_kwargs` is also left out, because it may hold secrets."""
 
 logger = logging.getLogger(__name__)
 
 
-def remembered(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
-    """The config by dotted keys, as JSON, without secrets."""
+def config_record(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
+    """Return the config as a JSON dict of dotted keys, without secrets."""
     values = flatten(without_secrets(config), leaf_fields(type(config)))
     return {key: value for key, value in values.items() if key not in OF_ONE_START}
 
 
 def changes(before: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:
-    """What the config says otherwise than it did, as it is typed."""
+    """Return the changed keys as overrides, each with its earlier value."""
     return [
         f"{key}={shown(value)} (was {shown(before[key])})"
-        for key, value in remembered(config).items()
+        for key, value in config_record(config).items()
         if key in before and before[key] != value
     ]
 
 
 def check_resume(saved: Saved, config: PPOConfig | SupervisedConfig, roles: Iterable[str]) -> None:
-    """Say what changed since; an error if the step lacks a role that the run has."""
+    """Log config changes since the checkpoint; raises an error if the checkpoint lacks a role of the run."""
     changed = changes(saved.state["config"], config)
     if changed:
-        logger.warning("since step %d was saved the config has changed: %s", saved.step, ", ".join(changed))
+        logger.warning("config changes since step %d: %s", saved.step, ", ".join(changed))
     missing = [role for role in roles if role not in saved.roles]
     if missing:
         raise CheckpointError(
-            f"{saved.folder} was saved by a run without {' and '.join(missing)}, and this run has one. Give the config "
-            "that it was saved with, or start afresh: type trainer.resume_mode=disable"
-            + (f". What differs: {', '.join(changed)}" if changed else "")
+            f"{saved.folder} has no {' and '.join(missing)}, which this run needs; use the checkpoint's config, or "
+            "start a new run with trainer.resume_mode=disable"
+            + (f". Changed keys: {', '.join(changed)}" if changed else "")
         )
 
 
-def told_resume(saved: Saved, total_steps: int) -> None:
-    """Say where a run goes on, or that there is nothing left to do."""
+def log_resume(saved: Saved, total_steps: int) -> None:
+    """Log the next step, or that the run has already finished."""
     if saved.step < total_steps:
         logger.info("resumed from %s: step %d of %d is next", saved.folder, saved.step + 1, total_steps)
     else:
         logger.warning(
-            "%s is the end of a finished run: all %d steps are done. For more raise trainer.total_epochs or "
-            "trainer.total_training_steps; to start over type trainer.resume_mode=disable",
+            "%s: the run has finished all %d steps; to continue, raise trainer.total_epochs or "
+            "trainer.total_training_steps; to start over, use trainer.resume_mode=disable",
             *(saved.folder, total_steps),
         )

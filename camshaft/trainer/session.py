@@ -1,9 +1,11 @@
-"""What surrounds a run of either trainer: logging, seed, the place it runs in, its length, trackers.
+"""Setup shared by all trainers: logging, seeding, output folder, worker pools, run length, trackers.
 
 with session(config.trainer) as run:
-    total_steps = run_length(config.trainer, loader)
-    with run.tracking(config, total_steps, saved) as tracking:
-        stop = run.listen()
+    with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs) as pools:
+        critic = spawn(CriticWorker, ..., pool=pools["critic_pool"])
+        total_steps = run_length(config.trainer, loader)
+        with run.tracking(config, total_steps, saved) as tracking:
+            stop = run.listen()
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import torch
 from rich.console import Console
@@ -21,8 +23,17 @@ from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import Saved
-from camshaft.config import PPOConfig, SupervisedConfig, SupervisedTrainerConfig, without_secrets
+from camshaft.config import (
+    GLOBAL_POOL,
+    PlaceConfig,
+    PPOConfig,
+    SupervisedConfig,
+    SupervisedTrainerConfig,
+    pool_sizes,
+    without_secrets,
+)
 from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
@@ -33,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """The screen and the trackers of one run."""
+    """Console, trackers and signal handlers of one run."""
 
     def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
@@ -44,14 +55,14 @@ class Session:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def tracking(
-        self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None, inside: str = ""
+        self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None, subfolder: str = ""
     ) -> Tracking:
-        """The trackers; of a validation alone, which goes on from no metrics and replaces none, `inside` a folder."""
+        """Build the trackers; a validation-only run writes to a `subfolder` and leaves the run's metrics untouched."""
         trainer = self.trainer
         info = RunInfo(
             project=trainer.project_name,
             experiment=trainer.experiment_name,
-            folder=Path(trainer.default_local_dir) / inside,
+            folder=Path(trainer.default_local_dir) / subfolder,
             total_steps=total_steps,
             resumed_step=None if saved is None else saved.step,
             config=without_secrets(config),
@@ -59,7 +70,7 @@ class Session:
         return Tracking(trainer.logger, info)
 
     def listen(self) -> Stop:
-        """From now on there is something to save: until the session ends a signal asks the run to stop."""
+        """Handle stop signals until the session ends; call it once the run has state to save."""
         return self._until_end.enter_context(listening())
 
     def close(self) -> None:
@@ -68,8 +79,8 @@ class Session:
 
 @contextlib.contextmanager
 def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
-    """A run of so many processes in its folder, which no other run may write to at the same time."""
-    _check_place(trainer, trainer.world_size if ranks is None else ranks)
+    """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
+    _check_machine(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
     lock = _locked(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
@@ -83,7 +94,7 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
 
 @contextlib.contextmanager
 def logged(console: Console, seed: int) -> Iterator[None]:
-    """Log records go to the screen; the run's seed is set where a library draws without being told one."""
+    """Log to the console, and seed the global generator for libraries that use it."""
     handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
     root.addHandler(handler)
@@ -99,35 +110,35 @@ def _locked(folder: Path) -> IO[str]:
     lock = storage.hold(folder)
     if lock is None:
         raise ConfigError(
-            f"trainer.default_local_dir={folder}: another run is writing there. Wait for it, or name another folder "
+            f"trainer.default_local_dir={folder}: another run is writing there; wait for it, or set another folder "
             "(trainer.experiment_name=...)"
         )
     return lock
 
 
 def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
-    """Wait for checkpoints that are written in the background; of a run that failed, as far as its workers live."""
-    # The error of the run is the one to be read, and its workers may have ended with it.
+    """Wait for checkpoints that are written in the background."""
+    # If the run failed, its own error is reported, and its workers may have ended with it.
     with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
         for role in roles:
             role.wait_for_checkpoint()
 
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:
-    """Steps of the run: as many as the config asks for, and no more than the data has."""
-    asked, there = trainer.total_training_steps, len(loader)
-    if asked is None or asked <= there:
-        return asked or there
+    """Return the number of steps: `total_training_steps`, at most what the data has."""
+    configured, available = trainer.total_training_steps, len(loader)
+    if configured is None or configured <= available:
+        return configured or available
     logger.warning(
-        "trainer.total_training_steps=%d: the data end after %d (trainer.total_epochs=%d of %d steps). For more steps "
-        "raise trainer.total_epochs",
-        *(asked, there, trainer.total_epochs, loader.steps_per_epoch),
+        "trainer.total_training_steps=%d: the data ends after %d steps (trainer.total_epochs=%d of %d steps each); "
+        "raise trainer.total_epochs for more",
+        *(configured, available, trainer.total_epochs, loader.steps_per_epoch),
     )
-    return there
+    return available
 
 
-def _check_place(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
-    """What only the machine can tell, before anything is loaded: is there such a device, can the run write?"""
+def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
+    """Check before anything is loaded that the devices exist and the output folder is writable."""
     if trainer.backend() == "local":
         check_device(trainer.device, ranks)
     folder = Path(trainer.default_local_dir).expanduser()
@@ -137,26 +148,73 @@ def _check_place(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -
             pass
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={trainer.default_local_dir}: the run cannot write there ({error.strerror}). "
-            "Name another folder"
+            f"trainer.default_local_dir={trainer.default_local_dir} is not writable ({error.strerror}); set another "
+            "folder"
         ) from error
 
 
 def check_device(device: str, ranks: int) -> None:
-    """One device of this kind for each rank; all share the CPU."""
+    """Check that every rank has a device of this kind; ranks share the CPU."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
         raise ConfigError(
-            f"trainer.device={device}: this torch knows no such device. Type trainer.device=cpu"
+            f"trainer.device={device} is not a device of this torch build; use trainer.device=cpu"
         ) from error
     if kind == "cpu":
         return
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
-        raise ConfigError(f"trainer.device={device}: torch finds no such device here. Type trainer.device=cpu")
+        raise ConfigError(f"trainer.device={device}: torch finds no such device here; use trainer.device=cpu")
     if torch.accelerator.device_count() < ranks:
         raise ConfigError(
-            f"trainer.n_gpus_per_node={ranks}: there are {torch.accelerator.device_count()} {kind} devices here, and "
-            f"each rank needs one of its own. Type trainer.n_gpus_per_node={torch.accelerator.device_count()}"
+            f"trainer.n_gpus_per_node={ranks}: each rank needs a {kind} device and this machine has "
+            f"{torch.accelerator.device_count()}; use trainer.n_gpus_per_node={torch.accelerator.device_count()}"
         )
+
+
+# -- worker pools ---------------------------------------------------------------------------------
+
+ROLE_MODULES = ("camshaft.roles",)
+"""Modules that worker processes import while they start."""
+
+
+def pool_specs(config: PPOConfig) -> list[PoolSpec]:
+    """Return the pools of a PPO run that hold at least one role, the actor's first."""
+    trainer, pool_of = config.trainer, config.pools()
+    sizes = pool_sizes(trainer, trainer.resource_pools)
+    return [
+        PoolSpec(
+            name,
+            sizes[name].nnodes,
+            sizes[name].n_gpus_per_node,
+            trainer.device,
+            trainer.cpus_per_rank,
+            roles=tuple(role for role, pool in pool_of.items() if pool == name),
+        )
+        for name in dict.fromkeys(pool_of.values())
+    ]
+
+
+def global_pool(trainer: PlaceConfig, role: str) -> PoolSpec:
+    """Return the only pool of a run with one role."""
+    return PoolSpec(
+        GLOBAL_POOL, trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank, roles=(role,)
+    )
+
+
+@contextlib.contextmanager
+def run_pools(
+    trainer: PlaceConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
+) -> Iterator[dict[str, Pool]]:
+    """Start the pools; yields them by name. Workers write their output to files in `log_folder`."""
+    logs = None if log_folder is None else str(log_folder.expanduser().absolute())
+    options = Options(log_folder=logs, preload=ROLE_MODULES, ray_init=ray_init)
+    backend = trainer.backend()
+    for spec in specs:
+        if backend != "local" or spec.world_size > 1:
+            size = f"{spec.nnodes} x {spec.ranks_per_node} processes"
+            where = f"; output in {logs}/{spec.name}_rank*.log" if logs else ""
+            logger.info("%s (%s): %s on %s%s", spec.name, ", ".join(spec.roles), size, backend, where)
+    with pools(specs, backend, options) as started:
+        yield {pool.spec.name: pool for pool in started}

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
-from camshaft.checkpoint import CheckpointManager, Saved, check_export_path
+from camshaft.checkpoint import BestStep, CheckpointManager, Saved, check_export_path
 from camshaft.config import GLOBAL_POOL, SupervisedConfig, Topology
 from camshaft.controller import spawn
 from camshaft.data import StatefulLoader, data_files
@@ -32,11 +32,9 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
-from camshaft.trainer.best import BestStep
 from camshaft.trainer.mini_batches import even_shares
-from camshaft.trainer.pools import global_pool, run_pools
-from camshaft.trainer.resume import check_resume, remembered, told_resume
-from camshaft.trainer.session import finish_saving, run_length, session
+from camshaft.trainer.resume import check_resume, config_record, log_resume
+from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
 
 W = TypeVar("W", bound=SupervisedWorker)
 
@@ -107,7 +105,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.loader.load_state_dict(saved.state["loader"])
             self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
-            told_resume(saved, self.total_steps)
+            log_resume(saved, self.total_steps)
         if self.config.trainer.resume_mode == "disable":
             self.checkpoints.put_aside(after=0)
         return saved
@@ -166,7 +164,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         state = {
             "loader": self.loader.state_dict(),
             "best": self.best.state_dict(),
-            "config": remembered(self.config),
+            "config": config_record(self.config),
         }
         self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
 

@@ -90,6 +90,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
     f"{REWARD}.weight": (f"{_SCORED}::test_function_and_model_score_together_and_as_much_on_two_ranks",),
     f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_class_of_ones_own_scores",),
+    "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
+    f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     **_each(
         f"{_REWARDS}::test_the_key_changes_the_penalty_for_long_responses",
         f"{_BUFFER}.enable", f"{_BUFFER}.len", f"{_BUFFER}.penalty_factor", f"{_BUFFER}.log",

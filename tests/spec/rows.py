@@ -222,6 +222,20 @@ _WORKERS: dict[str, Means] = {
          f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",
          "tests/unit/reshard/test_faults.py::test_a_fault_on_the_way_is_an_error_that_names_the_weight"),
     ),
+    "a role of your own plugs in the same way": (
+        "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` name classes; "
+        "`ActorRolloutRefWorker` has class attributes for actor, reference and rollout.",
+        ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",
+         "tests/unit/trainer/test_own_roles.py::test_a_class_without_the_methods_of_its_role_is_an_error"),
+    ),
+    "`DataParallelPPOActor`": (
+        "Deviates by name: `camshaft.roles.ActorWorker`, which holds the PPO update on any engine.",
+        (f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",),
+    ),
+    "`FSDPVLLMShardingManager`": (
+        "Deviates by name: `camshaft.reshard.rollout_mode`, one context manager for every engine and rollout.",
+        (f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",),
+    ),
     "PPO trains on them": (
         "The same numbers as a plain program, step for step.",
         ("tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run",

@@ -10,8 +10,7 @@ from support.ppo_runs import ppo_config
 from camshaft.config import PPOConfig
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from camshaft.tracking import RunInfo, Tracker
-from camshaft.trainer.pools import pool_specs, run_pools
-from camshaft.trainer.session import Session
+from camshaft.trainer.session import Session, pool_specs, run_pools
 from spec.test_told import run_with
 from spec.told import ACTOR, ROLLOUT
 

@@ -134,17 +134,12 @@ class PPOConfig(Section):
         pass of the actor before the update. In steps of `trainer.critic_warmup` no update runs, so `update` has no
         source there and a caller that needs the values computes them with the actor.
         """
-        if self.algorithm.rollout_correction.bypass_mode:
-            return "rollout"
-        return "update" if self.learns_at_once() else "actor"
-
-    def learns_at_once(self) -> bool:
-        """Whether a batch is one optimizer step of the actor, so that the update's own forward pass has the old
-        log-probs, and nothing asks for them before it."""
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
-        correction = algorithm.rollout_correction
+        if algorithm.rollout_correction.bypass_mode:
+            return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        return one_step and not (correction.is_on() or correction.bypass_mode or algorithm.use_kl_in_reward)
+        read_earlier = algorithm.rollout_correction.is_on() or algorithm.use_kl_in_reward
+        return "update" if one_step and not read_earlier else "actor"
 
     def actor_mini_batch(self) -> int:
         """Return the sequences per actor optimizer step, over all ranks."""

@@ -185,6 +185,9 @@ class ActorRolloutRefConfig(Section):
     """Actor, rollout and reference, which share one model."""
 
     resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
+    worker_cls: Text | None = Field(
+        description="Class for actor, rollout and reference, package.module:Class; null: ActorRolloutRefWorker."
+    )
     hybrid_engine: bool = Field(description="Place actor and rollout on the same devices; must be true.")
     model: PolicyModelConfig = Field(description="Model of actor, rollout and reference.")
     actor: ActorConfig = Field(description="Training of the policy.")
@@ -206,6 +209,7 @@ class CriticConfig(Section):
         description="Use a critic; null enables it for gae only. Set true for a custom estimator."
     )
     resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
+    worker_cls: Text | None = Field(description="Class for the critic, package.module:Class; null: CriticWorker.")
     strategy: Text = Field(description="Training engine: a registered name, or package.module:Class.")
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
     model: CriticModelConfig = Field(description="Model of the critic.")

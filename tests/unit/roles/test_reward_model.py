@@ -16,7 +16,8 @@ from camshaft.controller.local import PRELOAD
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, ConfigError, EngineError
 from camshaft.models.tiny import END
-from camshaft.roles import RewardModelWorker, reward_worker
+from camshaft.roles import RewardModelWorker
+from camshaft.trainer.build import role_classes
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -41,7 +42,7 @@ def config_of(home: Path, model: str = "same", **overrides: Any) -> PPOConfig:
 
 
 def built(config: PPOConfig) -> RewardModelWorker:
-    worker = reward_worker(config.reward_model)(config, Topology(1))
+    worker = role_classes(config)[2](config, Topology(1))
     worker.init_model()
     return worker
 
@@ -264,10 +265,10 @@ def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
 def test_a_class_of_ones_own_scores(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
     own = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
-    assert reward_worker(own.reward_model) is Longest
+    assert role_classes(own)[2] is Longest
     assert built(own).compute_rm_score(batch)["rm_scores"].sum().tolist() == [4, 2]
     derived = config_of(home, reward_model__worker_cls="support.reward_models:Negated")
-    assert reward_worker(derived.reward_model) is Negated
+    assert role_classes(derived)[2] is Negated
     close(built(derived).compute_rm_score(batch)["rm_scores"].sum(), -plain_scores(home / "same", plain_rows(batch)))
 
 
@@ -282,4 +283,4 @@ def test_a_class_of_ones_own_scores(home: Path) -> None:
 )
 def test_a_class_that_cannot_score_is_told(name: str, said: str, home: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        reward_worker(config_of(home, reward_model__worker_cls=name).reward_model)
+        role_classes(config_of(home, reward_model__worker_cls=name))

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
 from camshaft.roles.base import as_sequences, of_responses
-from camshaft.trainer.mini_batches import deal
+from camshaft.trainer.mini_batches import sharded_rows
 
 TEMPERATURE = 0.7
 STEPS = 10
@@ -140,17 +140,18 @@ def test_the_first_loss_is_worked_out_by_hand(home: Path) -> None:
     assert metrics["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
 
 
-def test_dealt_rows_are_learned_in_their_order_epochs_and_all(home: Path) -> None:
+def test_presharded_rows_are_trained_in_their_order(home: Path) -> None:
     config = config_of(home, actor_rollout_ref__actor__ppo_epochs=2, actor_rollout_ref__actor__ppo_mini_batch_size=2)
 
-    def trained(dealt: bool) -> dict[str, float]:
+    def trained(presharded: bool) -> dict[str, float]:
         actor = ActorWorker(config, Topology(1), STEPS)
         actor.init_model()
         batch = learnable(old_log_probs=actor.compute_log_prob(batch_of()).ragged("old_log_probs"))
-        batch = deal(batch, mini_batch=2, epochs=2, seed=7, dp_size=1) if dealt else batch
-        return actor.update_actor(batch, seed=7, dealt=dealt).meta_info["metrics"]
+        if presharded:
+            batch = batch.reorder(sharded_rows(len(batch), mini_batch=2, epochs=2, seed=7, dp_size=1))
+        return actor.update_actor(batch, seed=7, presharded=presharded).meta_info["metrics"]
 
-    assert trained(dealt=True) == trained(dealt=False)
+    assert trained(presharded=True) == trained(presharded=False)
 
 
 @pytest.mark.parametrize(("loss", "mode"), [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
@@ -164,7 +165,7 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: 
     before.init_model(), at_once.init_model()
     told = before.compute_log_prob(batch_of())
     expected = before.update_actor(learnable(old_log_probs=told.ragged("old_log_probs"))).meta_info["metrics"]
-    found = at_once.update_actor(learnable())
+    found = at_once.update_actor(learnable(), old_log_probs="update")
     assert found.meta_info["metrics"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert found.columns.keys() == told.columns.keys()
     for name in told.columns:
@@ -176,8 +177,8 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: 
 def test_an_update_of_more_rows_than_a_step_needs_the_old_log_probs(home: Path) -> None:
     actor = ActorWorker(config_of(home, data__train_batch_size=4), Topology(1), STEPS)
     actor.init_model()
-    with pytest.raises(BatchError, match=r"12 rows are more than a mini-batch of 4: .*call compute_log_prob"):
-        actor.update_actor(DataProto.concat([learnable()] * 3))
+    with pytest.raises(BatchError, match=r"12 rows are more than one mini-batch of 4 rows; call compute_log_prob"):
+        actor.update_actor(DataProto.concat([learnable()] * 3), old_log_probs="update")
 
 
 MINI_BATCH = "actor_rollout_ref__actor__ppo_mini_batch_size"

@@ -3,8 +3,8 @@ import math
 
 import pytest
 
+from camshaft.checkpoint import BestStep
 from camshaft.errors import ConfigError
-from camshaft.trainer.best import BestStep
 
 
 @pytest.mark.parametrize(("mode", "wanted"), [("max", [True, False, True, False]), ("min", [True, True, False, True])])
@@ -27,7 +27,9 @@ def test_before_training_the_name_alone_is_looked_at() -> None:
     best = BestStep("val-core/sums/reward/mean", "max")
     assert not best.offer({"val-core/sums/reward/mean": 1.0}, step=0)
     assert best.step is None
-    with pytest.raises(ConfigError, match=r"no such metric\. Type trainer\.best_metric=val-core/sum/reward/mean"):
+    with pytest.raises(
+        ConfigError, match=r"is not a validation metric of this run; use trainer\.best_metric=val-core/sum/reward/mean"
+    ):
         best.offer({"val/reward/mean": 0.0, "val-core/sum/reward/mean": 1.0}, step=0)
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.roles import ActorWorker
-from camshaft.trainer.rollout_correction import correct
+from camshaft.trainer.advantages import correct
 
 KEY = "algorithm.rollout_correction"
 

@@ -61,7 +61,7 @@ def test_a_step_with_one_update_computes_the_old_log_probs_in_it(
         **({} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp"}),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(PPOConfig, "learns_at_once", lambda self: False)
+        patch.setattr(PPOConfig, "old_log_probs", lambda self: "actor")
         apart = run_ppo(tmp_path / "apart", once, steps=2)
     together = run_ppo(tmp_path / "together", once, steps=2)
     for one, other in zip(apart, together, strict=True):

@@ -16,7 +16,7 @@ from camshaft.errors import BatchError, CheckpointError
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
-from camshaft.trainer.resume import changes, remembered
+from camshaft.trainer.resume import changes, config_record
 from camshaft.trainer.sft import SFTTrainer
 
 BUSY: dict[str, Any] = {
@@ -117,7 +117,7 @@ def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
 
 
 def test_what_changed_is_said_as_it_is_typed(tmp_path: Path) -> None:
-    before = remembered(ppo_config(tmp_path, BUSY))
+    before = config_record(ppo_config(tmp_path, BUSY))
     now = ppo_config(
         tmp_path, {**BUSY, "trainer.save_freq": 5, "data.shuffle": False, "trainer.resume_mode": "disable"}
     )
@@ -127,9 +127,7 @@ def test_what_changed_is_said_as_it_is_typed(tmp_path: Path) -> None:
 
 def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(home, {"actor_rollout_ref.actor.optim.lr": 5e-4}, saves_to=tmp_path)
-    assert "since step 2 was saved the config has changed: actor_rollout_ref.actor.optim.lr=0.0005 (was 0.001)" in (
-        caplog.text
-    )
+    assert "config changes since step 2: actor_rollout_ref.actor.optim.lr=0.0005 (was 0.001)" in (caplog.text)
 
 
 def test_a_step_without_the_critic_that_the_run_needs_is_refused(tmp_path: Path) -> None:
@@ -137,7 +135,7 @@ def test_a_step_without_the_critic_that_the_run_needs_is_refused(tmp_path: Path)
     run(tmp_path, {**grpo, "trainer.save_freq": 1}, steps=1)
     with pytest.raises(CheckpointError) as caught:
         run(tmp_path, {}, steps=2)
-    assert "was saved by a run without critic" in str(caught.value)
+    assert "has no critic, which this run needs" in str(caught.value)
     assert "algorithm.adv_estimator=gae (was grpo)" in str(caught.value)
     assert "trainer.resume_mode=disable" in str(caught.value)
 

@@ -97,7 +97,7 @@ def test_a_device_that_is_not_there_is_an_error_of_the_config(trainer: TrainerCo
 
 def test_a_device_that_torch_does_not_know_is_an_error_of_the_config(trainer: TrainerConfig) -> None:
     wrong = trainer.model_copy(update={"device": "toaster"})
-    with pytest.raises(ConfigError, match=r"device=toaster: this torch knows no such device"), session(wrong):
+    with pytest.raises(ConfigError, match=r"device=toaster is not a device of this torch build"), session(wrong):
         pass
 
 
@@ -112,5 +112,5 @@ def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_config(trainer: TrainerConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     taken = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
-    with pytest.raises(ConfigError, match="cannot write there"), session(taken):
+    with pytest.raises(ConfigError, match="is not writable"), session(taken):
         pass

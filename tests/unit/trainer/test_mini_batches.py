@@ -2,30 +2,34 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto
-from camshaft.trainer.mini_batches import deal, even_shares
+from camshaft.trainer.mini_batches import even_shares, sharded_rows
 
 
 def rows(count: int) -> DataProto:
     return DataProto.from_dict({"row": torch.arange(count)})
 
 
-def test_each_rank_finds_its_part_of_each_mini_batch_in_order() -> None:
+def sharded(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> DataProto:
+    return batch.reorder(sharded_rows(len(batch), mini_batch, epochs, seed, dp_size))
+
+
+def test_each_rank_gets_its_part_of_each_mini_batch_in_order() -> None:
     # Mini-batches 0..3 and 4..7; the first half of each is rank 0's, whose part of a call is the first half of all.
-    assert deal(rows(8), mini_batch=4, epochs=1, seed=None, dp_size=2)["row"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
-    assert deal(rows(4), mini_batch=2, epochs=2, seed=None, dp_size=2)["row"].tolist() == [0, 2, 0, 2, 1, 3, 1, 3]
+    assert sharded(rows(8), mini_batch=4, epochs=1, seed=None, dp_size=2)["row"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert sharded(rows(4), mini_batch=2, epochs=2, seed=None, dp_size=2)["row"].tolist() == [0, 2, 0, 2, 1, 3, 1, 3]
 
 
 @pytest.mark.parametrize("seed", [None, 3])
-def test_one_rank_learns_what_the_iterator_of_the_batch_gives(seed: int | None) -> None:
+def test_one_rank_gets_the_mini_batches_of_the_iterator(seed: int | None) -> None:
     wanted = [mini["row"].tolist() for mini in rows(12).make_iterator(4, epochs=3, seed=seed)]
-    dealt = deal(rows(12), mini_batch=4, epochs=3, seed=seed, dp_size=1)
-    assert [part["row"].tolist() for part in dealt.split(4)] == wanted
+    shards = sharded(rows(12), mini_batch=4, epochs=3, seed=seed, dp_size=1)
+    assert [part["row"].tolist() for part in shards.split(4)] == wanted
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 6])
-def test_a_mini_batch_is_of_the_same_rows_on_any_number_of_ranks(dp_size: int) -> None:
-    alone = deal(rows(24), mini_batch=6, epochs=2, seed=5, dp_size=1).split(6)
-    ranks = [part.split(6 // dp_size) for part in deal(rows(24), 6, 2, 5, dp_size).chunk(dp_size)]
+def test_mini_batches_do_not_depend_on_the_number_of_ranks(dp_size: int) -> None:
+    alone = sharded(rows(24), mini_batch=6, epochs=2, seed=5, dp_size=1).split(6)
+    ranks = [part.split(6 // dp_size) for part in sharded(rows(24), 6, 2, 5, dp_size).chunk(dp_size)]
     together = [sorted(row for part in parts for row in part["row"].tolist()) for parts in zip(*ranks, strict=True)]
     assert together == [sorted(mini["row"].tolist()) for mini in alone]
     assert len(together) == 8

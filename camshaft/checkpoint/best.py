@@ -1,11 +1,11 @@
-"""The best step so far, by one metric of validation.
+"""The best step so far by a validation metric.
 
     best = BestStep("val-core/gsm8k/reward/mean", "max")
-    best.offer({"val-core/gsm8k/reward/mean": 0.5, ...}, step=20)      # True: the best so far, and to be saved
-    best.step                                                          # 20, which retention spares
+    best.offer({"val-core/gsm8k/reward/mean": 0.5, ...}, step=20)      # True: the best so far, to be saved
+    best.step                                                          # 20, which retention keeps
 
-Of equal ones the earlier is the best, and what is not a number is never one. The weights that a run starts from are no
-step: of the validation before training the metric's name alone is looked at.
+Among equal values the earliest step is the best, and nan never is. The validation before training (step 0) only checks
+that the metric exists.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from camshaft.errors import ConfigError
 
 
 class BestStep:
-    """None as long as nothing was offered, and for ever without a metric."""
+    """Track the best step; `step` is None before the first offer and without a metric."""
 
     def __init__(self, metric: str | None, mode: str):
         self.metric, self.mode = metric, mode
@@ -27,14 +27,14 @@ class BestStep:
         self.value = math.nan
 
     def offer(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Is this step the best so far?"""
+        """Record a validation; returns True if this step is the best so far."""
         if self.metric is None:
             return False
         if self.metric not in metrics:
-            meant = nearest(self.metric, sorted(metrics)) or sorted(metrics)
+            candidates = nearest(self.metric, sorted(metrics)) or sorted(metrics)
             raise ConfigError(
-                f"trainer.best_metric={self.metric}: this run's validation has no such metric. "
-                f"Type trainer.best_metric={meant[0]}, or another of: {', '.join(sorted(metrics))}"
+                f"trainer.best_metric={self.metric} is not a validation metric of this run; "
+                f"use trainer.best_metric={candidates[0]}, or one of: {', '.join(sorted(metrics))}"
             )
         value = float(metrics[self.metric])
         if step == 0:
@@ -49,6 +49,6 @@ class BestStep:
         return {"metric": self.metric, "mode": self.mode, "step": self.step, "value": self.value if self.step else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; a run that looks for something else begins anew."""
+        """Restore the best step, unless the run now uses another metric."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode) and state["step"] is not None:
             self.step, self.value = state["step"], state["value"]

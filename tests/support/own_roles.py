@@ -1,0 +1,37 @@
+"""Roles of a user: an actor with another loss, a critic that counts its updates, a class that is no role."""
+
+from typing import Any
+
+from torch import Tensor
+
+from camshaft.controller import Dispatch, Worker, register
+from camshaft.dataproto import DataProto
+from camshaft.engine import StepContext
+from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker
+
+
+class DoubledActor(ActorWorker):
+    """An actor whose loss is twice that of PPO."""
+
+    def _loss(self, source: Any, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+        loss, ctx = super()._loss(source, data, predictions, ctx)
+        ctx["metrics"]["doubled_loss"] = 2 * ctx["metrics"]["pg_loss"]
+        return 2 * loss, ctx
+
+
+class DoubledPolicy(ActorRolloutRefWorker):
+    actor_class = DoubledActor
+
+
+class CountingCritic(CriticWorker):
+    updates = 0
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def update_critic(self, data: DataProto, seed: int = 0, presharded: bool = False) -> DataProto:
+        result = super().update_critic(data, seed, presharded)
+        self.updates += 1
+        return result.with_meta(metrics=result.meta_info["metrics"] | {"critic/updates": float(self.updates)})
+
+
+class NoRole(Worker):
+    """A worker without the methods of a role."""
