@@ -1,13 +1,13 @@
-"""What generators that are libraries of their own have in common: vLLM, its server, SGLang.
+"""Base class of rollouts that wrap a library with its own copy of the weights: vLLM, its server and SGLang.
 
     class MyRollout(ExternalRollout):
         def generate_sequences(self, prompts, sampling, seeds=None):
             requests = self.build_requests(prompts, sampling, seeds)
-            answers = my_library(requests, self.all_stop_ids(sampling))
-            return self.build_generation(prompts, answers, seconds)
+            responses = my_library(requests, self.all_stop_ids(sampling))
+            return self.build_generation(prompts, responses, seconds)
 
-They copy weights, which are checked before the library sees them; they are given rows with a limit and a seed each,
-and give back tokens and log-probs.
+These rollouts copy weights, which are validated before the library receives them. Each prompt row becomes a request
+with a length limit and a seed, and each response has tokens and log-probs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from camshaft.rollout.shared_model import stop_ids_of
 from camshaft.rollout.weights.checks import ExpectedWeights
 
 CPU_CACHE_BYTES = 2**28
-"""Keys and values on a CPU, where a share of all memory would be too much for each of several ranks."""
+"""Default size of the KV cache on a CPU, where a share of host memory per rank would be too much."""
 
 
 @dataclass(frozen=True)
 class RowRequest:
-    """One row: what it continues, how long it may get, and what it is drawn from."""
+    """One prompt row: its token ids, the maximum number of new tokens, and its seed."""
 
     prompt: list[int]
     limit: int
@@ -42,17 +42,17 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class RowResponse:
-    """One response."""
+    """One response row."""
 
     tokens: list[int]
     log_probs: list[float]
     finished: bool
     cached: int
-    """Tokens of the prompt that were not computed, because they were in the prefix cache."""
+    """Prompt tokens that the prefix cache served."""
 
 
 class ExternalRollout(BaseRollout):
-    """See the map above."""
+    """Base class of rollouts that copy weights into an external library."""
 
     keeps_tensors = False
 
@@ -67,7 +67,7 @@ class ExternalRollout(BaseRollout):
 
     @abstractmethod
     def has_weights(self) -> bool:
-        """Whether they came, all of them, since the last time that they were thrown away."""
+        """Return True if all weights were loaded since they were last dropped."""
 
     def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         return self.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
@@ -79,42 +79,43 @@ class ExternalRollout(BaseRollout):
         refuse_use(self._asleep, self.has_weights())
 
     def all_stop_ids(self, sampling: SamplingParams) -> list[int]:
+        """Return every token id that ends a row: the model's own, unless `ignore_eos`, and those of the call."""
         return [*(() if sampling.ignore_eos else self.stop_ids), *sampling.stop_token_ids]
 
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
-        """What the library is asked for."""
+        """Return one request per prompt row; raise an error if the rollout cannot generate."""
         self.ready()
         limits = self.limits(prompts, sampling, self._num_embeddings).tolist()
-        drawn = self.seeds_of_call(len(prompts), seeds).tolist()
+        row_seeds = self.seeds_of_call(len(prompts), seeds).tolist()
         rows = [row.tolist() for row in prompts.rows()]
-        return [RowRequest(*row) for row in zip(rows, limits, drawn, strict=True)]
+        return [RowRequest(*row) for row in zip(rows, limits, row_seeds, strict=True)]
 
-    def build_generation(self, prompts: Ragged, answers: Sequence[RowResponse], seconds: float) -> Generation:
-        """The answers, one per prompt, as the contract wants them."""
+    def build_generation(self, prompts: Ragged, rows: Sequence[RowResponse], seconds: float) -> Generation:
+        """Assemble the responses, one per prompt in the order of the prompts, and the metrics of the call."""
         if not len(prompts):
             return Generation.empty(prompts)
         device = prompts.values.device
-        responses = Ragged.from_rows([answer.tokens for answer in answers], torch.int64).to(device)
-        log_probs = Ragged.from_rows([answer.log_probs for answer in answers], torch.float32).to(device)
+        responses = Ragged.from_rows([row.tokens for row in rows], torch.int64).to(device)
+        log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32).to(device)
         bad = log_probs.row_ids()[~log_probs.values.isfinite()]
         if len(bad):
-            raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; look at the weights")
-        cached = sum(answer.cached for answer in answers)
+            raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; check the weights")
+        cached = sum(row.cached for row in rows)
         metrics = {
             "prompt_tokens_computed": float(len(prompts.values) - cached),
             "prompt_tokens_cached": float(cached),
             "response_tokens": float(len(responses.values)),
             "seconds": seconds,
         }
-        finished = torch.tensor([answer.finished for answer in answers], device=device)
+        finished = torch.tensor([row.finished for row in rows], device=device)
         return Generation(responses, log_probs, finished, metrics)
 
 
-def reject_reserved(asked: Collection[str], arguments: Collection[str]) -> None:
-    """`engine_kwargs` may add what is `asked` for to the `arguments` that the config makes, and may not replace one."""
-    own = [name for name in sorted(asked) if name in arguments]
-    if own:
+def reject_reserved(engine_kwargs: Collection[str], arguments: Collection[str]) -> None:
+    """Raise an error if `engine_kwargs` sets one of the `arguments` that the rollout derives from the config."""
+    reserved = [name for name in sorted(engine_kwargs) if name in arguments]
+    if reserved:
         raise RolloutError(
-            f"engine_kwargs sets {', '.join(own)}: take it out, the rollout and the model have keys for that, or it "
-            "has to be as it is"
+            f"engine_kwargs sets {', '.join(reserved)}, which camshaft sets itself; remove it and use the keys of the "
+            "rollout and the model"
         )

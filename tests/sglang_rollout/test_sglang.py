@@ -1,4 +1,4 @@
-"""What SGLang does beside the contract: processes that end, seeds, several processes as one generator, training.
+"""The SGLang rollout beyond the contract: seeds, tensor parallelism, checksums, processes and training.
 
 Run by `make test-sglang`.
 """
@@ -40,17 +40,17 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 # -- tokens ---------------------------------------------------------------------------------------
 
 
-def test_seeds_give_the_tokens_that_the_built_in_generator_draws(harness: RolloutHarness) -> None:
+def test_seeds_give_the_samples_of_the_builtin_generator(harness: RolloutHarness) -> None:
     case, prompts, seeds = harness.case(), harness.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
     plain = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
     plain.load_weights(case.weights())
     for sampling in WAYS:
-        found, wanted = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, plain))
-        assert found.responses.values.tolist() == wanted.responses.values.tolist()
-        close(found.log_probs, wanted.log_probs, 1e-4, "log-probs")
+        found, expected = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, plain))
+        assert found.responses.values.tolist() == expected.responses.values.tolist()
+        close(found.log_probs, expected.log_probs, 1e-4, "log-probs")
 
 
-def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(harness: RolloutHarness) -> None:
+def test_prefix_cache_is_reset_by_a_weight_sync(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(40, 40, seed=5)
 
     def cached() -> float:
@@ -62,7 +62,7 @@ def test_equal_beginnings_are_computed_once_and_forgotten_with_the_weights(harne
     assert cached() == 0
 
 
-def test_several_processes_are_one_generator(harness: RolloutHarness) -> None:
+def test_tensor_parallel_output_is_correct(harness: RolloutHarness) -> None:
     case, prompts = harness.case(tensor_model_parallel_size=2), harness.prompts(4, 9, 20)
     for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, top_p=0.8)):
         out = case.rollout.generate_sequences(prompts, sampling)
@@ -70,11 +70,11 @@ def test_several_processes_are_one_generator(harness: RolloutHarness) -> None:
     assert case.rollout.weight_digests() == {name: digest(weight) for name, weight in case.weights()}
 
 
-# -- weights, in the process that holds them --------------------------------------------------------
+# -- weights, in the process with the model ----------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """Holds three weights as one, and takes no weight whose name it does not know."""
+    """Fuse three weights, and ignore unknown names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ WEIGHTS = [("q_proj.weight", torch.ones(4, 4)), ("k_proj.weight", torch.ones(2, 
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def load_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     from camshaft.rollout.sglang import worker
 
     reader, writer = Pipe(duplex=False)
-    monkeypatch.setattr(worker, "_state", worker._State(writer, sampler_is_ours=True))
+    monkeypatch.setattr(worker, "_state", worker._State(writer, sampler_installed=True))
 
-    def hand_over(model: Layer, weights: list[tuple[str, Tensor]], spoil: str = "") -> tuple[dict[str, int], str]:
+    def load(model: Layer, weights: list[tuple[str, Tensor]], spoil: str = "") -> tuple[dict[str, int], str]:
         worker.begin_update(model, [("windows", torch.zeros(1))])
         worker.load_bucket(model, weights[:2])
         worker.load_bucket(model, weights[2:])
@@ -109,20 +109,20 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         worker.finish_update(model, [])
         return reader.recv()
 
-    return hand_over
+    return load
 
 
-def test_digests_are_of_what_the_model_holds(told) -> None:
-    wanted = {name: digest(weight) for name, weight in WEIGHTS}
-    assert told(Layer(), WEIGHTS) == (wanted, "")
-    spoiled, _ = told(Layer(), WEIGHTS, "qkv_proj.weight")
-    assert [name for name in wanted if spoiled[name] != wanted[name]] == ["v_proj.weight"]
+def test_digests_are_computed_from_the_model(load_weights) -> None:
+    expected = {name: digest(weight) for name, weight in WEIGHTS}
+    assert load_weights(Layer(), WEIGHTS) == (expected, "")
+    spoiled, _ = load_weights(Layer(), WEIGHTS, "qkv_proj.weight")
+    assert [name for name in expected if spoiled[name] != expected[name]] == ["v_proj.weight"]
 
 
-def test_a_weight_that_the_model_passes_over_is_named(told) -> None:
-    _, problem = told(Layer(), [*WEIGHTS[:3], ("nrom.weight", torch.ones(4))])
-    assert problem.startswith("no weight came for norm.weight")
-    _, problem = told(Layer(), [*WEIGHTS[:3], ("norm.weight", torch.ones(5))])
+def test_weight_that_the_model_skips_is_named(load_weights) -> None:
+    _, problem = load_weights(Layer(), [*WEIGHTS[:3], ("nrom.weight", torch.ones(4))])
+    assert problem.startswith("missing or NaN weights: norm.weight")
+    _, problem = load_weights(Layer(), [*WEIGHTS[:3], ("norm.weight", torch.ones(5))])
     assert "among v_proj.weight, norm.weight" in problem
 
 
@@ -140,7 +140,7 @@ if __name__ == "__main__":
 """
 
 
-def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
+def test_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     with none_left_behind(10) as mark:
         trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(model)], stdout=subprocess.PIPE, text=True)
@@ -153,7 +153,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(tmp_path: Path) -> None:
         assert still_running(others, 5) == []
 
 
-def test_a_process_of_sglang_that_dies_ends_the_call_within_seconds(tmp_path: Path) -> None:
+def test_killed_sglang_process_is_an_error_within_seconds(tmp_path: Path) -> None:
     with none_left_behind(10) as mark:
         harness = RolloutHarness(SGLangPool(), tmp_path)  # pyright: ignore[reportArgumentType]
         case = harness.case(max_model_len=1000)
@@ -172,13 +172,13 @@ def test_a_process_of_sglang_that_dies_ends_the_call_within_seconds(tmp_path: Pa
     assert MARK not in os.environ
 
 
-def test_what_it_cannot_do_is_refused_before_it_starts(tmp_path: Path) -> None:
+def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
     model = str(make_tiny_model(tmp_path / "model"))
     with pytest.raises(RolloutError, match="max_model_len=5000, but the model has 1024 positions"):
         build_rollout("sglang", RolloutEngineConfig(model_path=model, max_model_len=5000))
-    for options, told in (({"no_such_option": 1}, "does not start: .*no_such_option"),
-                          ({"tp_size": 2}, "engine_kwargs sets tp_size: take it out")):  # fmt: skip
-        with pytest.raises(RolloutError, match=told):
+    for options, message in (({"no_such_option": 1}, "failed to start: .*no_such_option"),
+                          ({"tp_size": 2}, "engine_kwargs sets tp_size, which camshaft sets itself")):  # fmt: skip
+        with pytest.raises(RolloutError, match=message):
             build_rollout("sglang", RolloutEngineConfig(model_path=model, engine_kwargs=options))
 
 
@@ -186,7 +186,7 @@ def test_what_it_cannot_do_is_refused_before_it_starts(tmp_path: Path) -> None:
 
 
 def test_sglang_follows_the_actor(tmp_path: Path) -> None:
-    """After each update it says greedily what the trained model says, token for token."""
+    """After each update, greedy responses equal those of the trained model."""
     more = {"actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
     said = run_with_vllm(tmp_path, more, steps=2)
     assert len(said) == 2

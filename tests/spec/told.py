@@ -264,7 +264,7 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_model_len": (f"{_GENERATES}[torch-max_model_len_ends_a_row]",),
         "engine_kwargs": (f"{_BORROWED}::test_engine_kwargs_are_for_other_generators",),
         "lora.rank": (
-            "tests/unit/rollout/test_vllm_rollout.py::test_of_an_adapter_vllm_is_told_its_size_and_its_layers",
+            "tests/unit/rollout/test_vllm_rollout.py::test_adapter_arguments_have_rank_and_layers",
             "tests/unit/reshard/test_adapters.py::test_the_base_goes_over_once_and_the_adapter_each_time",
         ),
         "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weights_go_in_buckets_of_the_size_that_is_told",),

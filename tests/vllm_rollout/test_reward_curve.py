@@ -1,6 +1,6 @@
-"""Training learns with vLLM as it does with the built-in generator, to within the noise of sampling.
+"""Training with vLLM and with the built-in generator reaches equal rewards, up to sampling noise.
 
-Two seeds say whether something is badly wrong; `benchmarks/reward_curves.py` runs many and does the statistics.
+Two seeds detect a gross error; `benchmarks/reward_curves.py` runs many seeds with statistics.
 Run by `make test-vllm`.
 """
 
@@ -17,10 +17,10 @@ STEPS = 10
 SEEDS = (0, 1)
 
 LEARNT = 0.6
-"""Reward of the last two steps. A model that has learnt nothing has 0.05."""
+"""Minimum reward of the last two steps; an untrained model has 0.05."""
 
 BAND = 0.25
-"""Between the mean rewards over the whole curve, of two seeds: their difference has a standard error of 0.05."""
+"""Maximum difference of mean rewards over the curve; with two seeds its standard error is 0.05."""
 
 
 def curve(folder: Path, rollout: str, seed: int) -> list[float]:
@@ -39,8 +39,8 @@ def curve(folder: Path, rollout: str, seed: int) -> list[float]:
 
 def test_vllm_and_torch_reach_the_same_reward_curve(tmp_path: Path) -> None:
     curves = {name: [curve(tmp_path, name, seed) for seed in SEEDS] for name in ("torch", "vllm")}
-    for name, found in curves.items():
-        assert fmean(value for one in found for value in one[:2]) < 0.3, (name, found)
-        assert fmean(value for one in found for value in one[-2:]) > LEARNT, (name, found)
-    areas = {name: fmean(value for one in found for value in one) for name, found in curves.items()}
+    for name, rewards in curves.items():
+        assert fmean(value for one in rewards for value in one[:2]) < 0.3, (name, rewards)
+        assert fmean(value for one in rewards for value in one[-2:]) > LEARNT, (name, rewards)
+    areas = {name: fmean(value for one in rewards for value in one) for name, rewards in curves.items()}
     assert abs(areas["vllm"] - areas["torch"]) < BAND, areas

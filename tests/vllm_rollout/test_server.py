@@ -1,6 +1,6 @@
-"""vLLM's server, a real one: started, given by its url, killed, started anew, and gone with its trainer.
+"""The server rollout with real servers: started, given by URL, killed, restarted, and ended with the trainer.
 
-Run by `make test-vllm`. The contract has a file of its own, for `make test-server`.
+Run by `make test-vllm`. `make test-server` runs the contract.
 """
 
 import contextlib
@@ -41,27 +41,27 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 @pytest.fixture(scope="module")
 def own(harness: RolloutHarness) -> Case:
-    """A rollout that has started its server."""
+    """Return a rollout that has started its server."""
     return harness.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
 
 
 def given(harness: RolloutHarness, url: str, **own: Any) -> Case:
-    """A rollout that was told of a server."""
+    """Return a rollout with the URL of a running server."""
     return harness.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
 
 
-def launched_by(rollout: Any) -> ServerProcess:
-    return rollout._launched
+def process_of(rollout: Any) -> ServerProcess:
+    return rollout._process
 
 
 def group_of(leader: int) -> list[int]:
-    """All processes of one group."""
-    found = []
+    """Return all processes of one group."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(ProcessLookupError):
             if os.getpgid(int(folder.name)) == leader:
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids
 
 
 def off(case: Case, harness: RolloutHarness) -> float:
@@ -71,7 +71,7 @@ def off(case: Case, harness: RolloutHarness) -> float:
 
 
 def train(case: Case) -> None:
-    """Other weights, in the plain model and nowhere else."""
+    """Change the weights of the reference model only."""
     for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
         weight.data = new
 
@@ -81,7 +81,7 @@ def resident(pids: list[int]) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_server_that_was_started_follows_the_weights(own: Case, harness: RolloutHarness) -> None:
+def test_started_server_follows_the_weights(own: Case, harness: RolloutHarness) -> None:
     assert off(own, harness) < 1e-4
     train(own)
     assert off(own, harness) > 0.1
@@ -89,7 +89,7 @@ def test_a_server_that_was_started_follows_the_weights(own: Case, harness: Rollo
     assert off(own, harness) < 1e-4
 
 
-def test_keys_and_values_of_old_weights_serve_nobody(own: Case, harness: RolloutHarness) -> None:
+def test_prefix_cache_is_reset_by_a_weight_sync(own: Case, harness: RolloutHarness) -> None:
     prompts = harness.prompts(300, 300)
 
     def cached() -> float:
@@ -101,8 +101,8 @@ def test_keys_and_values_of_old_weights_serve_nobody(own: Case, harness: Rollout
     assert cached() == 0
 
 
-def test_sleep_gives_keys_and_values_back(own: Case, harness: RolloutHarness) -> None:
-    pids = group_of(launched_by(own.rollout)._guard.pid)
+def test_sleep_frees_the_kv_cache(own: Case, harness: RolloutHarness) -> None:
+    pids = group_of(process_of(own.rollout)._guard.pid)
     awake = resident(pids)
     own.rollout.sleep()
     assert awake - resident(pids) > 0.9 * 2**28
@@ -111,19 +111,19 @@ def test_sleep_gives_keys_and_values_back(own: Case, harness: RolloutHarness) ->
     assert off(own, harness) < 1e-4
 
 
-def test_a_server_that_was_given_takes_weights_by_broadcast_too(own: Case, harness: RolloutHarness) -> None:
+def test_given_server_receives_weights_by_broadcast(own: Case, harness: RolloutHarness) -> None:
     url = own.rollout.http.url  # pyright: ignore[reportAttributeAccessIssue]
     case = given(harness, url, weight_transfer="broadcast")
     train(case)
     case.rollout.load_weights(case.weights())
     assert off(case, harness) < 1e-4
-    with pytest.raises(RolloutError, match=r"holds weights of hand-over .*somebody else gives it weights too"):
+    with pytest.raises(RolloutError, match=r"holds weights of weight sync .*another process sends it weights too"):
         own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     own.rollout.load_weights(own.weights())
     assert off(own, harness) < 1e-4
 
 
-def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, harness: RolloutHarness) -> None:
+def test_interrupted_weight_sync_leaves_no_weights(own: Case, harness: RolloutHarness) -> None:
     def broken() -> Iterator[Any]:
         yield from own.weights()[:4]
         raise ZeroDivisionError("the engine broke")
@@ -137,7 +137,7 @@ def test_a_hand_over_that_breaks_off_leaves_nothing_behind(own: Case, harness: R
     assert off(own, harness) < 1e-4
 
 
-def test_it_refuses_what_vllm_refuses_in_its_words(own: Case) -> None:
+def test_unknown_options_are_rejected_by_vllm(own: Case) -> None:
     config = own.rollout.config.model_copy(update={"engine_kwargs": SLOW | {"no_such_option": 1}})
     with pytest.raises(RolloutError, match=r"(?s)has ended.*last lines.*no-such-option"):
         ServerRollout(config)
@@ -155,14 +155,14 @@ time.sleep(600)
 """
 
 
-def test_killed_started_anew_and_gone_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
-    """The last test of the module: it ends the server."""
+def test_server_killed_restarted_and_ended_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
+    """This test ends the server, so it is the last one that uses it."""
     rollout: Any = own.rollout
-    url, guard = rollout.http.url, launched_by(rollout)._guard.pid
+    url, guard = rollout.http.url, process_of(rollout)._guard.pid
     case = given(harness, url)
     case.rollout.load_weights(case.weights())
 
-    # In mid-generation.
+    # Killed during a generation.
     server = next(pid for pid in group_of(guard) if pid != guard and parent_of(pid) == guard)
     threading.Thread(target=kill_while_it_generates, args=(server, url)).start()
     begun = time.monotonic()
@@ -173,27 +173,27 @@ def test_killed_started_anew_and_gone_with_its_trainer(own: Case, harness: Rollo
         rollout.load_weights(own.weights())
     assert not still_running(group_of(guard), seconds=10)
 
-    # Started anew, at the same place, by another trainer.
+    # Restarted on the same port by another trainer.
     config: RolloutEngineConfig = own.rollout.config
-    words = [config.model_dump_json(), url.rpartition(":")[2]]
-    command = [sys.executable, "-c", ANOTHER_TRAINER, *words]
+    arguments = [config.model_dump_json(), url.rpartition(":")[2]]
+    command = [sys.executable, "-c", ANOTHER_TRAINER, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:
         assert trainer.stdout is not None
         leader = int(trainer.stdout.readline())
-        with pytest.raises(RolloutError, match=f"the server at {url} was started anew"):
+        with pytest.raises(RolloutError, match=f"the server at {url} was restarted"):
             case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
         case.rollout.load_weights(case.weights())
         assert off(case, harness) < 1e-4
 
-        # Gone with its trainer.
-        everybody = group_of(leader)
-        assert len(everybody) >= 3
+        # Ended with its trainer.
+        processes = group_of(leader)
+        assert len(processes) >= 3
         os.kill(trainer.pid, signal.SIGKILL)
-    assert not still_running(everybody, seconds=10)
+    assert not still_running(processes, seconds=10)
 
 
 def kill_while_it_generates(pid: int, url: str, seconds: float = 60) -> None:
-    """As soon as the server says that sequences are running; after some seconds, whatever it says."""
+    """Kill the process when the server reports running sequences, or after some seconds."""
     gives_up = time.monotonic() + seconds
     while time.monotonic() < gives_up:
         with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
@@ -213,8 +213,8 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def test_training_follows_and_ends_the_server(tmp_path: Path) -> None:
-    """After each update the server says greedily what the trained model says, token for token."""
+def test_server_follows_training_and_ends_with_it(tmp_path: Path) -> None:
+    """After each update, greedy responses of the server equal those of the trained model."""
     name = {"actor_rollout_ref.rollout.name": "server"}
     kwargs = {"actor_rollout_ref.rollout.engine_kwargs": "{vllm_server_timeout: 600}"}
     said = run_with_vllm(tmp_path, name | kwargs, steps=2)
@@ -229,7 +229,7 @@ def test_training_follows_and_ends_the_server(tmp_path: Path) -> None:
 
 
 def serves(pid: int, folder: Path) -> bool:
-    """Whether it is a server of a model in this folder."""
+    """Return True if the process is a server of a model in this folder."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{pid}/cmdline").read_text()
         return "api_server" in command and str(folder) in command

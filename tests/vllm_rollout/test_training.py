@@ -1,4 +1,4 @@
-"""PPO that generates with vLLM: after each update it says, greedily, what the trained model says, token for token.
+"""PPO with vLLM: after each update, greedy responses equal those of the trained model, token for token.
 
 Run by `make test-vllm`.
 """
@@ -26,15 +26,15 @@ def check(said: list[Said], steps: int) -> None:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/sync_bytes"] > 0
         assert math.isfinite(step.metrics["actor/grad_norm"])
-    assert said[0].by_vllm != said[-1].by_vllm  # there was something to follow
+    assert said[0].by_vllm != said[-1].by_vllm  # the weights changed
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left_in_shared_memory() -> Iterator[None]:
-    """What a run leaves there keeps the next one from starting."""
+def no_shared_memory_remains() -> Iterator[None]:
+    """Check that no shared memory remains, which would make the next run fail."""
     before = set(Path("/dev/shm").glob("*cpushm*"))
     yield
-    # What a process still uses belongs to another run on this machine.
+    # A file in use belongs to another run on this machine.
     assert [path for path in set(Path("/dev/shm").glob("*cpushm*")) - before if not in_use(path)] == []
 
 
@@ -43,7 +43,7 @@ def test_vllm_follows_the_actor_of_one_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parallel", [1, 2])
-def test_vllm_follows_an_actor_that_is_sharded_over_two_ranks(parallel: int, tmp_path: Path) -> None:
-    """Each rank with a generator of its own, and both ranks as one generator."""
+def test_vllm_follows_an_actor_sharded_over_two_ranks(parallel: int, tmp_path: Path) -> None:
+    """Test one engine per rank, and one engine on both ranks."""
     more = {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
     check(run_with_vllm(tmp_path, SHARDED | more, steps=2), 2)

@@ -1,7 +1,7 @@
-"""What goes wrong with vLLM without an error, and that it does not here.
+"""Silent errors of vLLM, and the workarounds for them. Run by `make test-vllm`.
 
-Most tests come in two halves: the fact about vLLM, shown with our remedy taken out, and the remedy. A first half that
-fails says that a new vLLM has mended its mistake. Run by `make test-vllm`.
+Most tests first show the error with the workaround removed, and then its absence with the workaround. If the first part
+fails, the installed version of vLLM has fixed the error.
 """
 
 import gc
@@ -36,13 +36,13 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 
 def off(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> float:
-    """How far log-probs are from those of the plain model."""
+    """Return the largest difference to the log-probs of transformers."""
     out = case.rollout.generate_sequences(prompts, sampling)
     return off_by(out.log_probs, case.log_probs(prompts, out.responses, sampling))
 
 
 def train(case: Case) -> None:
-    """Other weights, in the plain model and nowhere else."""
+    """Change the weights of the reference model only."""
     for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
         weight.data = new
 
@@ -54,7 +54,7 @@ def llm_of(case: Case):
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_a_tied_output_layer_follows_the_embedding(harness, monkeypatch):
+def test_tied_output_layer_follows_the_embedding(harness, monkeypatch):
     case, prompts = harness.case(), harness.prompts(4, 9)
     train(case)
     with monkeypatch.context() as patch:
@@ -65,7 +65,7 @@ def test_a_tied_output_layer_follows_the_embedding(harness, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_weights_are_not_loaded_in_the_way_that_raises_here(harness):
+def test_load_weights_of_the_model_raises_on_a_cpu(harness):
     case = harness.case(max_model_len=40)
     with pytest.raises(AttributeError, match="weight_loader"):
         llm_of(case).apply_model(lambda model: model.load_weights(iter(case.weights())))
@@ -73,7 +73,7 @@ def test_weights_are_not_loaded_in_the_way_that_raises_here(harness):
     assert off(case, harness.prompts(4, 9)) < 1e-4
 
 
-def test_keys_and_values_of_old_weights_serve_nobody(harness, monkeypatch):
+def test_prefix_cache_is_reset_by_a_weight_sync(harness, monkeypatch):
     case, prompts = harness.case(max_model_len=400), harness.prompts(300, 300)
 
     def cached() -> float:
@@ -91,7 +91,7 @@ def test_keys_and_values_of_old_weights_serve_nobody(harness, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_a_load_that_broke_off_leaves_nothing_behind(harness, monkeypatch):
+def test_interrupted_load_does_not_affect_the_next(harness, monkeypatch):
     case, prompts = harness.case("llama"), harness.prompts(4, 9)
     half = [*case.weights()[:4], ("model.layers.0.nonsense", torch.zeros(2))]
     train(case)
@@ -99,7 +99,7 @@ def test_a_load_that_broke_off_leaves_nothing_behind(harness, monkeypatch):
         patch.setattr(workarounds, "finish_reload", lambda config: lambda model: None)
         with pytest.raises(RolloutError, match="nonsense"):
             case.rollout.load_weights(half)
-        with pytest.raises(RolloutError, match=r"did not take all weights"):
+        with pytest.raises(RolloutError, match=r"did not load all weights"):
             case.rollout.load_weights(case.weights())
     with pytest.raises(RolloutError, match="nonsense"):
         case.rollout.load_weights(half)
@@ -107,27 +107,27 @@ def test_a_load_that_broke_off_leaves_nothing_behind(harness, monkeypatch):
     assert off(case, prompts) < 1e-4
 
 
-def test_a_weight_that_vllm_passes_over_is_an_error_that_names_it(harness):
+def test_weight_that_vllm_skips_is_named(harness):
     case = harness.case("qwen3")
     weights = [(name, weight) for name, weight in case.weights() if name != "model.norm.weight"]
-    with pytest.raises(RolloutError, match=r"did not take all weights: .*model\.norm\.weight"):
+    with pytest.raises(RolloutError, match=r"did not load all weights: .*model\.norm\.weight"):
         case.rollout.engine.load(weights)
 
 
-def test_digests_are_of_what_vllm_holds_where_it_holds_it_as_it_came(harness):
+def test_digests_cover_the_weights_that_vllm_stores_unchanged(harness):
     case = harness.case()
     before = dict(case.rollout.weight_digests())
     llm_of(case).apply_model(lambda model: model.model.norm.weight.data.add_(1))
     after = case.rollout.weight_digests()
     assert [name for name in before if before[name] != after[name]] == ["model.norm.weight"]
-    held = case.rollout.engine.digests({name: w.meta for name, w in case.rollout.expected.weights.items()})
-    assert {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"} <= held.keys()
+    stored = case.rollout.engine.digests({name: w.meta for name, w in case.rollout.expected.weights.items()})
+    assert {"model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"} <= stored.keys()
 
 
 # -- log-probs and seeds ----------------------------------------------------------------------------
 
 
-def test_log_probs_are_not_the_raw_ones(harness):
+def test_log_probs_are_processed(harness):
     case, prompts = harness.case(), harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
     close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING), 1e-4, "processed")
@@ -136,39 +136,46 @@ def test_log_probs_are_not_the_raw_ones(harness):
         VLLMRollout(case.rollout.config.model_copy(update={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}))
 
 
-def test_a_row_is_the_same_whatever_it_rides_with(harness):
+def test_samples_of_a_row_do_not_depend_on_the_batch(harness):
     case, prompts, seeds = harness.case(), harness.prompts(4, 9, 4, 17), torch.tensor([5, -1, 5, 2**62])
-    together = case.rollout.generate_sequences(prompts, SAMPLING, seeds).responses.rows()
-    for row, wanted in enumerate(together):
+    batched = case.rollout.generate_sequences(prompts, SAMPLING, seeds).responses.rows()
+    for row, expected in enumerate(batched):
         alone = case.rollout.generate_sequences(prompts.select([row]), SAMPLING, seeds[row : row + 1])
-        assert alone.responses.values.tolist() == wanted.tolist()
+        assert alone.responses.values.tolist() == expected.tolist()
 
 
-def test_every_run_and_every_step_draws_numbers_of_its_own(harness, monkeypatch):
-    """The trainer's seeds of another run, and of 256 steps later, are the same in their low 32 bits."""
+def test_runs_and_steps_have_different_samples(harness, monkeypatch):
+    """The trainer's seeds of another run, and of 256 steps later, have equal low 32 bits."""
     case, prompts = harness.case(), harness.prompts(4, 9, 17)
     calls = [(1, 1), (2, 1), (1, 257)]
 
-    def drawn() -> int:
+    def num_different() -> int:
         seeds = [sampling_seeds(seed, step, len(prompts)) for seed, step in calls]
-        told = [case.rollout.generate_sequences(prompts, SAMPLING, these).responses.values.tolist() for these in seeds]
-        return len({tuple(tokens) for tokens in told})
+        samples = [
+            case.rollout.generate_sequences(prompts, SAMPLING, these).responses.values.tolist() for these in seeds
+        ]
+        return len({tuple(tokens) for tokens in samples})
 
     with monkeypatch.context() as patch:
         patch.setattr("camshaft.rollout.vllm.base.spread", lambda seeds: seeds)
-        assert drawn() == 1
-    assert drawn() == len(calls)
+        assert num_different() == 1
+    assert num_different() == len(calls)
 
 
-def test_a_prompt_longer_than_a_step_takes_goes_alone(harness):
+def test_long_prompts_are_not_chunked_on_a_cpu(harness):
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
     assert off(case, harness.prompts(60, 60, 5, 60)) < 1e-4
     with startup_environment("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
 
-        told = engine_arguments(case.rollout.config) | {"enable_chunked_prefill": True, "max_num_batched_tokens": 32}
-        pieces = vllm.LLM(**told)
-    KEPT.append(pieces)  # else it takes the process groups of all others along
+        arguments = engine_arguments(case.rollout.config) | {
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": 32,
+        }
+        pieces = vllm.LLM(**arguments)
+    # Keep the engine alive and skip its shutdown, which would destroy the process groups of all other engines.
+    KEPT.append(pieces)
+    workarounds.disable_exit_finalizer(pieces)
     params = vllm.SamplingParams(seed=1, max_tokens=2)
     with pytest.raises(RuntimeError, match="does not use offset"):
         pieces.generate([{"prompt_token_ids": harness.prompts(60).values.tolist()}], params, use_tqdm=False)
@@ -177,14 +184,14 @@ def test_a_prompt_longer_than_a_step_takes_goes_alone(harness):
 KEPT: list = []
 
 
-def test_temperatures_that_vllm_would_raise_are_refused(harness):
-    with pytest.raises(RolloutError, match=r"temperatures of 0.01 and more, got 0.001"):
+def test_unsupported_temperatures_are_rejected(harness):
+    with pytest.raises(RolloutError, match=r"temperatures of at least 0.01, got 0.001"):
         harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=0.001))
-    with pytest.raises(RolloutError, match=r"does not sample so: temperature must be in"):
+    with pytest.raises(RolloutError, match=r"rejected the sampling parameters: temperature must be in"):
         harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=3.0))
 
 
-def test_stop_strings_end_a_row_with_the_token_that_completes_one(harness):
+def test_stop_string_ends_a_row(harness):
     case, prompts = harness.case(), harness.prompts(*[4] * 16)
     stop = (*"abcdefghijklm", "no")
     out = case.rollout.generate_sequences(prompts, SamplingParams(20, stop=stop, ignore_eos=True))
@@ -203,7 +210,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(harness):
+def test_sleep_frees_the_kv_cache_on_a_cpu(harness):
     case = harness.case()
     with startup_environment("cpu"):
         import vllm  # pyright: ignore[reportMissingImports]
@@ -218,7 +225,7 @@ def test_sleep_gives_keys_and_values_back_though_vllm_knows_no_sleep_here(harnes
     assert off(case, harness.prompts(4, 9)) < 1e-4
 
 
-def test_an_engine_that_is_let_go_takes_no_process_group_along(harness):
+def test_released_engine_keeps_process_groups(harness):
     one, other = harness.case(), harness.case(max_model_len=20)
     engine = one.rollout.engine
     del one
@@ -230,7 +237,7 @@ def test_an_engine_that_is_let_go_takes_no_process_group_along(harness):
     assert off(again, harness.prompts(4, 9)) < 1e-4
 
 
-def test_an_engine_that_failed_refuses_and_is_given_to_nobody(harness, monkeypatch):
+def test_failed_engine_is_not_reused(harness, monkeypatch):
     case = harness.case(max_model_len=50)
     engine = case.rollout.engine
 
@@ -241,7 +248,7 @@ def test_an_engine_that_failed_refuses_and_is_given_to_nobody(harness, monkeypat
         patch.setattr(llm_of(case), "generate", fails)
         with pytest.raises(RolloutError, match="failed while generating: RuntimeError: boom"):
             case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
-    with pytest.raises(RolloutError, match="failed before"):
+    with pytest.raises(RolloutError, match="failed in an earlier call"):
         case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     del case
     gc.collect()
@@ -251,7 +258,7 @@ def test_an_engine_that_failed_refuses_and_is_given_to_nobody(harness, monkeypat
 # -- the process, and what is installed ---------------------------------------------------------------
 
 
-def test_starting_leaves_the_process_as_it_was(harness, capfd):
+def test_start_restores_the_process(harness, capfd):
     def state():
         drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
         return dict(os.environ), drawn, torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
@@ -259,16 +266,16 @@ def test_starting_leaves_the_process_as_it_was(harness, capfd):
     before = state()
     harness.case(max_model_len=30)
     assert state() == before
-    told = capfd.readouterr()
-    assert "INFO" not in told.out + told.err
-    assert "WARNING" not in told.out + told.err
+    output = capfd.readouterr()
+    assert "INFO" not in output.out + output.err
+    assert "WARNING" not in output.out + output.err
 
 
-def test_options_that_vllm_does_not_know_are_refused_in_its_own_words(harness):
+def test_unknown_options_are_rejected_by_vllm(harness):
     config = harness.case().rollout.config
-    with pytest.raises(RolloutError, match=r"does not start: .*no_such_option"):
+    with pytest.raises(RolloutError, match=r"failed to start: .*no_such_option"):
         VLLMRollout(config.model_copy(update={"engine_kwargs": {"no_such_option": 1}}))
-    with pytest.raises(RolloutError, match=r"(?s)does not start: .*max_position_embeddings"):
+    with pytest.raises(RolloutError, match=r"(?s)failed to start: .*max_position_embeddings"):
         VLLMRollout(config.model_copy(update={"max_model_len": 5000}))
 
 
@@ -284,13 +291,13 @@ def test_options_and_overrides_reach_vllm(harness):
     assert engine._llm.apply_model(lambda model: len(model.model.layers)) == [1]
 
 
-def test_a_build_for_another_device_is_refused(harness):
+def test_build_for_another_device_is_rejected(harness):
     config = harness.case().rollout.config.model_copy(update={"device": "cuda"})
-    with pytest.raises(RolloutError, match="built for cpu, but the rollout is to run on cuda"):
+    with pytest.raises(RolloutError, match="built for cpu, but the rollout runs on cuda"):
         VLLMEngine(config)
 
 
-def test_another_version_is_told_which_are_known(harness, monkeypatch, caplog):
+def test_untested_version_is_warned_about_once(harness, monkeypatch, caplog):
     import vllm  # pyright: ignore[reportMissingImports]
 
     assert vllm.__version__ in installed.TESTED

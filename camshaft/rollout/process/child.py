@@ -1,12 +1,12 @@
-"""What runs in the process of a `ProcessRollout`: it builds the generator, answers calls, ends.
+"""The child process of a `ProcessRollout`: builds the rollout and answers requests.
 
     python -m camshaft.rollout.process.child FILE_DESCRIPTOR PARENT
 
-Every request has one answer: ("done", value), ("refused", text) for an error of this library, ("failed", stack) for
-anything else. `load_weights` is a conversation. Its own answer is "done" as soon as the generator asks for weights;
-then the parent sends buckets, may ask for dtypes, and ends with "end" or "abort", and each of these has its answer.
-With the first that is not "done" the conversation is over. The process ends when the connection does, or when its
-parent is gone, whatever it is doing, and what it has started ends with it.
+Each request gets one reply: ("result", value), ("error", message) for an error of this library, or ("traceback", text)
+for any other exception. `load_weights` is a sequence of messages: its first reply is sent when the rollout reads the
+first weight; the parent then sends buckets, may request dtypes, and finishes with "end" or "abort", and each message
+gets a reply. A reply other than "result" ends the sequence. The process ends when the connection closes or the parent
+dies, and kills every process that it started.
 """
 
 from __future__ import annotations
@@ -35,50 +35,50 @@ from camshaft.rollout.weights.transport import open_receiver
 from camshaft.stop import outlive_stop_signals
 
 WATCH_SECONDS = 0.5
-"""How often the process looks whether its parent still lives."""
+"""Interval between two checks that the parent is alive."""
 
 Reply = tuple[str, Any]
 
 
 class RequestHandler:
-    """The generator and what can be asked of it, one method per request."""
+    """The rollout of this process, with one method per kind of request."""
 
     def __init__(self, connection: Connection):
         self._connection = connection
 
     def start(self, name: str, config: str) -> None:
-        own = RolloutEngineConfig.model_validate_json(config)
-        place = torch.device(own.device)
-        if place.type != "cpu" and place.index is not None and torch.accelerator.is_available():
-            torch.accelerator.set_device_index(place)
-        self._rollout = build_rollout(name, own)
+        rollout_config = RolloutEngineConfig.model_validate_json(config)
+        device = torch.device(rollout_config.device)
+        if device.type != "cpu" and device.index is not None and torch.accelerator.is_available():
+            torch.accelerator.set_device_index(device)
+        self._rollout = build_rollout(name, rollout_config)
 
     def load_weights(self, version: int, handle: dict[str, Any]) -> None:
-        """All buckets of one hand-over; the last answer is left to the caller."""
+        """Receive all buckets of one weight sync; `serve` sends the last reply."""
         self._rollout.weights_version = version
-        stream = self._arriving(handle)
+        stream = self._received_weights(handle)
         self._rollout.load_weights(stream)
         if next(stream, None) is not None:
-            raise RolloutError(f"load_weights() of {type(self._rollout).__name__} did not take all that came")
+            raise RolloutError(f"load_weights() of {type(self._rollout).__name__} returned before it read all weights")
 
-    def _arriving(self, handle: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    def _received_weights(self, handle: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         device = torch.device(self._rollout.config.device)
         receiver, assembler = open_receiver(handle, device=device), Assembler(device)
-        _send(self._connection, ("done", None))
+        _send(self._connection, ("result", None))
         while True:
-            what, *rest = pickle.loads(self._connection.recv_bytes())
-            if what == "abort":
-                raise RolloutError("the hand-over was broken off by the sender")
-            if what == "end":
+            message, *arguments = pickle.loads(self._connection.recv_bytes())
+            if message == "abort":
+                raise RolloutError("the sender aborted the weight sync")
+            if message == "end":
                 assembler.finish()
                 return
-            answer = None
-            if what == "arrival_dtype":  # the sender casts while it fills a bucket
-                answer = self.arrival_dtype(*rest)
+            reply = None
+            if message == "arrival_dtype":  # the sender casts while it fills a bucket
+                reply = self.arrival_dtype(*arguments)
             else:
-                pieces, used = rest
+                pieces, used = arguments
                 yield from assembler.take(pieces, receiver.pull(used))
-            _send(self._connection, ("done", answer))
+            _send(self._connection, ("result", reply))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:
         return self._rollout.weights_version, dict(self._rollout.weight_digests())
@@ -90,8 +90,8 @@ class RequestHandler:
         self, values: np.ndarray, lengths: np.ndarray, sampling: SamplingParams, seeds: np.ndarray | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
         prompts = Ragged(torch.from_numpy(values), torch.from_numpy(lengths))
-        drawn = None if seeds is None else torch.from_numpy(seeds)
-        out = self._rollout.generate_sequences(prompts, sampling, drawn)
+        row_seeds = None if seeds is None else torch.from_numpy(seeds)
+        out = self._rollout.generate_sequences(prompts, sampling, row_seeds)
         tensors = out.responses.values, out.responses.lengths, out.log_probs.values, out.finished
         tokens, counts, log_probs, finished = (tensor.numpy() for tensor in tensors)
         return tokens, counts, log_probs, finished, out.metrics
@@ -99,14 +99,14 @@ class RequestHandler:
     def sleep(self) -> None:
         self._rollout.sleep()
         if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # the trainer has another allocator, and needs the memory now
+            torch.accelerator.empty_cache()  # the trainer's allocator needs the memory
 
     def wake_up(self) -> None:
         self._rollout.wake_up()
 
 
 def serve(connection: Connection) -> None:
-    """Reply until the other side is gone."""
+    """Answer requests until the connection closes."""
     handler = RequestHandler(connection)
     methods = {
         method.__name__: method
@@ -116,20 +116,20 @@ def serve(connection: Connection) -> None:
         )
     }  # fmt: skip
     while True:
-        what, *arguments = pickle.loads(connection.recv_bytes())
+        request, *arguments = pickle.loads(connection.recv_bytes())
         try:
-            answer = ("done", methods[what](*arguments))
+            reply = ("result", methods[request](*arguments))
         except CamshaftError as error:
-            answer = ("refused", str(error))
+            reply = ("error", str(error))
         except (EOFError, BrokenPipeError):
             raise
         except Exception:
-            answer = ("failed", traceback.format_exc().rstrip())
-        _send(connection, answer)
+            reply = ("traceback", traceback.format_exc().rstrip())
+        _send(connection, reply)
 
 
-def _send(connection: Connection, answer: Reply) -> None:
-    connection.send_bytes(pickle.dumps(answer))
+def _send(connection: Connection, reply: Reply) -> None:
+    connection.send_bytes(pickle.dumps(reply))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -139,13 +139,13 @@ def _end_with_parent(parent: int) -> None:
 
 
 def main(file: int, parent: int) -> None:
-    """See the map above."""
+    """Serve requests on file descriptor `file` until the connection or the process `parent` ends."""
     outlive_stop_signals()
     threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
     try:
         serve(Connection(file))
     except (EOFError, ConnectionError):
-        os.killpg(0, signal.SIGKILL)  # nobody is left to answer, and what the generator started is nobody's
+        os.killpg(0, signal.SIGKILL)  # the parent is gone; also kill what the rollout started
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Any generator in a process of its own, on this machine.
+"""Run any rollout in a child process on this machine.
 
     config = RolloutEngineConfig(model_path="models/tiny", engine_kwargs={"rollout": "torch"})
-    rollout = ProcessRollout(config)                   # `process` in the config
-    rollout.load_weights(engine.named_weights())       # in buckets, through `transport.py`
+    rollout = ProcessRollout(config)                   # rollout.name=process
+    rollout.load_weights(engine.named_weights())       # in buckets, see `rollout/weights/transport.py`
 
-What the generator does to its process (threads, environment, memory, a crash) stays there. It dies with this
-process, and if it dies first, the call in flight is an error within a second. `process_child.py` is the other end.
-`engine_kwargs` are those of the generator, beside `rollout` (its name) and `timeout` (seconds for one answer).
+Threads, environment variables, memory and crashes of the rollout stay in the child process. The child ends with this
+process; if it ends first, the pending call raises an error within a second. `engine_kwargs` are those of the inner
+rollout, plus `rollout` (its name) and `timeout` (seconds for one call). `child.py` is the other end.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
 
 POLL_SECONDS = 0.2
-"""How often a wait looks whether the process still lives; an answer, or its end, is noticed at once."""
+"""Interval between two checks that the child is alive; a reply or a closed connection is noticed at once."""
 START_SECONDS = 300.0
-"""How long it may take until the generator stands."""
+"""Time limit for building the rollout."""
 ANSWER_SECONDS = 3600.0
-"""How long one answer may take, unless `timeout` says otherwise."""
+"""Default of `timeout`."""
 
 
 class ProcessRollout(BaseRollout):
-    """See the map above."""
+    """Forward every call to a rollout in a child process."""
 
     keeps_tensors = False
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        own = dict(config.engine_kwargs)
-        name, timeout = own.pop("rollout", "torch"), own.pop("timeout", None)
+        engine_kwargs = dict(config.engine_kwargs)
+        name, timeout = engine_kwargs.pop("rollout", "torch"), engine_kwargs.pop("timeout", None)
         self._timeout = float(ANSWER_SECONDS if timeout is None else timeout)
         self._device = here(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
-        inside = config.model_copy(update={"engine_kwargs": own, "device": str(self._device)})
+        child_config = config.model_copy(update={"engine_kwargs": engine_kwargs, "device": str(self._device)})
         self._child = _Child(self._timeout)
         weakref.finalize(self, self._child.end)
         try:
             seconds = START_SECONDS if timeout is None else max(START_SECONDS, self._timeout)
-            self._ask("start", name, inside.model_dump_json(), timeout=seconds)
+            self._call("start", name, child_config.model_dump_json(), timeout=seconds)
         except BaseException:
-            self._child.end("its generator could not be built")
+            self._child.end("its rollout failed to build")
             raise
 
     # -- weights ----------------------------------------------------------------------------------
@@ -73,9 +73,9 @@ class ProcessRollout(BaseRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         sender = open_sender(self._device, self.config.update_weights_bucket_megabytes * 2**20)
         try:
-            self._child.tell("load_weights", self.weights_version, sender.handle())
-            sender.meet()
-            self._answer("load_weights")  # the generator takes weights; else nothing is sent to it
+            self._child.send("load_weights", self.weights_version, sender.handle())
+            sender.connect()
+            self._receive("load_weights")  # the rollout has started to read weights
             self._send(weights, sender)
         finally:
             sender.close()
@@ -86,36 +86,36 @@ class ProcessRollout(BaseRollout):
             try:
                 bucket = next(stream, None)
             except BaseException:
-                with contextlib.suppress(RolloutError):  # what broke the stream is the error to tell
-                    self._ask("abort")  # the generator has no weights then, and says so when it is asked
+                with contextlib.suppress(RolloutError):  # the error of the stream takes precedence
+                    self._call("abort")  # leaves the rollout without weights
                 raise
             if bucket is None:
                 break
             pieces, used = bucket
-            self._child.tell("bucket", pieces, used)
+            self._child.send("bucket", pieces, used)
             sender.push(used)
-            self._answer("load_weights")
-        self._ask("end")
+            self._receive("load_weights")
+        self._call("end")
 
     def weight_digests(self) -> Mapping[str, int]:
-        version, digests = self._ask("weight_digests")
+        version, digests = self._call("weight_digests")
         if version != self.weights_version:
             raise RolloutError(
-                f"{self._child} holds the weights of hand-over {version}, not those of {self.weights_version}"
+                f"{self._child} holds the weights of weight sync {version}, not of {self.weights_version}; sync again"
             )
         return digests
 
     def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         if name not in self._dtypes:
-            self._dtypes[name] = self._ask("arrival_dtype", name, tensor.dtype)
+            self._dtypes[name] = self._call("arrival_dtype", name, tensor.dtype)
         return self._dtypes[name]
 
     # -- tokens -----------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        drawn = None if seeds is None else seeds.cpu().numpy()
+        row_seeds = None if seeds is None else seeds.cpu().numpy()
         rows = prompts.values.cpu().numpy(), prompts.lengths.cpu().numpy()
-        *arrays, metrics = self._ask("generate_sequences", *rows, sampling, drawn)
+        *arrays, metrics = self._call("generate_sequences", *rows, sampling, row_seeds)
         tokens, lengths, log_probs, finished = map(torch.from_numpy, arrays)
         responses = Ragged(tokens, lengths)
         return Generation(responses, responses.like(log_probs), finished, metrics).to(prompts.values.device)
@@ -123,107 +123,107 @@ class ProcessRollout(BaseRollout):
     # -- memory -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        self._ask("sleep")
+        self._call("sleep")
 
     def wake_up(self) -> None:
-        self._ask("wake_up")
+        self._call("wake_up")
 
-    # -- the other process ------------------------------------------------------------------------
+    # -- the child process ------------------------------------------------------------------------
 
-    def _ask(self, what: str, *arguments: Any, timeout: float | None = None) -> Any:
-        self._child.tell(what, *arguments)
-        return self._answer(what, timeout)
+    def _call(self, request: str, *arguments: Any, timeout: float | None = None) -> Any:
+        self._child.send(request, *arguments)
+        return self._receive(request, timeout)
 
-    def _answer(self, what: str, timeout: float | None = None) -> Any:
-        kind, value = self._child.answer(what, timeout or self._timeout)
-        if kind == "refused":
+    def _receive(self, request: str, timeout: float | None = None) -> Any:
+        kind, value = self._child.receive(request, timeout or self._timeout)
+        if kind == "error":
             raise RolloutError(value)
-        if kind == "failed":
-            raise RolloutError(f"{what} failed in {self._child}:\n{value}")
+        if kind == "traceback":
+            raise RolloutError(f"{request} failed in {self._child}:\n{value}")
         return value
 
 
 class _Child:
-    """The process and the connection to it."""
+    """The child process and the connection to it."""
 
     def __init__(self, timeout: float) -> None:
-        ours, theirs = socket.socketpair()
-        # A process that is stopped reads nothing, and what is sent to it would wait for ever.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        parent_end, child_end = socket.socketpair()
+        # A stopped process reads nothing, so a send without a timeout would block forever.
+        parent_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         self._timeout = timeout
-        home = str(Path(camshaft.__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
-        with theirs:
+        package_root = str(Path(camshaft.__file__).resolve().parent.parent)
+        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package_root]))
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "camshaft.rollout.process.child", str(theirs.fileno()), str(os.getpid())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-m", "camshaft.rollout.process.child", str(child_end.fileno()), str(os.getpid())],
+                pass_fds=[child_end.fileno()],
                 env=os.environ | {"PYTHONPATH": paths},
-                start_new_session=True,  # so that it can be killed with whatever it has started
+                start_new_session=True,  # to kill it together with its children
             )
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(parent_end.detach())
         self._ended = ""
         self._owner = os.getpid()
 
     def __str__(self) -> str:
         return f"the generator's process ({self._process.pid})"
 
-    def tell(self, what: str, *arguments: Any) -> None:
+    def send(self, request: str, *arguments: Any) -> None:
         """Send a request."""
         if self._ended:
             raise RolloutError(f"{self} has ended ({self._ended}); build the rollout again, or resume the run")
         try:
-            # Plain pickles: the connection's own would put tensors into shared memory of their own.
-            self._connection.send_bytes(pickle.dumps((what, *arguments)))
+            # `Connection.send` would move tensors into shared memory.
+            self._connection.send_bytes(pickle.dumps((request, *arguments)))
         except BlockingIOError as error:
-            self.end(f"it did not read {what}")
+            self.end(f"it did not read {request}")
             raise RolloutError(
-                f"{self} has not read {what} for {self._timeout:g} s and was killed; if it is only slow, "
-                "give engine_kwargs.timeout more seconds"
+                f"{self} has not read {request} for {self._timeout:g} s and was killed; increase "
+                "engine_kwargs.timeout if it is only slow"
             ) from error
         except OSError as error:
-            raise self._died(what) from error
+            raise self._died(request) from error
         except BaseException:
-            self.end(f"{what} was interrupted")  # half a request may be on the way
+            self.end(f"{request} was interrupted")  # part of the request may have been sent
             raise
 
-    def answer(self, what: str, timeout: float) -> Any:
-        """The answer to the request; if it does not come, the process is killed."""
+    def receive(self, request: str, timeout: float) -> Any:
+        """Return the reply to a request; kill the process if none arrives in time."""
         deadline = time.monotonic() + timeout
         try:
             while not self._connection.poll(POLL_SECONDS):
                 if self._process.poll() is not None and not self._connection.poll(0):
-                    raise self._died(what)
+                    raise self._died(request)
                 if time.monotonic() > deadline:
-                    self.end(f"no answer to {what}")
+                    self.end(f"no answer to {request}")
                     raise RolloutError(
-                        f"{self} has not answered {what} for {timeout:g} s and was killed; if it is only slow, "
-                        "give engine_kwargs.timeout more seconds"
+                        f"{self} has not answered {request} for {timeout:g} s and was killed; increase "
+                        "engine_kwargs.timeout if it is only slow"
                     )
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise self._died(what) from error
+            raise self._died(request) from error
         except BaseException:
-            self.end(f"{what} was interrupted")  # an answer that comes later would be taken for another
+            self.end(f"{request} was interrupted")  # a late reply would be read as the reply to the next request
             raise
 
-    def _died(self, what: str) -> RolloutError:
-        self.end(f"it died in {what}")
+    def _died(self, request: str) -> RolloutError:
+        self.end(f"it died in {request}")
         how = how_it_ended(self._process.returncode)
-        return RolloutError(f"{self} died in {what} ({how}); resume the run from its last checkpoint")
+        return RolloutError(f"{self} died in {request} ({how}); resume the run from its last checkpoint")
 
-    def end(self, why: str = "it was let go") -> None:
-        """Kill it and its children; a second time does nothing. A forked copy of this process owns nothing."""
+    def end(self, why: str = "it was closed") -> None:
+        """Kill the process and its children; do nothing if it has ended or in a forked copy of this process."""
         if self._ended or os.getpid() != self._owner:
             return
         self._ended = why
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLL_SECONDS)  # it may be dying of something that is worth telling
+            self._process.wait(POLL_SECONDS)  # it may be exiting with a status that the error reports
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
 def _timeval(seconds: float) -> bytes:
-    """As the kernel takes it: never zero, which is for ever."""
+    """Pack a `struct timeval` that is never zero, since zero means no timeout."""
     return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))

@@ -1,11 +1,12 @@
-"""vLLM's own server as a generator, over HTTP: one that runs already, or one that is started here.
+"""The server rollout: generates with vLLM's server over HTTP, either a running server or one that it starts.
 
-rollout.py    what the contract asks for
-http.py       HTTP to one server: bounded waits, bounded repetition
-control.py    what is asked of a server beside tokens: is it one that fits, which weights has it, here are others
-launch.py     starting one
-guard.py      neither it nor the trainer outlives the other
-The other side is `vllm_rollout/served.py`, which runs inside the server.
+rollout.py      `ServerRollout`, the rollout interface on top of completions
+client.py       check the server, sync weights, sleep and wake up
+http_client.py  HTTP with timeouts and bounded retries
+launch.py       start a server and stop it
+guard.py        watches the trainer from the server's process group
+
+`rollout/vllm/worker.py` is the other end, inside the server.
 """
 
 from camshaft.rollout.server.rollout import ServerRollout

@@ -1,9 +1,9 @@
-"""What is asked of a server beside tokens: whether it fits, which weights it has, and here are others.
+"""Control one vLLM server: check its settings, sync weights, verify checksums, sleep and wake up.
 
-client = ServerClient(http, config, means)
-client.handshake()                                      # an error says what is missing, and how to start it
-client.send_weights(expected, weights, version)            # in buckets, to all of its workers
-client.check_version(version)                              # an error if it has others, or was started anew
+client = ServerClient(http, config, transport)
+client.handshake()                                  # raises an error with the command of a compatible server
+client.send_weights(expected, weights, version)     # in buckets, to all workers of the server
+client.check_version(version)                       # raises an error if the server restarted or has other weights
 """
 
 from __future__ import annotations
@@ -26,72 +26,73 @@ from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.checks import ExpectedWeights
 from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory
 
-READS = ("hello", "state", "digests")
-"""What changes nothing in the server, and may be asked for again."""
+IDEMPOTENT = ("hello", "state", "digests")
+"""Idempotent methods of the workers, which may be retried."""
 
-Means = Literal["shared_memory", "broadcast"]
+Transport = Literal["shared_memory", "broadcast"]
 
 
 class ServerClient:
-    """See the map above."""
+    """Requests to one server beside completions."""
 
-    def __init__(self, http: HTTPClient, config: RolloutEngineConfig, means: Means | None):
+    def __init__(self, http: HTTPClient, config: RolloutEngineConfig, transport: Transport | None):
         self._http, self._config = http, config
-        self._means: Means = means or ("shared_memory" if _is_here(http.url) else "broadcast")
+        self._transport: Transport = transport or ("shared_memory" if _is_loopback(http.url) else "broadcast")
         self._identity: list[str] = []
         self.model = ""
-        """What the server calls its model."""
+        """Name of the model on the server."""
 
     def handshake(self) -> None:
-        """Find out whom we talk to, and whether it can do what is asked of it."""
+        """Read the identity of the workers, and check that the server's settings fit the config."""
         models = self._http.request("GET", "/v1/models")
         try:
             self.model = models["data"][0]["id"]
         except (KeyError, IndexError, TypeError) as error:
             raise RolloutError(
-                f"{self._http.url} serves no model that it would name: /v1/models says {models}"
+                f"{self._http.url} serves no model: /v1/models returned {models}; check vllm_server_base_url"
             ) from error
-        workers = self._ask("hello")
+        workers = self._call_workers("hello")
         self._identity = [worker["identity"] for worker in workers]
         wrong = [problem for worker in workers[:1] for problem in self._misfits(worker)]
         if wrong:
             raise RolloutError(
-                f"the server at {self._http.url} does not fit: {'; '.join(wrong)}. Start it so:\n"
+                f"the server at {self._http.url} has incompatible settings: {'; '.join(wrong)}. Start it with:\n"
                 f"{server_command(self._config)}"
             )
 
-    def _misfits(self, told: Mapping[str, Any]) -> list[str]:
-        wanted = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "dtype": self._config.dtype}
+    def _misfits(self, worker: Mapping[str, Any]) -> list[str]:
+        """Describe the settings of a worker that differ from the required ones."""
+        required = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "dtype": self._config.dtype}
         wrong = [
-            f"--{name.replace('_', '-')} is {told[name]}, not {value}"
-            for name, value in wanted.items()
-            if told[name] != value
+            f"--{name.replace('_', '-')} is {worker[name]}, not {value}"
+            for name, value in required.items()
+            if worker[name] != value
         ]
-        if told["max_model_len"] < self._config.max_model_len:
-            wrong.append(f"--max-model-len is {told['max_model_len']}, less than {self._config.max_model_len}")
+        if worker["max_model_len"] < self._config.max_model_len:
+            wrong.append(f"--max-model-len is {worker['max_model_len']}, less than {self._config.max_model_len}")
         return wrong
 
     def check_version(self, version: str) -> None:
-        """That it still has the weights of this hand-over."""
-        for identity, worker in zip(self._identity, self._ask("state"), strict=True):
+        """Raise an error unless all workers hold the weights of this weight sync."""
+        for identity, worker in zip(self._identity, self._call_workers("state"), strict=True):
             if worker["identity"] != identity:
                 raise RolloutError(
-                    f"the server at {self._http.url} was started anew since it was given weights; what it has is not "
-                    "the model that is trained. Resume the run from its last checkpoint"
+                    f"the server at {self._http.url} was restarted after the weight sync and does not hold the trained "
+                    "weights; resume the run from its last checkpoint"
                 )
-            self._same(worker["version"], version)
+            self._check_same(worker["version"], version)
 
-    def _same(self, found: str | None, wanted: str) -> None:
-        if found != wanted:
+    def _check_same(self, version: str | None, expected: str) -> None:
+        if version != expected:
             raise RolloutError(
-                f"the server at {self._http.url} holds weights of {found or 'nobody'}, not those of {wanted}; somebody "
-                "else gives it weights too. Each rank needs a server of its own"
+                f"the server at {self._http.url} holds weights of {version or 'no weight sync'}, not those of "
+                f"{expected}; another process sends it weights too. Use one server per rank"
             )
 
     # -- weights ----------------------------------------------------------------------------------
 
     def send_weights(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
-        """All of them; while they are on the way, the server generates for nobody."""
+        """Send all weights; the server is paused for all clients meanwhile."""
         self.handshake()
         self._http.post_once("/pause?mode=wait")
         try:
@@ -101,18 +102,20 @@ class ServerClient:
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
         sender = self._sender()
-        own = expected.canonical_names
         shapes = {
             name: (str(weight.meta.dtype).removeprefix("torch."), tuple(weight.meta.shape))
             for name, weight in expected.weights.items()
         }
         try:
-            with ThreadPoolExecutor(1) as messenger:  # the workers have to hear of it while we meet them
-                self._meanwhile(messenger, sender.meet, "begin", handle=sender.handle(), own=own, shapes=shapes)
+            # The workers must receive each message while this process does its part of the transfer.
+            with ThreadPoolExecutor(1) as executor:
+                names = expected.canonical_names
+                begin = {"handle": sender.handle(), "canonical_names": names, "shapes": shapes}
+                self._call_workers_during(executor, sender.connect, "begin", **begin)
                 for pieces, used in pack_buckets(expected.validate(weights), sender.buffer):
-                    told = [vars(piece) for piece in pieces]
-                    self._meanwhile(messenger, lambda: sender.push(used), "bucket", pieces=told, used=used)  # noqa: B023
-            self._ask("end", version=version)
+                    bucket = {"pieces": [vars(piece) for piece in pieces], "used": used}
+                    self._call_workers_during(executor, lambda: sender.push(used), "bucket", **bucket)  # noqa: B023
+            self._call_workers("end", version=version)
         except BaseException as error:
             self._abort(error)
             raise
@@ -120,33 +123,35 @@ class ServerClient:
             sender.close()
 
     def _abort(self, error: BaseException) -> None:
-        """So that it does not stay in the middle of a hand-over; the first error is the one to tell."""
+        """Cancel the weight sync on the server; a second error becomes a note on the first."""
         try:
-            self._ask("abort")
+            self._call_workers("abort")
         except RolloutError as second:
-            error.add_note(f"Nor could the hand-over be called off: {second}")
+            error.add_note(f"Cancelling the weight sync failed as well: {second}")
 
     def _sender(self) -> Sender:
         size = self._config.update_weights_bucket_megabytes * 2**20
-        if self._means == "shared_memory":
+        if self._transport == "shared_memory":
             return SharedMemory(size)
-        return Broadcast(torch.device("cpu"), size, _our_name_for(self._http.url), len(self._identity))
+        return Broadcast(torch.device("cpu"), size, _local_address_towards(self._http.url), len(self._identity))
 
-    def _meanwhile(self, messenger: ThreadPoolExecutor, ours: Callable[[], None], what: str, **payload: Any) -> None:
-        """Tell the workers, and do our part of it at the same time; what they say against it comes first."""
-        asked = messenger.submit(self._ask, what, **payload)
+    def _call_workers_during(
+        self, executor: ThreadPoolExecutor, transfer: Callable[[], None], method: str, **payload: Any
+    ) -> None:
+        """Call the workers while `transfer` runs in this thread; an error of the workers takes precedence."""
+        call = executor.submit(self._call_workers, method, **payload)
         try:
-            ours()
+            transfer()
         except RolloutError:
-            asked.result()
+            call.result()
             raise
-        asked.result()
+        call.result()
 
     def digests(self, version: str) -> Mapping[str, int]:
-        """Of the weights that it holds; all of its workers have to agree."""
-        first, *others = self._ask("digests")
+        """Return the checksums of the server's weights; raise an error if its workers differ."""
+        first, *others = self._call_workers("digests")
         for worker in (first, *others):
-            self._same(worker["version"], version)
+            self._check_same(worker["version"], version)
             wrong = [name for name, number in first["digests"].items() if worker["digests"].get(name) != number]
             if wrong:
                 raise RolloutError(f"the workers of {self._http.url} hold different weights: {', '.join(wrong[:8])}")
@@ -155,55 +160,57 @@ class ServerClient:
     # -- memory -----------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free keys and values, and the weights where vLLM can (on a GPU)."""
+        """Free the KV cache and, on a GPU, the weights."""
         if torch.device(self._config.device).type == "cpu":
             self._http.post_once("/reset_prefix_cache")
-            self._ask("free_kv_cache")
+            self._call_workers("free_kv_cache")
         else:
             self._http.post_once("/sleep?level=2")
 
     def wake_up(self) -> None:
-        """Memory for weights, and for keys and values."""
+        """Allocate the KV cache and, on a GPU, the memory of the weights."""
         if torch.device(self._config.device).type == "cpu":
-            self._ask("restore_kv_cache")
+            self._call_workers("restore_kv_cache")
         else:
             self._http.post_once("/wake_up")
 
-    # -- words ------------------------------------------------------------------------------------
+    # -- requests to the workers ------------------------------------------------------------------
 
-    def _ask(self, what: str, **payload: Any) -> list[Any]:
-        """One answer of each worker."""
-        body = {"method": "camshaft", "args": [what, json.dumps(payload)]}
+    def _call_workers(self, method: str, **payload: Any) -> list[Any]:
+        """Call a method of `WorkerWeights` in every worker, and return one result per worker."""
+        body = {"method": "camshaft", "args": [method, json.dumps(payload)]}
         try:
-            if what in READS:
-                answers = self._http.request("POST", "/collective_rpc", body)["results"]
+            if method in IDEMPOTENT:
+                results = self._http.request("POST", "/collective_rpc", body)["results"]
             else:
-                answers = self._http.post_once("/collective_rpc", body)["results"]
+                results = self._http.post_once("/collective_rpc", body)["results"]
         except RolloutError as error:
             if "HTTP 404" in str(error):
-                raise RolloutError(f"{self._http.url} takes no weights; start it with {DEV_MODE}=1. {error}") from error
+                raise RolloutError(
+                    f"{self._http.url} does not accept weights; start it with {DEV_MODE}=1. {error}"
+                ) from error
             if "has no attribute 'camshaft'" in str(error):
                 raise RolloutError(
-                    f"{self._http.url} takes no weights from here; start it with --worker-extension-cls {EXTENSION}, "
-                    f"where this package is installed:\n{server_command(self._config)}"
+                    f"{self._http.url} does not accept weights from camshaft; start it with --worker-extension-cls "
+                    f"{EXTENSION} in an environment with camshaft:\n{server_command(self._config)}"
                 ) from error
             raise
-        for answer in answers:
-            if "refused" in answer:
-                raise RolloutError(f"{self._http.url}: {answer['refused']}")
-            if "failed" in answer:
-                raise RolloutError(f"{what} failed in {self._http.url}:\n{answer['failed']}")
-        return [answer["done"] for answer in answers]
+        for result in results:
+            if "error" in result:
+                raise RolloutError(f"{self._http.url}: {result['error']}")
+            if "traceback" in result:
+                raise RolloutError(f"{method} failed in {self._http.url}:\n{result['traceback']}")
+        return [result["result"] for result in results]
 
 
-def _is_here(url: str) -> bool:
-    """Whether this is an address of this machine's own loop."""
+def _is_loopback(url: str) -> bool:
+    """Return True for an address on this machine's loopback interface."""
     host = urlsplit(url).hostname or ""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def _our_name_for(url: str) -> str:
-    """The address of this machine under which the server can reach it."""
+def _local_address_towards(url: str) -> str:
+    """Return the address of this machine that the server can reach."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=10.0) as probe:
         return probe.getsockname()[0]

@@ -1,9 +1,9 @@
-"""Starting vLLM's server for one rank: on 127.0.0.1, on a port that is free, with the process of the trainer.
+"""Start vLLM's server for one rank on 127.0.0.1; the server ends with the trainer's process.
 
-launched = ServerProcess(config, options.arguments)
-launched.wait(240.0)                    # or an error with the last lines that it wrote
-launched.url
-launched.end()
+process = ServerProcess(config, options.arguments)
+process.wait(240.0)                     # raises an error with the last lines of the server's log
+process.url
+process.end()
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ from camshaft.rollout.vllm.installed import MISSING
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 EXTENSION = "camshaft.rollout.vllm.worker.WorkerExtension"
-"""What vLLM adds to its workers."""
+"""Class that vLLM adds to its workers."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
-"""Only with it does vLLM's server take weights."""
+"""Variable that enables weight updates in vLLM's server."""
 LAST_LINES = 30
-OF_THE_TRAINER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
-"""Variables of the environment that would make vLLM one of the trainer's ranks."""
+TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
+"""Environment variables that would make the server join the trainer's ranks."""
 
 
 def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """The options of a server that this rollout can use, as typed behind its name."""
-    known = engine_arguments(config)
-    reject_reserved(arguments, known)
-    words: list[str] = []
-    options = {**known, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
+    """Return the command-line options of a compatible server."""
+    required = engine_arguments(config)
+    reject_reserved(arguments, required)
+    command: list[str] = []
+    options = {**required, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
     for name, value in options.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{'' if value else 'no-'}{option}")
+            command.append(f"--{'' if value else 'no-'}{option}")
         elif isinstance(value, dict):
-            words += [f"--{option}", json.dumps(value)] if value else []
+            command += [f"--{option}", json.dumps(value)] if value else []
         elif value is not None:
-            words += [f"--{option}", str(value)]
-    return words
+            command += [f"--{option}", str(value)]
+    return command
 
 
 def server_command(config: RolloutEngineConfig) -> str:
-    """What somebody types who starts the server."""
-    place = f"{DEV_MODE}=1 python -m vllm.entrypoints.openai.api_server"
-    return f"{place} {shlex.join(command_line_options(config, {}))}"
+    """Return the shell command that starts a compatible server."""
+    program = f"{DEV_MODE}=1 python -m vllm.entrypoints.openai.api_server"
+    return f"{program} {shlex.join(command_line_options(config, {}))}"
 
 
 class ServerProcess:
-    """A server of our own. It ends with this object's `end`, and with this process, however that ends."""
+    """A server process; `end` stops it, and so does the end of this process, even by a signal."""
 
     def __init__(self, config: RolloutEngineConfig, arguments: Mapping[str, Any]):
         if importlib.util.find_spec("vllm") is None:
@@ -81,9 +81,9 @@ class ServerProcess:
         self.url = f"http://{HOST}:{port}"
         self._name = f"camshaft-{secrets.token_hex(4)}"
         self._ended = ""
-        self._asking = threading.Lock()
+        self._lock = threading.Lock()
         self._owner = os.getpid()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it is open as long as the server runs
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server runs
         server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
         server += [
             "--served-model-name",
@@ -101,21 +101,21 @@ class ServerProcess:
         )
 
     def wait(self, timeout: float) -> None:
-        """Until it answers; if it does not, it is ended."""
+        """Wait until the server answers; stop it and raise an error after `timeout` seconds."""
         http, deadline = HTTPClient(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
         try:
             while True:
                 if ended := self.ended():
-                    raise RolloutError(f"the server that was started at {self.url} {ended}")
+                    raise RolloutError(f"the server started at {self.url} {ended}")
                 with contextlib.suppress(RolloutError):
                     http.request("GET", "/health")
-                    # Somebody else may have taken the port, and then ours will end.
+                    # Another server may have taken the port; this one then ends.
                     if http.request("GET", "/v1/models")["data"][0]["id"] == self._name:
                         return
                 if time.monotonic() > deadline:
                     raise RolloutError(
-                        f"the server that was started at {self.url} is not ready after {timeout:g} s; give "
-                        f"engine_kwargs.vllm_server_timeout more seconds if it is only slow. {self._last_lines()}"
+                        f"the server started at {self.url} is not ready after {timeout:g} s; increase "
+                        f"engine_kwargs.vllm_server_timeout if it is only slow. {self._last_lines()}"
                     )
                 time.sleep(POLL_SECONDS)
         except BaseException:
@@ -123,18 +123,18 @@ class ServerProcess:
             raise
 
     def ended(self) -> str:
-        """How it ended, with its last lines; empty while it runs."""
-        with self._asking:
+        """Return a report with the last lines of the log if the server has ended, else an empty string."""
+        with self._lock:
             if not self._ended and self._guard.poll() is not None:
                 self.end()
                 self._ended = f"has ended. {self._last_lines()}"
             return self._ended
 
     def end(self) -> None:
-        """Kill it; a second time does nothing. A forked copy of this process owns nothing."""
+        """Kill the server's process group; do nothing if it has ended or in a forked copy of this process."""
         if self._ended or os.getpid() != self._owner:
             return
-        self._ended = "was let go"
+        self._ended = "was stopped"
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._guard.pid, signal.SIGKILL)
         self._guard.wait()
@@ -153,18 +153,18 @@ def _free_port() -> int:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Of the server: it finds this package, and thinks nothing of the trainer's ranks."""
-    there = {name: value for name, value in os.environ.items() if name not in OF_THE_TRAINER}
+    """Return the environment of the server, with this package importable and without the trainer's ranks."""
+    environment = {name: value for name, value in os.environ.items() if name not in TRAINER_VARIABLES}
     home = str(Path(camshaft.__file__).resolve().parent.parent)
-    there["PYTHONPATH"] = os.pathsep.join(filter(None, [there.get("PYTHONPATH"), home]))
-    there[DEV_MODE] = "1"
-    there.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    there.setdefault("VLLM_NO_USAGE_STATS", "1")
-    place = torch.device(device)
-    if place.type == "cpu":
-        there.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else it takes cores from the trainer
-    elif place.type == "cuda":
-        own = here(device).index or 0
-        visible = [name for name in there.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        there["CUDA_VISIBLE_DEVICES"] = visible[own] if visible else str(own)
-    return there
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), home]))
+    environment[DEV_MODE] = "1"
+    environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    environment.setdefault("VLLM_NO_USAGE_STATS", "1")
+    device_type = torch.device(device).type
+    if device_type == "cpu":
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not take cores from the trainer
+    elif device_type == "cuda":
+        index = here(device).index or 0
+        visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
+    return environment

@@ -1,13 +1,13 @@
-"""vLLM's own server as a generator: OpenAI's completions for tokens, and a few words more for weights.
+"""The server rollout: OpenAI-compatible completions for tokens, and a worker extension for weights.
 
-    own = {"vllm_server_base_url": "http://127.0.0.1:8000"}        # left out: a server is started
-    rollout = ServerRollout(RolloutEngineConfig(model_path="models/tiny", engine_kwargs=own))
+    kwargs = {"vllm_server_base_url": "http://127.0.0.1:8000"}      # without it, the rollout starts a server
+    rollout = ServerRollout(RolloutEngineConfig(model_path="models/tiny", engine_kwargs=kwargs))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-Each row is a request with its own seed, so many at once as the server computes together. Token ids go there and come
-back; no text is on the way. Before the first and after the last, the server is asked whose weights it holds: one that
-was started anew in between, or was given others, has generated nothing that counts.
+Each row is one request with its own seed; as many are in flight as the server decodes at once. Requests and responses
+have token ids, not text. The rollout checks the server's weight version before the first request and after the last
+response, and rejects responses of a server that restarted or received other weights in between.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from camshaft.rollout.server.http_client import HTTPClient, RetryingConnection
 from camshaft.rollout.server.launch import ServerProcess
 from camshaft.rollout.vllm.base import BaseVLLMRollout
 
-MOST_CONNECTIONS = 128
+MAX_CONNECTIONS = 128
 COMPLETIONS = "/v1/completions"
 
 
 class ServerRollout(BaseVLLMRollout):
-    """See the map above."""
+    """Generate with vLLM's server over HTTP."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -48,60 +48,60 @@ class ServerRollout(BaseVLLMRollout):
             options = ServerOptions.of(config.engine_kwargs, world_size())
         except ValueError as error:
             raise RolloutError(f"engine_kwargs: {error}") from error
-        self._launched: ServerProcess | None = None
+        self._process: ServerProcess | None = None
         self._name = secrets.token_hex(4)
-        self._holds: str | None = None
+        self._version_held: str | None = None
         self.http = self._connect(options)
         self._client = ServerClient(self.http, config, options.weight_transfer)
         self._client.handshake()
 
     def _connect(self, options: ServerOptions) -> HTTPClient:
-        """To the server, when it is ready."""
+        """Wait for the given server, or start one, and return a client for it."""
         if options.vllm_server_base_url:
             url = options.vllm_server_base_url[rank()]
-            _wait_for(url, options.vllm_server_timeout)
+            _wait_until_healthy(url, options.vllm_server_timeout)
             return HTTPClient(url, options.timeout, options.retry_timeout)
         if self.config.tensor_model_parallel_size > 1:
             raise RolloutError(
-                f"tensor_model_parallel_size={self.config.tensor_model_parallel_size}: each rank starts a server on "
-                "its own device; set it to 1, or start a larger one yourself and name it in vllm_server_base_url"
+                f"tensor_model_parallel_size={self.config.tensor_model_parallel_size} is unsupported: each rank starts "
+                "a server on its own device; set it to 1, or start a larger server and set vllm_server_base_url"
             )
-        launched = self._launched = ServerProcess(self.config, options.arguments)
-        weakref.finalize(self, launched.end)
-        launched.wait(options.vllm_server_timeout)
-        return HTTPClient(launched.url, options.timeout, options.retry_timeout, launched.ended)
+        process = self._process = ServerProcess(self.config, options.arguments)
+        weakref.finalize(self, process.end)
+        process.wait(options.vllm_server_timeout)
+        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.ended)
 
     # -- weights --------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.ready_to_load()
-        self._holds = None
-        version = f"hand-over {self.weights_version} of {self._name}"
+        self._version_held = None
+        version = f"weight sync {self.weights_version} of {self._name}"
         self._client.send_weights(self.expected, weights, version)
-        self._holds = version
+        self._version_held = version
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Recomputed in the server's workers."""
+        """Return checksums computed in the server's workers."""
         return self._client.digests(self._version())
 
     def has_weights(self) -> bool:
-        return self._holds is not None
+        return self._version_held is not None
 
     def _version(self) -> str:
         self.ready()
-        assert self._holds is not None
-        return self._holds
+        assert self._version_held is not None
+        return self._version_held
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """A server that somebody else started keeps its memory; others may be using it."""
-        if self._launched is not None and not self._asleep and self.config.free_cache_engine:
+        """Free memory of a server that this rollout started; a given server may have other clients."""
+        if self._process is not None and not self._asleep and self.config.free_cache_engine:
             self._client.sleep()
-        self._asleep, self._holds = True, None
+        self._asleep, self._version_held = True, None
 
     def wake_up(self) -> None:
-        if self._launched is not None and self._asleep and self.config.free_cache_engine:
+        if self._process is not None and self._asleep and self.config.free_cache_engine:
             self._client.wake_up()
         self._asleep = False
 
@@ -115,14 +115,14 @@ class ServerRollout(BaseVLLMRollout):
         bodies = self._bodies(requests, sampling)
         version = self._version()
         self._client.check_version(version)
-        answers = self._answers(requests, bodies)
+        responses = self._responses(requests, bodies)
         self._client.check_version(version)
-        out = self.build_generation(prompts, answers, time.perf_counter() - start)
+        out = self.build_generation(prompts, responses, time.perf_counter() - start)
         out.metrics["http_retries"] = float(self.http.retries - retries)
         return out
 
     def _bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
-        """All that decides about tokens is said, so that nothing is left to what the server would choose."""
+        """Build the request bodies, with every sampling parameter explicit so that no server default applies."""
         common: dict[str, Any] = {
             "model": self._client.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -137,64 +137,63 @@ class ServerRollout(BaseVLLMRollout):
             for request in requests
         ]
 
-    def _answers(self, requests: Sequence[RowRequest], bodies: Sequence[dict[str, Any]]) -> list[RowResponse]:
-        """In the order of the requests. The first error ends all others."""
-        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    def _responses(self, requests: Sequence[RowRequest], bodies: Sequence[dict[str, Any]]) -> list[RowResponse]:
+        """Send all requests concurrently; return responses in their order. The first error cancels the others."""
+        pending: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(len(bodies)):
-            todo.put(number)
-        count = min(len(bodies), self.config.max_num_seqs, MOST_CONNECTIONS)
-        answers: list[RowResponse | None] = [None] * len(bodies)
-        stopped, lines = threading.Event(), list[RetryingConnection]()
+            pending.put(number)
+        count = min(len(bodies), self.config.max_num_seqs, MAX_CONNECTIONS)
+        responses: list[RowResponse | None] = [None] * len(bodies)
+        stopped, connections = threading.Event(), list[RetryingConnection]()
 
         def work() -> None:
             with self.http.connection(stopped) as connection:
-                lines.append(connection)
+                connections.append(connection)
                 while not stopped.is_set():
                     try:
-                        number = todo.get_nowait()
+                        number = pending.get_nowait()
                     except queue.Empty:
                         return
-                    answers[number] = _answer(
-                        connection.request("POST", COMPLETIONS, bodies[number]), requests[number], self.http.url
-                    )
+                    reply = connection.request("POST", COMPLETIONS, bodies[number])
+                    responses[number] = _to_response(reply, requests[number], self.http.url)
 
         with ThreadPoolExecutor(count) as pool:
             try:
-                for done in as_completed([pool.submit(work) for _ in range(count)]):
-                    done.result()
+                for future in as_completed([pool.submit(work) for _ in range(count)]):
+                    future.result()
             except BaseException:
                 stopped.set()
-                for line in list(lines):
-                    line.abort()
+                for connection in list(connections):
+                    connection.abort()
                 raise
-        return [answer for answer in answers if answer is not None]
+        return [response for response in responses if response is not None]
 
 
-def _answer(told: Any, request: RowRequest, url: str) -> RowResponse:
-    """One answer, which has to be one to this request."""
+def _to_response(reply: Any, request: RowRequest, url: str) -> RowResponse:
+    """Parse the reply to one request, and check that it fits the request."""
     try:
-        (choice,) = told["choices"]
+        (choice,) = reply["choices"]
         tokens, log_probs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
-        same = choice["prompt_token_ids"] == request.prompt
-        cached = ((told.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        same_prompt = choice["prompt_token_ids"] == request.prompt
+        cached = ((reply.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(
-            f"{url} does not answer as vLLM's server does, with token ids and log-probs: {error!r}"
+            f"{url} returned a reply without token ids and log-probs, unlike vLLM's server: {error!r}; check "
+            "vllm_server_base_url"
         ) from error
-    if not same or len(tokens) != len(log_probs) or not 0 < len(tokens) <= request.limit:
+    if not same_prompt or len(tokens) != len(log_probs) or not 0 < len(tokens) <= request.limit:
         raise RolloutError(
             f"{url} answered a prompt of {len(request.prompt)} tokens and a limit of {request.limit} with "
-            f"{len(tokens)} tokens and {len(log_probs)} log-probs{'' if same else ', to another prompt'}"
+            f"{len(tokens)} tokens and {len(log_probs)} log-probs{'' if same_prompt else ', to another prompt'}"
         )
     if reason not in ("stop", "length"):
-        raise RolloutError(f"{url} broke a response off ({reason}); somebody else told it to")
-    return RowResponse(
-        tokens, [float("nan") if value is None else value for value in log_probs], reason == "stop", cached
-    )
+        raise RolloutError(f"{url} aborted a response ({reason}); another client aborted the request")
+    log_probs = [float("nan") if value is None else value for value in log_probs]
+    return RowResponse(tokens, log_probs, reason == "stop", cached)
 
 
-def _wait_for(url: str, timeout: float) -> None:
-    """Until a server that somebody else started is ready."""
+def _wait_until_healthy(url: str, timeout: float) -> None:
+    """Wait for a server that was started elsewhere."""
     deadline = time.monotonic() + timeout
     http = HTTPClient(url, min(timeout, 10.0), 0.0)
     while True:

@@ -1,10 +1,10 @@
-"""SGLang as a generator: the only folder that imports sglang, and that late.
+"""The SGLang rollout. No other package imports sglang, and these modules import it only when an engine is built.
 
-rollout.py     the generator of the trainer's process: it starts another process and talks to it
-inside.py      what the contract asks for, in that process, in terms of SGLang
-engine.py      one SGLang engine, through its public API
-scheduler.py   what runs in the processes that SGLang starts: choosing tokens, taking weights
-installed.py   which versions are known, and what to say without one
+rollout.py     `SGLangRollout`: starts a child process with the generator
+child.py       the rollout in the child process
+engine.py      one SGLang engine, through SGLang's public API
+worker.py      code in the processes that SGLang starts: sampling and loading weights
+installed.py   supported versions, and the error if SGLang is missing
 """
 
 from camshaft.rollout.sglang.rollout import SGLangRollout

@@ -1,6 +1,6 @@
-"""The generator in the process that `SGLangRollout` starts: what the contract asks for, in terms of SGLang.
+"""The SGLang rollout in the child process that `SGLangRollout` starts.
 
-Nobody builds it elsewhere: an engine of SGLang's kills the children of its process, and the process.
+It must not be built elsewhere: an SGLang engine kills the children of its process, and the process itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from camshaft.rollout.weights.checks import drop_tied_duplicates
 
 
 class SGLangChildRollout(ExternalRollout):
-    """See the map above. `seeds` decide each row's samples, as they do for the built-in generator."""
+    """Generate with an SGLang engine; seeds give the same samples as with the built-in generator."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -33,18 +33,18 @@ class SGLangChildRollout(ExternalRollout):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.ready_to_load()
         self._digests = None
-        own, came = self.expected.canonical_names, dict[str, str]()
+        canonical_names, received = self.expected.canonical_names, dict[str, str]()
 
-        def arriving() -> Iterable[tuple[str, Tensor]]:
+        def validated() -> Iterable[tuple[str, Tensor]]:
             for name, tensor in self.expected.validate(weights):
-                came[name] = own[name]
+                received[name] = canonical_names[name]
                 yield name, tensor.to(self.expected.weights[name].meta.dtype)
 
-        digests = self.engine.load(drop_tied_duplicates(arriving(), own, set()))
-        self._digests = {name: digests[first] for name, first in came.items()}
+        digests = self.engine.load(drop_tied_duplicates(validated(), canonical_names, set()))
+        self._digests = {name: digests[canonical] for name, canonical in received.items()}
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Of what the model of SGLang holds, and for weights that it makes others of, of what arrived there."""
+        """Return checksums of the weights in SGLang's model, or of the received tensor where SGLang converts it."""
         self.ready()
         assert self._digests is not None
         return self._digests
@@ -67,8 +67,8 @@ class SGLangChildRollout(ExternalRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
         requests = self.build_requests(prompts, sampling, seeds)
-        answers = self.engine.generate(requests, sampling, self.all_stop_ids(sampling)) if requests else []
-        generation = self.build_generation(prompts, answers, time.perf_counter() - start)
+        responses = self.engine.generate(requests, sampling, self.all_stop_ids(sampling)) if requests else []
+        generation = self.build_generation(prompts, responses, time.perf_counter() - start)
         if sampling.stop:
             tokenizer = load_tokenizer(str(self.folder), self.config.trust_remote_code)
             generation = cut_at_strings(generation, StopStrings(tokenizer, sampling.stop))

@@ -1,10 +1,10 @@
-"""One SGLang engine, through its public API: `sglang.Engine` and its methods.
+"""One SGLang engine, through its public API (`sglang.Engine` and its methods).
 
 engine = SGLangEngine(config)
-digests = engine.load(weights)         # names and tensors; the caller has checked them
-answers = engine.generate(requests, sampling, stop_ids)
+digests = engine.load(weights)         # names and tensors, validated by the caller
+responses = engine.generate(requests, sampling, stop_ids)
 
-It belongs into a process of its own: see `rollout.py`.
+It requires a process of its own; see `rollout.py`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from camshaft.rollout.external import CPU_CACHE_BYTES, RowRequest, RowResponse, 
 from camshaft.rollout.sglang.installed import check_installed, hint
 
 REPORT_SECONDS = 60.0
-"""How long the processes with the model may take to tell what came, after SGLang has said that all did."""
+"""Time limit for the model processes to report checksums after SGLang has finished a weight update."""
 
 
 class SGLangEngine:
-    """See the map above."""
+    """An SGLang engine and its weight updates."""
 
     def __init__(self, config: RolloutEngineConfig):
         _check_length(config)
@@ -44,14 +44,14 @@ class SGLangEngine:
         self._saver = config.free_cache_engine and torch.device(config.device).type != "cpu"
         self._asleep = False
         self._reports: queue.Queue[tuple[dict[str, int], str]] = queue.Queue()
-        # It warns of all that this device does not have, once in each process.
+        # SGLang warns in each process about every feature that the device lacks.
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `engine_arguments`
         if config.tensor_model_parallel_size > 1 and torch.device(config.device).type == "cpu":
-            # Else it wants a NUMA node for each of its processes.
+            # By default SGLang requires a NUMA node per process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-            own_cores = "|".join([cores] * config.tensor_model_parallel_size)
-            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", own_cores)
+            binding = "|".join([cores] * config.tensor_model_parallel_size)
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             arguments = engine_arguments(config)
@@ -65,17 +65,17 @@ class SGLangEngine:
 
         worker.register_sampler()
         reader, writer = Pipe(duplex=False)
-        # Read at once: a pipe takes little, and who writes into it holds up SGLang.
+        # Read continuously: a full pipe would block SGLang's processes.
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
-        class OwnEngine(Engine):
+        class ReportingEngine(Engine):
             run_scheduler_process_func = staticmethod(functools.partial(worker.run, writer))
 
         self._row_params: str = worker.RowParams.to_str()
         try:
-            self._engine: Any = OwnEngine(**arguments)
-        except Exception as error:  # of SGLang, torch and transformers
-            raise RolloutError(f"SGLang does not start: {type(error).__name__}: {error}{self._hint}") from error
+            self._engine: Any = ReportingEngine(**arguments)
+        except Exception as error:  # from SGLang, torch or transformers
+            raise RolloutError(f"SGLang failed to start: {type(error).__name__}: {error}{self._hint}") from error
         finally:
             writer.close()
 
@@ -89,48 +89,49 @@ class SGLangEngine:
     # -- weights --------------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Replace all weights; their digests, computed where the model is."""
+        """Replace all weights; return their checksums, computed in the processes that hold the model."""
         from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD
 
         windows = [("windows", torch.tensor([windowed_layers(self._config)]))]
-        self._told(self._engine.begin_weight_update())
+        self._check(self._engine.begin_weight_update())
         try:
             self._send(windows, BEGIN)
             for bucket in _buckets(weights, self._config.update_weights_bucket_megabytes * 2**20):
                 self._send(bucket, LOAD)
-            # Keys and values of the old weights must not serve new prompts.
+            # Drop cached keys and values of the old weights.
             self._send(windows, FINISH, flush_cache=True)
         finally:
-            self._told(self._engine.end_weight_update())
+            self._check(self._engine.end_weight_update())
         try:
             reports = [
                 self._reports.get(timeout=REPORT_SECONDS) for _ in range(self._config.tensor_model_parallel_size)
             ]
         except queue.Empty as error:
-            raise RolloutError(f"SGLang's processes do not tell what weights came{self._hint}") from error
-        problem = next((told for _, told in reports if told), "")
+            message = f"SGLang's processes did not report checksums within {REPORT_SECONDS:g} s"
+            raise RolloutError(f"{message}{self._hint}") from error
+        problem = next((message for _, message in reports if message), "")
         if problem:
-            raise RolloutError(f"SGLang does not take these weights: {problem}{self._hint}")
+            raise RolloutError(f"SGLang rejected the weights: {problem}{self._hint}")
         digests = reports[0][0]
         for rank, (others, _) in enumerate(reports):
             wrong = [name for name in digests if others.get(name) != digests[name]]
             if wrong:
-                raise RolloutError(f"ranks 0 and {rank} of SGLang were given different weights: {', '.join(wrong[:8])}")
+                raise RolloutError(f"ranks 0 and {rank} of SGLang received different weights: {', '.join(wrong[:8])}")
         return digests
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str, flush_cache: bool = False) -> None:
-        self._told(self._engine.update_weights_from_tensor(named, load_format=loader, flush_cache=flush_cache))
+        self._check(self._engine.update_weights_from_tensor(named, load_format=loader, flush_cache=flush_cache))
 
-    def _told(self, answer: tuple[bool, str]) -> None:
-        """SGLang raises nothing: it says whether it worked, and why not."""
-        worked, message = answer
-        if not worked:
-            raise RolloutError(f"SGLang does not take weights: {message}{self._hint}")
+    def _check(self, result: tuple[bool, str]) -> None:
+        """Raise an error for a failed update: SGLang returns (success, message) instead of raising."""
+        success, message = result
+        if not success:
+            raise RolloutError(f"SGLang failed to update weights: {message}{self._hint}")
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free weights, keys and values, where SGLang can (on a GPU)."""
+        """Free weights and KV cache on a GPU; empty the prefix cache on a CPU."""
         if self._asleep:
             return
         if self._saver:
@@ -149,7 +150,7 @@ class SGLangEngine:
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
     ) -> list[RowResponse]:
-        """One answer per request, in their order. `stop_ids` are all tokens that end a row; strings end none."""
+        """Return one response per request, in order. `stop_ids` are all tokens that end a row; stop strings do not."""
         params = [_params(request, sampling, stop_ids) for request in requests]
         prompts = [request.prompt for request in requests]
         try:
@@ -160,22 +161,22 @@ class SGLangEngine:
                 custom_logit_processor=[self._row_params] * len(prompts),
             )
         except ValueError as error:
-            raise RolloutError(f"SGLang does not generate: {error}{self._hint}") from error
-        return [self._answer(row, output, set(stop_ids)) for row, output in enumerate(outputs)]
+            raise RolloutError(f"SGLang failed to generate: {error}{self._hint}") from error
+        return [self._to_response(row, output, set(stop_ids)) for row, output in enumerate(outputs)]
 
-    def _answer(self, row: int, output: dict[str, Any], ends: set[int]) -> RowResponse:
-        told, tokens = output["meta_info"], list(output["output_ids"])
-        if told["finish_reason"]["type"] not in ("stop", "length"):
-            raise RolloutError(f"SGLang gave up on row {row}: {told['finish_reason']}{self._hint}")
-        # Where the model's own end is to be passed, SGLang passes all stop tokens.
-        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+    def _to_response(self, row: int, output: dict[str, Any], ends: set[int]) -> RowResponse:
+        info, tokens = output["meta_info"], list(output["output_ids"])
+        if info["finish_reason"]["type"] not in ("stop", "length"):
+            raise RolloutError(f"SGLang did not finish row {row}: {info['finish_reason']}{self._hint}")
+        # With ignore_eos, SGLang generates past every stop token.
+        end = next((position for position, token in enumerate(tokens) if token in ends), None)
         count = len(tokens) if end is None else end + 1
-        log_probs = [value for value, *_ in told["output_token_logprobs"][:count]]
-        return RowResponse(tokens[:count], log_probs, end is not None, told["cached_tokens"])
+        log_probs = [value for value, *_ in info["output_token_logprobs"][:count]]
+        return RowResponse(tokens[:count], log_probs, end is not None, info["cached_tokens"])
 
 
 def _params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """How SGLang is to choose is left to `scheduler.py`; its own sampling changes nothing."""
+    """Build SGLang's sampling parameters; `worker.RowSampler` samples with `custom_params` and ignores the others."""
     row = {
         "seed": request.seed, "greedy": sampling.greedy, "temperature": float(sampling.temperature),
         "top_k": sampling.top_k, "top_p": float(sampling.top_p),
@@ -187,55 +188,55 @@ def _params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[in
 
 
 def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """What the keys of the config are called in SGLang, and what has to be as it is."""
+    """Translate the config into arguments of `sglang.Engine`, and add those that this rollout requires."""
     from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD, SAMPLER
 
-    place = torch.device(config.device)
+    device = torch.device(config.device)
     arguments: dict[str, Any] = {
         "model_path": str(model_folder(config.model_path)),
         "trust_remote_code": config.trust_remote_code,
         "json_model_override_args": json.dumps(config.override_config),
-        "device": place.type,
+        "device": device.type,
         "dtype": config.dtype,
         "load_format": "dummy" if config.load_format.startswith("dummy") else "auto",
         "random_seed": config.seed & (2**31 - 1),
         "tp_size": config.tensor_model_parallel_size,
         "disable_cuda_graph": config.enforce_eager,
-        # It keeps places for itself; rows are as long as `max_model_len` says.
+        # SGLang reserves a few positions; rows are limited to `max_model_len`.
         "context_length": config.max_model_len + 8,
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens,
         "max_prefill_tokens": config.max_num_batched_tokens,
         "disable_radix_cache": not config.enable_prefix_caching,
-        "enable_memory_saver": config.free_cache_engine and place.type != "cpu",
+        "enable_memory_saver": config.free_cache_engine and device.type != "cpu",
         "sampling_backend": SAMPLER,
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [BEGIN, LOAD, FINISH],
-        # Ids in, ids out; and nothing that the folder recommends for chatting.
+        # Token ids in and out, without the sampling defaults in the folder's generation_config.json.
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
     }
-    if place.type == "cpu":
+    if device.type == "cpu":
         arguments["disable_overlap_schedule"] = True
     else:
         arguments["mem_fraction_static"] = config.gpu_memory_utilization
-        arguments["base_gpu_id"] = place.index or 0
+        arguments["base_gpu_id"] = device.index or 0
     return arguments
 
 
 def default_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """What `engine_kwargs` may change."""
-    # Without the last, its processes keep a core busy each while the trainer trains.
+    """Return default arguments, which `engine_kwargs` may override."""
+    # Without `sleep_on_idle`, each process keeps a core busy while the trainer trains.
     defaults: dict[str, Any] = {"log_level": "error", "skip_server_warmup": True, "sleep_on_idle": True}
     if torch.device(config.device).type == "cpu":
-        # What others take of the memory meanwhile counts against the share, so it is large; the next line is the bound.
+        # Memory used by other processes counts against the share, so it is large; `max_total_tokens` is the limit.
         defaults |= {"attention_backend": "torch_native", "mem_fraction_static": 0.9}
         defaults["max_total_tokens"] = _cpu_cache_tokens(config)
     return defaults
 
 
 def windowed_layers(config: RolloutEngineConfig) -> int:
-    """Layers that look at fewer tokens than a row may have."""
+    """Count the layers with a sliding window shorter than `max_model_len`."""
     text = _text_config(config)
     window = text.get("sliding_window")
     if window is None or window >= config.max_model_len:
@@ -248,7 +249,7 @@ def _check_length(config: RolloutEngineConfig) -> None:
     if positions is not None and config.max_model_len > positions:
         raise RolloutError(
             f"max_model_len={config.max_model_len}, but the model has {positions} positions "
-            f"(max_position_embeddings); set it to {positions} or less"
+            f"(max_position_embeddings); set max_model_len to {positions} or less"
         )
 
 
@@ -266,14 +267,14 @@ def _cpu_cache_tokens(config: RolloutEngineConfig) -> int:
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Copies, as many together as `size` bytes hold, but one at least: who passes them on changes their storage."""
+    """Yield copies in buckets of at most `size` bytes or a single tensor; SGLang changes the storage of its input."""
     bucket: list[tuple[str, Tensor]] = []
-    held = 0
+    num_bytes = 0
     for name, tensor in weights:
-        if bucket and held + tensor.nbytes > size:
+        if bucket and num_bytes + tensor.nbytes > size:
             yield bucket
-            bucket, held = [], 0
+            bucket, num_bytes = [], 0
         bucket.append((name, tensor.detach().clone(memory_format=torch.contiguous_format)))
-        held += tensor.nbytes
+        num_bytes += tensor.nbytes
     if bucket:
         yield bucket

@@ -1,6 +1,6 @@
-"""Which SGLang is installed: the versions that are known, and what to do about another one.
+"""Check which version of SGLang is installed.
 
-version = check_installed()            # or a sentence that says what to install; imports nothing
+version = check_installed()            # raises a RolloutError with install instructions if missing; imports nothing
 """
 
 from __future__ import annotations
@@ -14,33 +14,34 @@ from camshaft.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.5.23",)
-"""Versions that the tests have run with, on a CPU. Others work as far as they kept what this folder calls."""
+"""Versions covered by the tests, on a CPU. Other versions work if the API used in this folder is unchanged."""
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def check_installed() -> str:
-    """The version, or a sentence that says what to install. A version that nobody has tested is told once."""
+    """Return the version; raise an error if SGLang is missing, warn once about an untested version."""
     if importlib.util.find_spec("sglang") is None:
         raise RolloutError(
-            f"rollout.name=sglang needs SGLang {TESTED[-1]}: pip install --no-deps sglang=={TESTED[-1]}, and what it "
-            "imports, beside the torch that is there (it asks for a newer one); requirements-sglang.txt lists what "
-            "the tests use. Or type rollout.name=torch, which is built in, or vllm"
+            f"rollout.name=sglang needs SGLang {TESTED[-1]}: run pip install --no-deps sglang=={TESTED[-1]} and "
+            "install its dependencies without replacing torch (it requires a newer one); requirements-sglang.txt lists "
+            "the versions of the tests. Or set rollout.name=torch for the built-in generator, or rollout.name=vllm"
         )
     version = importlib.metadata.version("sglang")
-    if version not in TESTED and version not in _told:
-        _told.add(version)
+    if version not in TESTED and version not in _warned:
+        _warned.add(version)
         logger.warning("%s", untested(version))
     return version
 
 
 def untested(version: str) -> str:
+    """Return the warning about an untested version."""
     return (
-        f"SGLang {version} is not one that this rollout was tested with: {', '.join(TESTED)}. "
-        "If something is wrong, install one of those"
+        f"SGLang {version} is untested with this rollout, which is tested with {', '.join(TESTED)}. "
+        "If you see errors, install a tested version"
     )
 
 
 def hint(version: str) -> str:
-    """Goes behind an error: nothing for a known version."""
+    """Return a suffix for error messages that names an untested version; empty for a tested one."""
     return "" if version in TESTED else f"\n{untested(version)}"

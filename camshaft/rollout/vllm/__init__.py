@@ -1,14 +1,14 @@
-"""vLLM as a generator: the only folder that imports vllm, and that late.
+"""The vLLM rollout. No other package imports vllm, and these modules import it only when an engine is built.
 
-rollout.py     what the contract asks for, in terms of vLLM
-base.py        what this and vLLM's server have in common
-engine.py      one vLLM engine, through its public API
-adapters.py    an adapter by itself, beside base weights that stay
-inside.py      what is not public, each against a mistake that would go unnoticed
-installed.py   which versions are known, and what to say without one
-process.py     leaving the process as it was
-cpu_worker.py  ranks on CPUs that are one generator
-served.py      inside a server of vLLM: weights come, digests go; `server_rollout` is the other side
+rollout.py      `VLLMRollout`: vLLM inside the ranks of the trainer
+base.py         base class of this rollout and of the rollout for vLLM's server
+engine.py       one vLLM engine, through vLLM's public API
+adapters.py     LoRA adapters that are synced separately from the base weights
+workarounds.py  internals of vLLM, each against an error that vLLM does not report
+installed.py    supported versions, and the error if vLLM is missing
+environment.py  start vLLM without lasting changes to the process
+worker.py       worker extension of vLLM's server: receives weights and returns checksums
+cpu_worker.py   worker class for CPU ranks that share one engine
 """
 
 from camshaft.rollout.vllm.rollout import VLLMRollout

@@ -1,13 +1,13 @@
-"""An adapter beside the base weights, in vLLM's own LoRA layers: how it gets there, and what is there then.
+"""Sync a LoRA adapter to vLLM's LoRA layers, separately from the base weights.
 
     vllm.LLM(**engine_arguments(config), **adapter_arguments(config))
     with peft_folder(weights, config) as folder:
         llm.llm_engine.add_lora(LoRARequest("1", 1, folder))
-    llm.apply_model(adapter_digests(expected, 1))        # by name, of what the kernels read
+    llm.apply_model(adapter_digests(expected, 1))        # by name, of the buffers that the kernels read
 
-It goes in through vLLM's public door, a folder in PEFT's layout, which is in memory and gone as soon as it is read.
-The scaling is in B already and the folder says alpha = rank, so that vLLM, which multiplies its scaling into B, leaves
-the numbers as they are: a digest at one end is that at the other. Looking at what is there is not public (`inside.py`).
+vLLM loads adapters from a folder in PEFT's layout; this one is in memory and deleted as soon as it was read. The sender
+has multiplied the scaling into B, and the folder sets alpha = rank, so that vLLM leaves the values unchanged and the
+checksums of both sides are comparable. Reading the buffers uses internals of vLLM.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from camshaft.models.lora import save_adapter
 from camshaft.rollout.weights.checks import ExpectedWeights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Sizes of vLLM's buffers; a smaller adapter is filled up with zeros."""
+"""Ranks that vLLM supports; a smaller adapter is padded with zeros."""
 MEMORY = Path("/dev/shm")
-"""Files here are in memory."""
+"""A file system in memory."""
 
 
 def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one adapter at a time, on the layers that it has and on no other."""
+    """Return the arguments of `vllm.LLM` for a single adapter on exactly the layers that it has."""
     if config.lora is None:
         return {}
     rank = next((size for size in RANKS if size >= config.lora.rank), None)
     if rank is None:
         raise RolloutError(
-            f"vLLM takes adapters up to rank {RANKS[-1]}, got {config.lora.rank}; set actor_rollout_ref.model.lora_rank"
-            f"={RANKS[-1]}, or actor_rollout_ref.rollout.lora_weights=merged"
+            f"vLLM supports adapters up to rank {RANKS[-1]}, got {config.lora.rank}; set "
+            f"actor_rollout_ref.model.lora_rank={RANKS[-1]}, or actor_rollout_ref.rollout.lora_weights=merged"
         )
     if torch.device(config.device).type != "cpu" and config.dtype != "bfloat16":
         raise RolloutError(
-            f"vLLM computes adapters in half precision on {config.device}, and rollout.dtype={config.dtype}; set "
+            f"vLLM computes adapters in half precision on {config.device}, but rollout.dtype={config.dtype}; set "
             "actor_rollout_ref.rollout.dtype=bfloat16, or actor_rollout_ref.rollout.lora_weights=merged"
         )
     layers = {name.rpartition(".lora_")[0] for name in ExpectedWeights.adapter_of_folder(config, config.lora).weights}
@@ -60,7 +60,7 @@ def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def peft_folder(weights: Iterable[tuple[str, Tensor]], config: RolloutEngineConfig) -> Iterator[str]:
-    """A folder that says: these weights, scaled by 1. It is there inside the context."""
+    """Write the adapter to a temporary folder in PEFT's layout, with a scaling of 1; delete it on exit."""
     assert config.lora is not None
     unscaled = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
     with tempfile.TemporaryDirectory(prefix="camshaft-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
@@ -69,63 +69,69 @@ def peft_folder(weights: Iterable[tuple[str, Tensor]], config: RolloutEngineConf
 
 
 def adapter_digests(expected: Mapping[str, Tensor], number: int) -> Callable[[Any], dict[str, int]]:
-    """Of adapter `number`, tensor by tensor, where vLLM computes with it; for `LLM.apply_model`.
+    """Return a function for `LLM.apply_model` that computes checksums of adapter `number` from vLLM's buffers.
 
-    What vLLM has that is not `expected`, and is not zero, has its digest under vLLM's name of the layer.
+    A nonzero buffer of a tensor that is not in `expected` is reported under vLLM's name of the layer.
     """
 
-    def held(model: Any) -> dict[str, int]:
+    def compute(model: Any) -> dict[str, int]:
         from vllm.lora.utils import parse_fine_tuned_lora_name  # pyright: ignore[reportMissingImports]
 
         manager = model.lora_manager
         if number not in manager.lora_index_to_id:
             return {}
-        renamed = getattr(model, "hf_to_vllm_mapper", None)
-        mapper = None if renamed is None else renamed.get_rename_mapper()
-        there = _digests_by_place(manager, number)
-        found: dict[str, int] = {}
+        name_mapper = getattr(model, "hf_to_vllm_mapper", None)
+        rename = None if name_mapper is None else name_mapper.get_rename_mapper()
+        buffer_digests = _digests_by_layer(manager, number)
+        digests: dict[str, int] = {}
         for name in expected:
-            value = there.pop(parse_fine_tuned_lora_name(name, mapper), None)
+            value = buffer_digests.pop(parse_fine_tuned_lora_name(name, rename), None)
             if value is not None:
-                found[name] = value
-        extra = {(layer, is_a): value for (layer, is_a), value in there.items() if value is not None}
-        return found | {f"{layer}.lora_{'A' if is_a else 'B'}.weight": value for (layer, is_a), value in extra.items()}
+                digests[name] = value
+        for (layer, is_a), value in buffer_digests.items():
+            if value is not None:
+                digests[f"{layer}.lora_{'A' if is_a else 'B'}.weight"] = value
+        return digests
 
-    return held
+    return compute
 
 
-def _digests_by_place(manager: Any, number: int) -> dict[tuple[str, bool], int | None]:
-    """(layer as transformers splits it, whether it is A) -> digest; None where all is zero and nothing was loaded."""
+def _digests_by_layer(manager: Any, number: int) -> dict[tuple[str, bool], int | None]:
+    """Map (unfused layer, True for A) to a checksum; None where nothing is loaded and the buffer is zero."""
     slot, loaded = manager.lora_index_to_id.index(number), manager.list_adapters()[number]
-    found: dict[tuple[str, bool], int | None] = {}
+    digests: dict[tuple[str, bool], int | None] = {}
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         if len(parts) != len(layer.lora_a_stacked):
             raise RolloutError(
-                f"vLLM cuts {name} into {len(layer.lora_a_stacked)} parts, and the adapter into {len(parts)}, so "
-                "nothing proves what arrives there; set actor_rollout_ref.rollout.lora_weights=merged, or leave the "
-                "layer out with actor_rollout_ref.model.exclude_modules"
+                f"vLLM splits {name} into {len(layer.lora_a_stacked)} parts but the adapter into {len(parts)}, so the "
+                "weight sync cannot be verified; set actor_rollout_ref.rollout.lora_weights=merged, or exclude the "
+                "layer with actor_rollout_ref.model.exclude_modules"
             )
         weights = loaded.loras.get(name)
         for is_a, buffers in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
-            whole = [None] * len(parts)
+            tensors = [None] * len(parts)
             if weights is not None:
                 values = weights.lora_a if is_a else weights.lora_b
-                whole = values if isinstance(values, list) else [values]
-            shares = whole
+                tensors = values if isinstance(values, list) else [values]
+            shards = tensors
             if weights is not None and layer.tp_size > 1:
-                cut = (layer.slice_lora_a if is_a else layer.slice_lora_b)(whole if len(parts) > 1 else whole[0])
-                shares = cut if isinstance(cut, list) else [cut]
-            for part, tensor, share, buffer in zip(parts, whole, shares, buffers, strict=True):
-                found[part, is_a] = _digest_in(buffer[slot, 0], tensor, share)
-    return found
+                shard = layer.slice_lora_a if is_a else layer.slice_lora_b
+                sharded = shard(tensors if len(parts) > 1 else tensors[0])
+                shards = sharded if isinstance(sharded, list) else [sharded]
+            for part, tensor, own_shard, buffer in zip(parts, tensors, shards, buffers, strict=True):
+                digests[part, is_a] = _buffer_digest(buffer[slot, 0], tensor, own_shard)
+    return digests
 
 
-def _digest_in(buffer: Tensor, whole: Tensor | None, share: Tensor | None) -> int | None:
-    """Of `whole`, which was loaded, if `buffer` holds this rank's share of it and else zeros; another one if not."""
-    if whole is None or share is None:
+def _buffer_digest(buffer: Tensor, tensor: Tensor | None, shard: Tensor | None) -> int | None:
+    """Return the checksum of `tensor` if `buffer` holds this rank's shard of it and zeros elsewhere.
+
+    Otherwise return the checksum of the buffer, which differs.
+    """
+    if tensor is None or shard is None:
         return digest(buffer) if bool(buffer.any()) else None
-    region = buffer[: share.shape[0], : share.shape[1]]
-    if not torch.equal(region, share.to(region.device)):
+    region = buffer[: shard.shape[0], : shard.shape[1]]
+    if not torch.equal(region, shard.to(region.device)):
         return digest(region)
-    return digest(whole) if buffer.count_nonzero() == share.count_nonzero().to(buffer.device) else digest(buffer)
+    return digest(tensor) if buffer.count_nonzero() == shard.count_nonzero().to(buffer.device) else digest(buffer)

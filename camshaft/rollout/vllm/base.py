@@ -1,4 +1,4 @@
-"""What vLLM cannot do as asked, in the trainer's process (`rollout.py`) and as a server (`server_rollout`)."""
+"""Base class of the rollouts that generate with vLLM, in the trainer's processes or over HTTP."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.external import ExternalRollout, RowRequest
 from camshaft.rollout.sampling import spread
 
-COLDEST = 0.01
-"""vLLM raises a lower temperature to this one."""
+MIN_TEMPERATURE = 0.01
+"""vLLM replaces a lower temperature with this one."""
 
 
 class BaseVLLMRollout(ExternalRollout):
-    """See the map above."""
+    """Check what vLLM cannot do, and prepare seeds for it."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -25,27 +25,31 @@ class BaseVLLMRollout(ExternalRollout):
 
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
         self.ready()
-        if not sampling.greedy and sampling.temperature < COLDEST:
+        if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
             raise RolloutError(
-                f"vLLM samples at temperatures of {COLDEST} and more, got {sampling.temperature}; use 0 for greedy"
+                f"vLLM supports temperatures of at least {MIN_TEMPERATURE}, got {sampling.temperature}; "
+                "use 0 for greedy decoding"
             )
         if sampling.stop and not has_tokenizer(self.folder):
-            raise RolloutError(f"{self.config.model_path} has no tokenizer, so no text in which to find stop strings")
+            raise RolloutError(
+                f"stop strings require a tokenizer, but {self.config.model_path} has none; use stop_token_ids"
+            )
         return super().build_requests(prompts, sampling, seeds)
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        """What vLLM is told: it takes -1 for "no seed", and on a CPU torch draws from the low 32 bits of a seed alone.
+        """Return the seeds with their entropy spread over all 63 bits, as non-negative numbers.
 
-        Those of the trainer's seeds do not depend on the run's, and come again every 256 steps.
+        vLLM reads -1 as "no seed", and torch uses only the low 32 bits of a seed on a CPU. The low 32 bits of the
+        trainer's seeds do not depend on `trainer.seed` and repeat every 256 steps.
         """
         return spread(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
 
 
 def _check_quantization(config: RolloutEngineConfig) -> None:
-    """What is quantized on arrival may keep what was there before, and nothing here would notice."""
-    asked = config.engine_kwargs.get("quantization")
-    if asked is not None:
+    """Reject quantization at load time: a weight sync could leave old quantized weights in place unnoticed."""
+    quantization = config.engine_kwargs.get("quantization")
+    if quantization is not None:
         raise RolloutError(
-            f"engine_kwargs.quantization={asked}: take it out, weights are handed over as rollout.dtype={config.dtype} "
-            "and generated with as they come"
+            f"engine_kwargs.quantization={quantization} is unsupported: weights are synced and used as rollout.dtype="
+            f"{config.dtype}; remove it"
         )

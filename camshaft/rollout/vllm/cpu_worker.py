@@ -1,10 +1,10 @@
-"""vLLM's worker for ranks on CPUs that are one generator; vLLM imports this file by its name, nobody else does.
+"""vLLM worker class for CPU ranks that share one engine; vLLM imports this module by name.
 
     LLM(worker_cls="camshaft.rollout.vllm.cpu_worker.RankWorker", ...)
 
-Ranks that somebody else started exchange numbers through shared memory of a fixed name. Two runs on one machine would
-write into one another's, and a run that was killed leaves it there: the next one does not start ("create shm in
-SHMManager failed"). Where the ranks do not agree on a name, vLLM uses the process group instead.
+Ranks started outside vLLM exchange tensors through shared memory with a fixed name. Two runs on one machine would
+overwrite each other's data, and a killed run leaves the memory behind, so that the next one fails with "create shm in
+SHMManager failed". If the ranks use different names, vLLM falls back to the process group.
 """
 
 from typing import Any
@@ -13,8 +13,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # pyright: ignore[reportMissing
 
 
 class RankWorker(CPUWorker):
-    """Names after its rank what it would share."""
+    """Give each rank a different shared-memory name, which makes vLLM use the process group."""
 
     def __init__(self, **arguments: Any):
-        # What is behind the last colon becomes the name. The ranks have met already, so nothing else reads it.
+        # The text after the last colon becomes the name. The ranks are connected already, so nothing else reads it.
         super().__init__(**{**arguments, "distributed_init_method": f"env://:rank{arguments['rank']}"})

@@ -1,9 +1,9 @@
-"""One vLLM engine in this process, through vLLM's public API: `LLM` and its methods.
+"""One vLLM engine in this process, through vLLM's public API (`vllm.LLM` and its methods).
 
-engine = VLLMEngine.acquire(config)       # an idle one of this config, or a new one
-engine.load(weights)                   # names and tensors; the caller has checked them
-engine.load_adapter(weights)           # with `config.lora`, each time; the weights above stay
-answers = engine.generate(requests, sampling, stop_ids)
+engine = VLLMEngine.acquire(config)    # reuses an idle engine of this config, or starts one
+engine.load(weights)                   # names and tensors, validated by the caller
+engine.load_adapter(weights)           # with `config.lora`; the base weights stay
+responses = engine.generate(requests, sampling, stop_ids)
 engine.release()
 """
 
@@ -29,17 +29,17 @@ from camshaft.rollout.vllm.installed import check_platform, hint, import_vllm
 
 
 class VLLMEngine:
-    """See the map above.
+    """A vLLM engine that is reused by all rollouts of the same config.
 
-    An engine is never torn down: when vLLM ends one, it ends every process group of the process, those of the
-    trainer and of other engines with it. What is given back waits, asleep, for the next one that wants the same.
+    An engine is never shut down: vLLM's shutdown destroys every process group of the process, including those of the
+    trainer and of other engines. A released engine sleeps until a rollout with the same config acquires it.
     """
 
     _idle: dict[str, list[VLLMEngine]] = {}  # noqa: RUF012
 
     @classmethod
     def acquire(cls, config: RolloutEngineConfig) -> VLLMEngine:
-        """An engine of this config that nobody else has."""
+        """Return an idle engine of this config, or start one."""
         idle = cls._idle.get(config.model_dump_json(), [])
         return idle.pop() if idle else cls(config)
 
@@ -58,18 +58,18 @@ class VLLMEngine:
             check_platform(config.device)
             try:
                 self._llm: Any = vllm.LLM(**arguments, **config.engine_kwargs)
-            except Exception as error:  # of vLLM, pydantic, torch and transformers
-                raise RolloutError(f"vLLM {self.version} does not start: {error}{hint(self.version)}") from error
+            except Exception as error:  # from vLLM, pydantic, torch or transformers
+                raise RolloutError(f"vLLM {self.version} failed to start: {error}{hint(self.version)}") from error
         workarounds.disable_exit_finalizer(self._llm)
 
     def release(self) -> None:
-        """For whoever wants one of the same config next; nobody is given one that failed, it has requests inside."""
+        """Put the engine to sleep for reuse; a failed engine still has requests inside and is never reused."""
         self.sleep()
         self._idle.setdefault(self._failed or self._config.model_dump_json(), []).append(self)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks that are one generator and must be given the same rows; None for one that is alone."""
+        """Return the group of ranks that share this engine and must receive the same rows; None for a single rank."""
         if self._config.tensor_model_parallel_size == 1:
             return None
         from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
@@ -79,27 +79,28 @@ class VLLMEngine:
     # -- weights --------------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights; a parameter that vLLM found nothing for is an error."""
-        self._usable()
+        """Replace all weights; raise an error if vLLM leaves a parameter unset."""
+        self._check_usable()
         with workarounds.capture_reload_warnings() as warnings:
             try:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             except BaseException:
-                # Half-loaded layers would count what came, and take later weights for superfluous.
+                # Partially loaded layers would count these weights and skip those of the next reload.
                 self._llm.apply_model(workarounds.finish_reload(self._llm.llm_engine.model_config))
                 raise
         self._llm.apply_model(workarounds.repack_tied_head)
-        # It says the same of layers that have nothing to load, rotary ones say; this sentence names parameters.
-        left = [text for text in warnings if "not loaded from checkpoint" in text]
-        if left:
-            raise RolloutError(f"vLLM {self.version} did not take all weights: {'; '.join(left)}{hint(self.version)}")
-        self._adapter = None  # vLLM has thrown it away
-        self._forget_prefixes()
+        # vLLM logs other warnings for layers without weights, such as rotary embeddings; this one names parameters.
+        missing = [text for text in warnings if "not loaded from checkpoint" in text]
+        if missing:
+            message = f"vLLM {self.version} did not load all weights: {'; '.join(missing)}"
+            raise RolloutError(f"{message}{hint(self.version)}")
+        self._adapter = None  # the reload drops it
+        self._reset_prefix_cache()
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the adapter; each has a number of its own, and vLLM never has two."""
-        self._usable()
-        self._forget_adapter()
+        """Replace the adapter. Each adapter gets a new id, since vLLM ignores weights under an id that it has."""
+        self._check_usable()
+        self._remove_adapter()
         self._adapters += 1
         with peft_folder(weights, self._config) as folder:
             from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
@@ -107,43 +108,43 @@ class VLLMEngine:
             request = LoRARequest(f"adapter {self._adapters}", self._adapters, folder)
             try:
                 self._llm.llm_engine.add_lora(request)
-            except Exception as error:  # of vLLM's own kinds, and those of Python
-                told = f"vLLM {self.version} does not take the adapter: {type(error).__name__}: {error}"
-                raise RolloutError(f"{told}{hint(self.version)}") from error
+            except Exception as error:  # vLLM raises its own and built-in types
+                message = f"vLLM {self.version} rejected the adapter: {type(error).__name__}: {error}"
+                raise RolloutError(f"{message}{hint(self.version)}") from error
         self._adapter = request
-        self._forget_prefixes()
+        self._reset_prefix_cache()
 
-    def _forget_adapter(self) -> None:
+    def _remove_adapter(self) -> None:
         adapter, self._adapter = self._adapter, None
         if adapter is not None:
             self._llm.llm_engine.remove_lora(adapter.lora_int_id)
 
-    def _forget_prefixes(self) -> None:
-        """Keys and values of the old weights must not serve new prompts."""
+    def _reset_prefix_cache(self) -> None:
+        """Drop cached keys and values of the old weights."""
         if not self._llm.reset_prefix_cache():
-            raise RolloutError("vLLM keeps keys and values of the weights before: it is still generating")
+            raise RolloutError("vLLM cannot reset its prefix cache while it generates; sync weights after it")
 
     def digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
-        """Of the weights that vLLM holds as they came, not fused, split or packed; by name."""
-        (found,) = self._llm.apply_model(
+        """Return checksums, by name, of the weights that vLLM stores unchanged: not fused, sharded or packed."""
+        (digests,) = self._llm.apply_model(
             workarounds.parameter_digests(expected, whole=self._config.tensor_model_parallel_size == 1)
         )
-        return found
+        return digests
 
     def adapter_digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
-        """Of all tensors of the adapter, and of what is there beside them; by name."""
-        (found,) = self._llm.apply_model(adapter_digests(expected, self._adapters))
-        return found
+        """Return checksums, by name, of all tensors of the adapter and of unexpected ones."""
+        (digests,) = self._llm.apply_model(adapter_digests(expected, self._adapters))
+        return digests
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Free keys and values, and the weights where vLLM can (on a GPU); those to keep go to the host's memory."""
+        """Free the KV cache and, on a GPU, the weights; `keep_weights` moves them to host memory instead."""
         if self._asleep or self._failed:
             return
         if not self._llm.reset_prefix_cache():
-            raise RolloutError("vLLM cannot sleep while it generates")
-        self._forget_adapter()
+            raise RolloutError("vLLM cannot sleep while it generates; wait for generate_sequences() to return")
+        self._remove_adapter()
         if self._llm.llm_engine.model_config.enable_sleep_mode:
             self._llm.sleep(level=1 if keep_weights else 2)
         elif self._config.free_cache_engine:
@@ -151,8 +152,8 @@ class VLLMEngine:
         self._asleep = True
 
     def wake_up(self) -> None:
-        """Memory for weights, and for keys and values."""
-        self._usable()
+        """Allocate the KV cache and, on a GPU, the memory of the weights."""
+        self._check_usable()
         if not self._asleep:
             return
         if self._llm.llm_engine.model_config.enable_sleep_mode:
@@ -166,11 +167,11 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
     ) -> list[RowResponse]:
-        """One answer per request, in their order. `stop_ids` are all tokens that end a row."""
-        self._usable()
-        from vllm import SamplingParams as Params  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+        """Return one response per request, in order. `stop_ids` are all tokens that end a row."""
+        self._check_usable()
+        import vllm  # pyright: ignore[reportMissingImports]
 
-        # What ends a row is said in full, so that vLLM's own reading of the folder adds nothing.
+        # All stop conditions are explicit, so that vLLM adds none from the model folder.
         common: dict[str, Any] = {
             "ignore_eos": True, "stop_token_ids": list(stop_ids), "stop": list(sampling.stop),
             "include_stop_str_in_output": True, "detokenize": bool(sampling.stop), "logprobs": 0, "flat_logprobs": True,
@@ -178,12 +179,17 @@ class VLLMEngine:
             "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p,
         }  # fmt: skip
         try:
-            params = [Params(max_tokens=request.limit, seed=request.seed, **common) for request in requests]
-        except Exception as error:  # of vLLM's own kind
-            raise RolloutError(f"vLLM {self.version} does not sample so: {error}") from error
+            params = [
+                vllm.SamplingParams(  # pyright: ignore[reportAttributeAccessIssue]
+                    max_tokens=request.limit, seed=request.seed, **common
+                )
+                for request in requests
+            ]
+        except Exception as error:  # vLLM raises its own types
+            raise RolloutError(f"vLLM {self.version} rejected the sampling parameters: {error}") from error
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         try:
-            # It draws from the process' random state, and then overwrites it with each row's seed.
+            # vLLM reseeds the global random state with each row's seed.
             with preserve_random_state(self._config.device):
                 outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
@@ -191,15 +197,15 @@ class VLLMEngine:
             if isinstance(error, Exception):
                 raise RolloutError(f"vLLM {self.version} failed while generating: {self._failed}") from error
             raise
-        return [_answer(output) for output in outputs]
+        return [_to_response(output) for output in outputs]
 
-    def _usable(self) -> None:
+    def _check_usable(self) -> None:
         if self._failed:
-            raise RolloutError(f"this vLLM engine failed before ({self._failed}); start the run anew")
+            raise RolloutError(f"this vLLM engine failed in an earlier call ({self._failed}); restart the run")
 
 
 def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """What the keys of the config are called in vLLM."""
+    """Translate the config into arguments of `vllm.LLM`."""
     folder = model_folder(config.model_path)
     on_cpu = torch.device(config.device).type == "cpu"
     arguments = {
@@ -217,14 +223,14 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
-        # The default is the log-probs of the bare model, whatever it sampled from.
+        # By default vLLM returns log-probs before temperature, top_k and top_p.
         "logprobs_mode": "processed_logprobs",
-        # What the folder recommends for chatting is not what was asked for.
+        # Ignore the sampling defaults in the folder's generation_config.json.
         "generation_config": "vllm",
         "enable_sleep_mode": config.free_cache_engine and not on_cpu,
     }
     if on_cpu:
-        # A prompt in pieces and a row with a seed do not go together there: "CPU Generator does not use offset".
+        # Chunked prefill and per-row seeds are incompatible on a CPU: "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(config.max_num_batched_tokens, config.max_model_len)
         if "kv_cache_memory_bytes" not in config.engine_kwargs:
@@ -233,7 +239,7 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
 
 
 def _rank_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """For vLLM inside ranks that exist: it makes its groups of consecutive ones."""
+    """Return the arguments that run vLLM inside existing ranks; each engine uses consecutive ranks."""
     if world_size() == 1:
         return {}
     arguments = {"distributed_executor_backend": "external_launcher"}
@@ -242,7 +248,7 @@ def _rank_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     return arguments
 
 
-def _answer(output: Any) -> RowResponse:
+def _to_response(output: Any) -> RowResponse:
     row = output.outputs[0]
     return RowResponse(
         tokens=list(row.token_ids),

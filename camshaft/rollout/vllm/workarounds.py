@@ -1,7 +1,7 @@
-"""What is no public API of vLLM: each function is there for a mistake of vLLM's that would go unnoticed.
+"""Code that depends on internals of vLLM; each function prevents an error that vLLM does not report.
 
-They were written against the versions in `installed.TESTED`, and the tests show each mistake with its function
-taken out. Functions of a model are for `LLM.apply_model`, functions of a worker for `LLM.collective_rpc`.
+The functions are written against the versions in `installed.TESTED`, and tests show each error with its function
+removed. Functions of a model are for `LLM.apply_model`, functions of a worker for `LLM.collective_rpc`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from torch import Tensor
 
 from camshaft.digest import digest
 
-RELOADING = "vllm.model_executor.model_loader.reload"
-"""Where vLLM logs what went wrong in a reload; it raises nothing."""
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload"
+"""Logger that reports errors of a reload, which vLLM does not raise."""
 
 
 def disable_exit_finalizer(llm: Any) -> None:
-    """At the end of the process vLLM ends its process groups, after those that they were made in have ended."""
+    """Skip vLLM's shutdown at interpreter exit.
+
+    It would destroy process groups after `camshaft.device.leave_group` has destroyed all of them, and fail.
+    """
     finalizer = vars(llm.llm_engine.engine_core).get("_finalizer")
     if finalizer is not None:
         finalizer.atexit = False
@@ -29,30 +32,31 @@ def disable_exit_finalizer(llm: Any) -> None:
 
 @contextlib.contextmanager
 def capture_reload_warnings() -> Iterator[list[str]]:
-    """Collects what vLLM warns of while weights are loaded, instead of showing it."""
-    told: list[str] = []
+    """Collect the warnings that vLLM logs while it reloads weights, instead of showing them."""
+    messages: list[str] = []
 
-    class Collect(logging.Handler):
+    class CollectHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.append(record.getMessage())
+            messages.append(record.getMessage())
 
-    there, handler = logging.getLogger(RELOADING), Collect(logging.WARNING)
-    level, propagate = there.level, there.propagate
-    there.addHandler(handler)
-    there.setLevel(logging.WARNING)
-    there.propagate = False
+    logger, handler = logging.getLogger(RELOAD_LOGGER), CollectHandler(logging.WARNING)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
     try:
-        yield told
+        yield messages
     finally:
-        there.removeHandler(handler)
-        there.setLevel(level)
-        there.propagate = propagate
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def repack_tied_head(model: Any) -> None:
-    """On a CPU, an output layer that shares the embedding keeps a packed copy of the old one through a reload.
+    """Repack an output layer that is tied to the embedding, on a CPU.
 
-    vLLM says "ParallelLMHead: Failed to load weights" and computes with it.
+    vLLM keeps a packed copy of the old weight through a reload: it logs "ParallelLMHead: Failed to load weights" and
+    computes with the copy.
     """
     head = dict(model.named_modules()).get("lm_head")
     if head is None or "cpu_linear" not in vars(head):
@@ -63,7 +67,7 @@ def repack_tied_head(model: Any) -> None:
 
 
 def finish_reload(model_config: Any) -> Callable[[Any], None]:
-    """Ends a reload that broke off, so that the next one begins from nothing."""
+    """Return a function that finalizes a reload, complete or not, so that the next one starts from a clean state."""
 
     def finish(model: Any) -> None:
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
@@ -76,27 +80,30 @@ def finish_reload(model_config: Any) -> Callable[[Any], None]:
 
 
 def parameter_digests(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], dict[str, int]]:
-    """Of parameters that are as they are in a folder; `whole` if they are not split over ranks."""
+    """Return a function that computes checksums of the parameters that vLLM stores as in the checkpoint.
 
-    def held(model: Any) -> dict[str, int]:
-        found: dict[str, int] = {}
+    `whole` is True if parameters are not sharded over ranks.
+    """
+
+    def compute(model: Any) -> dict[str, int]:
+        digests: dict[str, int] = {}
         for name, parameter in model.named_parameters():
-            name = name.replace(".base_layer.", ".")  # a layer that takes an adapter has the plain one inside
-            wanted = expected.get(name)
-            if wanted is None or parameter.dtype != wanted.dtype or parameter.ndim != wanted.ndim:
+            name = name.replace(".base_layer.", ".")  # a LoRA layer wraps the original one
+            meta = expected.get(name)
+            if meta is None or parameter.dtype != meta.dtype or parameter.ndim != meta.ndim:
                 continue
-            # A vocabulary is filled up with rows that nobody has.
-            rows = parameter.data[: len(wanted)] if whole else parameter.data
-            if rows.shape == wanted.shape:
-                found[name] = digest(rows)
-        return found
+            # vLLM pads the vocabulary with extra rows.
+            rows = parameter.data[: len(meta)] if whole else parameter.data
+            if rows.shape == meta.shape:
+                digests[name] = digest(rows)
+        return digests
 
-    return held
+    return compute
 
 
 def free_kv_cache(worker: Any) -> list[int]:
-    """Without sleep mode (on a CPU), keys and values give their storages back; the sizes that these had."""
-    storages = _storages(worker)
+    """Free the storages of the KV cache without sleep mode (on a CPU), and return their sizes in bytes."""
+    storages = _kv_cache_storages(worker)
     sizes = [storage.nbytes() for storage in storages]
     for storage in storages:
         storage.resize_(0)
@@ -104,14 +111,14 @@ def free_kv_cache(worker: Any) -> list[int]:
 
 
 def restore_kv_cache(worker: Any, sizes: list[int]) -> None:
-    """Storages of these sizes again, empty."""
-    for storage, size in zip(_storages(worker), sizes, strict=True):
+    """Allocate the storages of the KV cache again with these sizes, filled with zeros."""
+    for storage, size in zip(_kv_cache_storages(worker), sizes, strict=True):
         storage.resize_(size)
-        # What is not a number would spread from places that are masked.
+        # NaN in uninitialized memory would spread from masked positions.
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
-def _storages(worker: Any) -> list[torch.UntypedStorage]:
-    """Layers may share one."""
+def _kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
+    """Return each storage once; layers may share one."""
     caches: list[Tensor] = worker.worker.model_runner.kv_caches
     return list({cache.untyped_storage()._cdata: cache.untyped_storage() for cache in caches}.values())

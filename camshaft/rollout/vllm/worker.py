@@ -1,10 +1,11 @@
-"""Inside a worker of vLLM's server: weights of a trainer come in, digests of them go out.
+"""Worker extension of vLLM's server: receives weights from a trainer and returns checksums.
 
     vllm serve ... --worker-extension-cls camshaft.rollout.vllm.worker.WorkerExtension
 
-vLLM imports this file by its name and adds `Served` to its workers. Each request is `POST /collective_rpc` with the
-method `camshaft`, a word and JSON; its answer is {"done": ...}, {"refused": text} for what was to be expected, or
-{"failed": stack}. `server_rollout` is the other side. A server that was started anew has another identity.
+vLLM imports this module by name and adds `WorkerExtension` to its workers. A request is `POST /collective_rpc` with the
+method `camshaft`, the name of a method of `WorkerWeights`, and its arguments as JSON. The response is {"result": ...},
+{"error": message} for a `RolloutError`, or {"traceback": text} for any other exception. `rollout/server/client.py`
+sends the requests. A restarted server has a new identity.
 """
 
 from __future__ import annotations
@@ -29,42 +30,42 @@ from camshaft.rollout.weights.transport import open_receiver
 
 
 class WorkerExtension:
-    """What is added to a worker."""
+    """Methods that vLLM adds to each worker."""
 
-    def camshaft(self, what: str, payload: str = "{}") -> dict[str, Any]:
-        """Do what the trainer asks for; vLLM would make less of an exception than of an answer that tells it."""
+    def camshaft(self, method: str, payload: str = "{}") -> dict[str, Any]:
+        """Call a method of `WorkerWeights`; return exceptions as data, since vLLM's server drops their messages."""
         weights: WorkerWeights = vars(self).setdefault("_camshaft_weights", WorkerWeights(self))
         methods = {
-            method.__name__: method
-            for method in (
+            function.__name__: function
+            for function in (
                 weights.hello, weights.state, weights.begin, weights.bucket, weights.end, weights.abort,
                 weights.digests, weights.free_kv_cache, weights.restore_kv_cache,
             )
         }  # fmt: skip
         try:
-            return {"done": methods[what](**json.loads(payload))}
+            return {"result": methods[method](**json.loads(payload))}
         except RolloutError as error:
-            return {"refused": str(error)}
+            return {"error": str(error)}
         except Exception:
-            return {"failed": traceback.format_exc().rstrip()}
+            return {"traceback": traceback.format_exc().rstrip()}
 
 
 class WorkerWeights:
-    """The weights of one worker, and where they came from."""
+    """The weights of one worker and the weight sync that they belong to."""
 
     def __init__(self, worker: Any):
         self._worker = worker
         self._identity = secrets.token_hex(8)
         self._version: str | None = None
-        self._came: dict[str, int] = {}
-        self._own: Mapping[str, str] = {}
-        self._passed: set[str] = set()
+        self._received: dict[str, int] = {}
+        self._canonical_names: Mapping[str, str] = {}
+        self._sent: set[str] = set()
         self._shapes: dict[str, Tensor] = {}
         self._update: _WeightUpdate | None = None
         self._cache_sizes: list[int] = []
 
     def hello(self) -> dict[str, Any]:
-        """Who this is, and what the trainer has to know of it."""
+        """Return identity, versions and the settings that the trainer checks."""
         import vllm  # pyright: ignore[reportMissingImports]
 
         config = self._worker.vllm_config.model_config
@@ -81,13 +82,13 @@ class WorkerWeights:
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def begin(self, handle: dict[str, Any], own: dict[str, str], shapes: dict[str, Any]) -> None:
-        """A hand-over begins; from here to its end there are no weights.
+    def begin(self, handle: dict[str, Any], canonical_names: dict[str, str], shapes: dict[str, Any]) -> None:
+        """Begin a weight sync; the worker has no valid weights until `end`.
 
-        `own` has the name under which vLLM takes each weight, `shapes` the dtype and shape of each.
+        `canonical_names` maps each weight to the name under which vLLM loads it, `shapes` to its dtype and shape.
         """
         self.abort()
-        self._version, self._came, self._own, self._passed = None, {}, own, set()
+        self._version, self._received, self._canonical_names, self._sent = None, {}, canonical_names, set()
         self._shapes = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, (dtype, shape) in shapes.items()
@@ -95,30 +96,32 @@ class WorkerWeights:
         self._update = _WeightUpdate(self._worker, handle)
 
     def bucket(self, pieces: list[dict[str, Any]], used: int) -> None:
+        """Receive and load one bucket."""
         assert self._update is not None
-        self._update.take([Piece(**piece) for piece in pieces], used, self._passed_on)
+        self._update.load([Piece(**piece) for piece in pieces], used, self._record)
 
-    def _passed_on(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        return drop_tied_duplicates(noted(weights, self._came), self._own, self._passed)
+    def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Record the checksum of each weight, and yield tied weights once."""
+        return drop_tied_duplicates(noted(weights, self._received), self._canonical_names, self._sent)
 
     def end(self, version: str) -> None:
-        """All weights came; a parameter that vLLM found nothing for is an error."""
+        """Finish the weight sync; raise an error if vLLM left a parameter unset."""
         update, self._update = self._update, None
         assert update is not None
         update.end()
         self._version = version
 
     def abort(self) -> None:
-        """Half-loaded layers would count what came, and take later weights for superfluous."""
+        """Cancel an unfinished weight sync; partially loaded layers would skip weights of the next one."""
         update, self._update = self._update, None
         if update is not None:
             update.abort()
 
     def digests(self) -> dict[str, Any]:
-        """Of what vLLM holds as it came, and for what it fuses, splits or packs, of what arrived here."""
+        """Return checksums of the stored weights, or of the received tensor where vLLM fuses, shards or packs it."""
         whole = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
-        held = workarounds.parameter_digests(self._shapes, whole)(self._worker.get_model())
-        digests = {name: held.get(self._own[name], arrived) for name, arrived in self._came.items()}
+        stored = workarounds.parameter_digests(self._shapes, whole)(self._worker.get_model())
+        digests = {name: stored.get(self._canonical_names[name], value) for name, value in self._received.items()}
         return self.state() | {"digests": digests}
 
     # -- memory -----------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ class WorkerWeights:
 
 
 class _WeightUpdate:
-    """One hand-over, as vLLM's own weight transfer does it: layer by layer, in as many calls as it takes."""
+    """One weight sync through vLLM's layerwise reload, spread over several calls."""
 
     def __init__(self, worker: Any, handle: dict[str, Any]):
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
@@ -140,16 +143,16 @@ class _WeightUpdate:
 
         self._worker, self._model = worker, worker.get_model()
         self._missing = {name for name, _ in self._model.named_parameters()}
-        # The weights of a broadcast come over a group of all workers.
+        # Rank 0 of the broadcast group is the trainer.
         self._receiver = open_receiver(handle, rank=worker.rank + 1)
         self._assembler = Assembler("cpu")
-        with self._inside():
+        with self._reload_context():
             initialize_layerwise_reload(self._model)
 
-    def take(self, pieces: Sequence[Piece], used: int, passed_on: Any) -> None:
-        with self._inside():
-            arrived = self._assembler.take(pieces, self._receiver.pull(used))
-            self._missing -= self._model.load_weights(passed_on(arrived)) or set()
+    def load(self, pieces: Sequence[Piece], used: int, record: Any) -> None:
+        with self._reload_context():
+            weights = self._assembler.take(pieces, self._receiver.pull(used))
+            self._missing -= self._model.load_weights(record(weights)) or set()
 
     def end(self) -> None:
         finished = False
@@ -159,17 +162,17 @@ class _WeightUpdate:
         finally:
             self.abort()
         if finished and self._missing:
-            some = ", ".join(sorted(self._missing)[:8])
-            raise RolloutError(f"vLLM did not take all weights: nothing came for {some}")
+            names = ", ".join(sorted(self._missing)[:8])
+            raise RolloutError(f"vLLM did not load all weights: missing {names}")
 
     def abort(self) -> None:
-        with self._inside():
+        with self._reload_context():
             workarounds.finish_reload(self._worker.vllm_config.model_config)(self._model)
             workarounds.repack_tied_head(self._model)
 
     @contextlib.contextmanager
-    def _inside(self) -> Iterator[None]:
-        """What vLLM wants around anything that builds or loads layers."""
+    def _reload_context(self) -> Iterator[None]:
+        """Set the context that vLLM requires to build or load layers."""
         from vllm.config import set_current_vllm_config  # pyright: ignore[reportMissingImports]
 
         with set_current_vllm_config(self._worker.vllm_config), workarounds.capture_reload_warnings():

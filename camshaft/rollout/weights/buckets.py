@@ -1,14 +1,14 @@
-"""Weights in buckets of bounded size, for the way between two processes.
+"""Pack weights into buckets of bounded size, and restore the tensors in another process.
 
-    for pieces, used in pack_buckets(weights, buffer):    # fills the buffer again and again
-        ...                                         # bring buffer[:used] and the pieces to the other side
+    for pieces, used in pack_buckets(weights, buffer):      # refills the buffer for each bucket
+        ...                                                 # transfer buffer[:used] and the pieces
     assembler = Assembler("cpu")
     for name, tensor in assembler.take(pieces, data): ...
     assembler.finish()
 
-Small tensors share a bucket, and one that is larger than a bucket goes in several. What comes out has memory of its
-own, so the buffer may be filled again. Copies on an accelerator have happened when a bucket is given out, and again
-when all of it was taken: the other process knows nothing of this one's queue. `transport.py` is the way itself.
+Small tensors share a bucket; a tensor larger than a bucket is split into several. Restored tensors own their memory, so
+the buffer can be refilled. Both sides synchronize the device before they hand a bucket on, since the other process does
+not share the CUDA stream. `transport.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from camshaft.errors import RolloutError
 
 @dataclass(frozen=True)
 class Piece:
-    """Some bytes of a tensor, and where they are in the bucket. All fields are plain: `vars(piece)` is JSON."""
+    """A range of bytes of one tensor and its position in the bucket; `vars(piece)` is valid JSON."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    """The first of these bytes in the tensor."""
+    """Offset of the first byte in the tensor."""
     at: int
-    """And in the bucket."""
+    """Offset of the first byte in the bucket."""
     size: int
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tuple[list[Piece], int]]:
-    """The pieces in `buffer` (bytes) and how much of it they fill; it is filled anew when the next is asked for."""
+    """Fill `buffer` (uint8) with one bucket after another; yield its pieces and the number of bytes used.
+
+    The next iteration overwrites the buffer.
+    """
     pieces: list[Piece] = []
     used = 0
     for name, tensor in weights:
@@ -62,15 +65,15 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Itera
 
 
 class Assembler:
-    """Makes tensors of pieces again; these come in the order in which they were packed."""
+    """Restore tensors from pieces, which must arrive in the order in which they were packed."""
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
         self._open: tuple[Piece, Tensor] | None = None
-        """The tensor that is not whole yet, and the last piece that came of it."""
+        """The incomplete tensor and the last piece received for it."""
 
     def take(self, pieces: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that are whole with these pieces."""
+        """Copy the pieces out of `data` and yield each tensor that they complete."""
         for piece in pieces:
             tensor = self._tensor_of(piece)
             raw = _bytes_of(tensor)
@@ -83,11 +86,12 @@ class Assembler:
         wait_for(self._device)
 
     def finish(self) -> None:
-        """Nothing more comes; a tensor that is not whole is an error."""
+        """Raise an error if a tensor is still incomplete after the last bucket."""
         if self._open is not None:
             piece, tensor = self._open
             raise RolloutError(
-                f"'{piece.name}' came in part only: {piece.start + piece.size} of {len(_bytes_of(tensor))} bytes"
+                f"'{piece.name}' is incomplete: received {piece.start + piece.size} of {len(_bytes_of(tensor))} bytes; "
+                "send the weights again"
             )
 
     def _tensor_of(self, piece: Piece) -> Tensor:
@@ -98,14 +102,16 @@ class Assembler:
             if (piece.name, piece.start) == (before.name, before.start + before.size):
                 return tensor
             raise RolloutError(
-                f"bytes {piece.start}... of '{piece.name}' came, "
-                f"but bytes {before.start + before.size}... of '{before.name}' were to come"
+                f"received '{piece.name}' at byte {piece.start}, expected '{before.name}' at byte "
+                f"{before.start + before.size}; send the weights again"
             )
-        raise RolloutError(f"bytes {piece.start}... of '{piece.name}' came without those before them")
+        raise RolloutError(
+            f"received '{piece.name}' at byte {piece.start}, expected byte 0 of a tensor; send the weights again"
+        )
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """(bytes,) uint8, sharing the memory of a contiguous tensor."""
+    """View a contiguous tensor as uint8 of shape (num_bytes,)."""
     if math.prod(tensor.shape) == 0:
         return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return tensor.view(-1).view(torch.uint8)

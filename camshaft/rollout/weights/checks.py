@@ -1,11 +1,11 @@
-"""What weights have to arrive at a generator, and whether they do.
+"""Validate a weight sync: expected names, shapes and tied weights.
 
-    expected = ExpectedWeights.of_folder(config)          # from config.json, without storage; or adapter_of_folder
+    expected = ExpectedWeights.of_folder(config)        # from config.json, without storage; or adapter_of_folder
     for name, tensor in expected.validate(weights):
-        copy(name, tensor)                         # all that comes out fits, and all came when the loop has ended
+        copy(name, tensor)                              # name and shape are valid; after the loop none is missing
 
-A weight that is unknown, misshapen, missing, sent twice, or tied to another that came with other values is a
-`RolloutError` that names it. Generators check here before they hand a tensor to a library that would not say.
+An unknown, misshapen, missing or duplicate weight, and tied weights with different values, raise a `RolloutError` that
+names the weight. Rollouts validate before they pass a tensor to a library that would ignore such a weight.
 """
 
 from __future__ import annotations
@@ -32,23 +32,24 @@ from camshaft.models.lora import adapter_shapes
 
 @dataclass(frozen=True, eq=False)
 class ExpectedWeight:
-    """One weight, and all places of the model that hold it (several if it is tied)."""
+    """A weight and every name under which the model holds it (several if it is tied)."""
 
     names: tuple[str, ...]
     meta: Tensor
-    """Shape and dtype, on the meta device."""
+    """Shape and dtype as a tensor on the meta device."""
     is_parameter: bool
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedWeights:
-    """The weights of one model, by every name under which each may come."""
+    """The weights of one model, keyed by each name under which a sync may send them."""
 
     model: str
     weights: Mapping[str, ExpectedWeight]
     call: str = "load_weights"
-    """What they are given to, and the engine's call that gives all of them; for messages."""
+    """The rollout's method that loads the weights; used in error messages."""
     source: str = "engine.named_weights()"
+    """The engine's call that yields all of them; used in error messages."""
 
     @classmethod
     def of_model(cls, hf: PreTrainedModel) -> ExpectedWeights:
@@ -56,46 +57,46 @@ class ExpectedWeights:
 
     @classmethod
     def of_folder(cls, config: RolloutEngineConfig) -> ExpectedWeights:
-        """Those of the model in `config.model_path`."""
+        """Return the weights of the model in `config.model_path`."""
         return cls.of_model(empty_model(config, attention="eager"))
 
     @classmethod
     def adapter_of_folder(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
-        """Those of an adapter by itself, beside that model."""
+        """Return the weights of a LoRA adapter for that model, without the base weights."""
         shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
         empty = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
         weights = {name: ExpectedWeight((name,), tensor, True) for name, tensor in empty.items()}
         return cls("the adapter", weights, "load_adapter", "engine.named_weights(adapter_only=True)")
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """What the model computes with, for the parameters `config.dtype`; None for a name it does not know."""
+        """Return the dtype that the model computes with, or None for an unknown name."""
         weight = self.weights.get(name)
         return None if weight is None else weight.meta.dtype
 
     def validate(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass on what fits. A tied weight may come under one of its names or under all."""
-        came: dict[str, Tensor | None] = {}
+        """Yield each valid weight. A tied weight may be sent under one of its names or under several."""
+        seen: dict[str, Tensor | None] = {}
         for name, tensor in weights:
-            weight = self._fitting(name, tensor)
-            if name in came:
-                raise RolloutError(f"{self.call}: '{name}' came twice; send each weight once")
-            _compare_with_twin(weight, name, tensor, came)
-            came[name] = tensor.detach() if len(weight.names) > 1 else None
+            weight = self._match(name, tensor)
+            if name in seen:
+                raise RolloutError(f"{self.call}: '{name}' was sent twice; send each weight once")
+            _compare_with_twin(weight, name, tensor, seen)
+            seen[name] = tensor.detach() if len(weight.names) > 1 else None
             yield name, tensor
-        missing = [w.names[0] for w in dict.fromkeys(self.weights.values()) if not came.keys() & set(w.names)]
+        missing = [w.names[0] for w in dict.fromkeys(self.weights.values()) if not seen.keys() & set(w.names)]
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             raise RolloutError(
-                f"{self.call}: {len(missing)} weights did not come: {', '.join(missing[:8])}{more}; "
-                f"send all of {self.source}, each under its own name there"
+                f"{self.call}: {len(missing)} weights are missing: {', '.join(missing[:8])}{more}; "
+                f"send all weights of {self.source} under their names"
             )
 
     @property
     def canonical_names(self) -> dict[str, str]:
-        """Each name, and the one of its tied names that comes first, the embedding's."""
+        """Map each name to the first of its tied names, which is the embedding's."""
         return {name: weight.names[0] for name, weight in self.weights.items()}
 
-    def _fitting(self, name: str, tensor: Tensor) -> ExpectedWeight:
+    def _match(self, name: str, tensor: Tensor) -> ExpectedWeight:
         weight = self.weights.get(name)
         if weight is None:
             close = difflib.get_close_matches(name, self.weights, n=1)
@@ -103,41 +104,41 @@ class ExpectedWeights:
             raise RolloutError(f"{self.call}: {self.model} has no weight '{name}'{hint}")
         if tensor.shape != weight.meta.shape:
             raise RolloutError(
-                f"{self.call}: '{name}' came with shape {tuple(tensor.shape)}, "
-                f"but the model wants {tuple(weight.meta.shape)}; are engine and rollout built from one config?"
+                f"{self.call}: '{name}' has shape {tuple(tensor.shape)}, but the model expects "
+                f"{tuple(weight.meta.shape)}; build engine and rollout from the same config"
             )
         return weight
 
 
 def drop_tied_duplicates(
-    weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], passed: set[str]
+    weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], sent: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """A tied weight under the first of its names alone: libraries skip it elsewhere without a word.
+    """Yield each tied weight once, under its canonical name; libraries silently skip its other names.
 
-    `passed` are the names that went before, and grows.
+    `sent` holds the names yielded by earlier calls of the same sync; this function adds to it.
     """
     for name, tensor in weights:
-        own = canonical_names[name]
-        if own not in passed:
-            passed.add(own)
-            yield own, tensor
+        canonical = canonical_names[name]
+        if canonical not in sent:
+            sent.add(canonical)
+            yield canonical, tensor
 
 
-def _compare_with_twin(weight: ExpectedWeight, name: str, tensor: Tensor, came: dict[str, Tensor | None]) -> None:
-    """Refuse a tied weight that came before under another name with other values."""
-    twin = next((other for other in weight.names if other in came), None)
-    first = None if twin is None else came[twin]
+def _compare_with_twin(weight: ExpectedWeight, name: str, tensor: Tensor, seen: dict[str, Tensor | None]) -> None:
+    """Raise an error if a tied weight was sent under another name with different values."""
+    twin = next((other for other in weight.names if other in seen), None)
+    first = None if twin is None else seen[twin]
     if first is None or tensor.data_ptr() == first.data_ptr():
         return
     if not torch.equal(tensor.detach().to(first), first):
         raise RolloutError(
-            f"load_weights: '{twin}' and '{name}' are one weight in this model, but came with different values; "
-            "set tie_word_embeddings=False in override_config if the engine trains them apart"
+            f"load_weights: '{twin}' and '{name}' are tied in this model, but were sent with different values; set "
+            "tie_word_embeddings=False in override_config if the engine trains them separately"
         )
 
 
 def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
-    """The model of the folder in eval mode, parameters without storage; buffers are real, as computed, on the CPU."""
+    """Build the model of the folder in eval mode with parameters on the meta device and buffers on the CPU."""
     import_external(config.external_lib)
     hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
     with quiet_transformers(), _parameters_on_meta():
@@ -151,10 +152,9 @@ def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside, by this thread, have parameters without storage.
+    """Move the parameters of modules that this thread builds to the meta device.
 
-    Building on the meta device as a whole would leave rotary frequencies and the like without values, and they
-    are in nobody's weights.
+    `torch.device("meta")` would also drop the values of buffers such as rotary frequencies, which no checkpoint has.
     """
     builder = threading.get_ident()
 
@@ -163,7 +163,7 @@ def _parameters_on_meta() -> Iterator[None]:
             return None
         return nn.Parameter(parameter.to("meta"), requires_grad=False)
 
-    hook: Any = to_meta  # torch's annotation forgets that a hook may return another parameter
+    hook: Any = to_meta  # torch's annotation does not allow a hook to return another parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield
@@ -172,23 +172,23 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
-    """Names of one tied weight lead to the same entry."""
-    found: dict[str, ExpectedWeight] = {}
+    """Map every weight name to its entry; the names of a tied weight share one entry."""
+    expected: dict[str, ExpectedWeight] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters = dict(hf.named_parameters(remove_duplicate=False))
     for shared in names.values():
-        weight = ExpectedWeight(tuple(shared), _as_kept(hf, shared[0], parameters[shared[0]].data), True)
-        found.update(dict.fromkeys(shared, weight))
+        weight = ExpectedWeight(tuple(shared), _with_model_dtype(hf, shared[0], parameters[shared[0]].data), True)
+        expected.update(dict.fromkeys(shared, weight))
     for name, tensor in hf.state_dict().items():
-        if name not in found:
-            found[name] = ExpectedWeight((name,), _as_kept(hf, name, tensor.to("meta")), False)
-    return found
+        if name not in expected:
+            expected[name] = ExpectedWeight((name,), _with_model_dtype(hf, name, tensor.to("meta")), False)
+    return expected
 
 
-def _as_kept(hf: PreTrainedModel, name: str, empty: Tensor) -> Tensor:
-    """In float32 where the family does not bear less; transformers heeds that only where it reads a folder."""
+def _with_model_dtype(hf: PreTrainedModel, name: str, empty: Tensor) -> Tensor:
+    """Use float32 where the architecture requires it; transformers does so only in `from_pretrained`."""
     kept = hf._keep_in_fp32_modules_strict or ()
     if empty.dtype == torch.bfloat16 and any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
         return empty.float()

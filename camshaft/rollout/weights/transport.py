@@ -1,17 +1,17 @@
-"""The way of weights between processes: three means, one interface.
+"""Move weights between processes over shared memory, device memory or a broadcast, with one interface.
 
-    sender = open_sender(device, size)                 # the trainer's side
-    tell(sender.handle()); sender.meet()               # `tell`: over a pipe, over HTTP, ... of the caller
+    sender = open_sender(device, size)                 # in the trainer
+    notify(sender.handle()); sender.connect()          # `notify`: the caller's channel, such as a pipe or HTTP
     for pieces, used in pack_buckets(weights, sender.buffer):
-        tell(pieces, used); sender.push(used); wait_until_taken()
+        notify(pieces, used); sender.push(used); wait_until_taken()
 
-    receiver = open_receiver(handle)                   # the generator's side
+    receiver = open_receiver(handle)                   # in the generator
     assembler.take(pieces, receiver.pull(used))
 
-`SharedMemory` is for two processes on one machine, on the CPU: the memory has no name in a file system, so nothing
-is left behind whoever is killed, and no limit on /dev/shm counts. `DeviceMemory` shares a tensor of an accelerator
-between processes (CUDA IPC). `Broadcast` goes to other machines, over gloo or NCCL, to any number of receivers at
-once. Who sends has to wait until a bucket was taken before it fills the next; all waits here are bounded.
+`SharedMemory` connects two processes on one machine on the CPU. The memory has no name in a file system, so no file
+remains after a kill and the size of /dev/shm does not matter. `DeviceMemory` shares a tensor on an accelerator between
+processes (CUDA IPC). `Broadcast` reaches any number of receivers on other machines over gloo or NCCL. The sender must
+wait until a bucket was taken before it refills the buffer. All waits in this module are bounded.
 """
 
 from __future__ import annotations
@@ -36,65 +36,68 @@ from camshaft.device import wait_for
 from camshaft.errors import RolloutError
 
 SECONDS = 60.0
-"""How long the other side may take for its part of one bucket, unless told otherwise."""
+"""Default time limit for the other side to handle one bucket."""
 
 
 class Sender(ABC):
-    """One end, with the bytes that go next."""
+    """The sending end, which owns the buffer of the next bucket."""
 
     buffer: Tensor
-    """(size,) uint8, to be filled by the caller."""
+    """uint8 of shape (size,), filled by the caller."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
-        """What a receiver has to be told, in the types of JSON."""
+        """Return what `open_receiver` needs, in JSON types."""
 
-    def meet(self) -> None:  # noqa: B027 - most means need no meeting
-        """To be called once, when all receivers have been told and are opening their end."""
+    def connect(self) -> None:  # noqa: B027 - shared memory needs no connection
+        """Connect to the receivers; call it once, while all of them open their end."""
 
-    def push(self, used: int) -> None:  # noqa: B027 - what is shared is there already
-        """To be called when the receivers have been told of this bucket and are pulling it."""
+    def push(self, used: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
+        """Transfer the first `used` bytes; call it while the receivers pull the bucket."""
 
-    def close(self) -> None:  # noqa: B027 - most means end with their last reference
-        """Let go of what the means holds."""
+    def close(self) -> None:  # noqa: B027 - device memory is freed with its last reference
+        """Release the resources of this end."""
 
 
 class Receiver(ABC):
-    """The other end."""
+    """The receiving end."""
 
     @abstractmethod
     def pull(self, used: int) -> Tensor:
-        """(used,) uint8; valid until the sender is told that it was taken."""
+        """Return uint8 of shape (used,); valid until the sender learns that the bucket was taken."""
 
 
 # -- one machine, CPU -----------------------------------------------------------------------------
 
 
 class SharedMemory(Sender):
-    """Memory that exists as long as a process has it mapped; a receiver opens it through its sender's process."""
+    """Anonymous memory (memfd) that a receiver opens through the sender's entry in /proc.
+
+    The kernel frees it when no process maps it any more.
+    """
 
     def __init__(self, size: int):
         if not hasattr(os, "memfd_create"):
             raise RolloutError(
-                "shared memory without a name needs Linux; generate in this process (rollout.name=torch)"
+                "anonymous shared memory requires Linux; set rollout.name=torch to generate in the trainer's process"
             )
         self._file = os.memfd_create("camshaft-weights")
         os.ftruncate(self._file, size)
         self.buffer = _mapped(self._file, size)
 
     def handle(self) -> dict[str, Any]:
-        known = os.fstat(self._file)
-        return {"means": "shared_memory", "process": os.getpid(), "file": self._file, "inode": known.st_ino}
+        inode = os.fstat(self._file).st_ino
+        return {"means": "shared_memory", "process": os.getpid(), "file": self._file, "inode": inode}
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # nobody has it mapped any more, so it is freed
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # drops the mapping, which frees the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
 class SharedMemoryReceiver(Receiver):
-    """The same memory, seen from the other process."""
+    """The memory of a `SharedMemory` sender, mapped into this process."""
 
     def __init__(self, handle: Mapping[str, Any]):
         path = f"/proc/{handle['process']}/fd/{handle['file']}"
@@ -102,14 +105,14 @@ class SharedMemoryReceiver(Receiver):
             file = os.open(path, os.O_RDWR)
         except OSError as error:
             raise RolloutError(
-                f"the weights in the memory of process {handle['process']} cannot be reached ({error}); it must run "
-                "on this machine, in the same container, as the same user, and still be alive"
+                f"cannot open the shared weights of process {handle['process']} ({error}); it must be alive and run on "
+                "this machine, in the same container, as the same user"
             ) from error
         try:
-            known = os.fstat(file)
-            if known.st_ino != handle["inode"]:
-                raise RolloutError(f"{path} is not the memory that weights were announced in; its sender has ended")
-            self._buffer = _mapped(file, known.st_size)
+            status = os.fstat(file)
+            if status.st_ino != handle["inode"]:
+                raise RolloutError(f"{path} is not the memory that the sender announced; the sender has ended")
+            self._buffer = _mapped(file, status.st_size)
         finally:
             os.close(file)
 
@@ -125,7 +128,7 @@ def _mapped(file: int, size: int) -> Tensor:
 
 
 class DeviceMemory(Sender):
-    """A tensor of an accelerator that another process opens, through torch's own sharing of tensors."""
+    """A tensor on an accelerator that another process opens through `torch.multiprocessing`."""
 
     def __init__(self, device: torch.device, size: int):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -136,7 +139,7 @@ class DeviceMemory(Sender):
 
 
 class DeviceMemoryReceiver(Receiver):
-    """The same tensor, opened here."""
+    """The tensor of a `DeviceMemory` sender, opened in this process."""
 
     def __init__(self, handle: Mapping[str, Any]):
         self._buffer: Tensor = pickle.loads(base64.b64decode(handle["tensor"]))
@@ -149,7 +152,7 @@ class DeviceMemoryReceiver(Receiver):
 
 
 class Broadcast(Sender):
-    """A group of its own, beside those of the trainer: this process is rank 0, the receivers are ranks 1 and up."""
+    """A separate process group for weights: the sender is rank 0, the receivers are ranks 1 and up."""
 
     def __init__(self, device: torch.device, size: int, host: str, receivers: int = 1, seconds: float = SECONDS):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
@@ -168,7 +171,7 @@ class Broadcast(Sender):
             "seconds": self._seconds,
         }
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         self._group = _group(self._store, 0, self._world, self.buffer.device, self._seconds)
 
     def push(self, used: int) -> None:
@@ -179,7 +182,7 @@ class Broadcast(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """One of the other ranks; opening it waits for all of them."""
+    """A receiving rank of the broadcast; the constructor waits for all ranks."""
 
     def __init__(self, handle: Mapping[str, Any], rank: int, device: torch.device):
         self._seconds = float(handle["seconds"])
@@ -188,7 +191,7 @@ class BroadcastReceiver(Receiver):
             store: Any = TCPStore(handle["host"], handle["port"], is_master=False, timeout=wait)
         except (RuntimeError, ValueError) as error:
             raise RolloutError(
-                f"{handle['host']}:{handle['port']}, where weights are to come from, does not answer: {error}"
+                f"the sender of the weights at {handle['host']}:{handle['port']} does not answer: {error}"
             ) from error
         self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=device)
         self._group = _group(store, rank, handle["world"], device, self._seconds)
@@ -199,21 +202,21 @@ class BroadcastReceiver(Receiver):
 
 
 def _group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
-    """A process group that is not the default one: the other side has a default group of its own."""
-    kinds = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
+    """Create a process group without `init_process_group`: both sides have a default group already."""
+    classes = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
     backend = dist.get_default_backend_for_device(device)
-    if backend not in kinds:
-        raise RolloutError(f"weights are broadcast over {' or '.join(kinds)}; device={device} has {backend}")
-    own = PrefixStore("weights", store)
+    if backend not in classes:
+        raise RolloutError(f"a weight broadcast requires {' or '.join(classes)}, but device={device} uses {backend}")
+    prefixed = PrefixStore("weights", store)
     if backend == "gloo":
-        make: Any = lambda: dist.ProcessGroupGloo(own, rank, world, timedelta(seconds=seconds))  # noqa: E731
+        make: Any = lambda: dist.ProcessGroupGloo(prefixed, rank, world, timedelta(seconds=seconds))  # noqa: E731
     else:
-        nccl: Any = vars(dist)[kinds[backend]]
-        make = lambda: nccl(own, rank, world)  # noqa: E731
+        nccl: Any = vars(dist)[classes[backend]]
+        make = lambda: nccl(prefixed, rank, world)  # noqa: E731
     try:
         return make()
     except RuntimeError as error:
-        raise RolloutError(f"the {world} processes that share weights did not find each other: {error}") from error
+        raise RolloutError(f"the {world} processes of the weight broadcast did not connect: {error}") from error
 
 
 def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
@@ -222,19 +225,19 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
         group.broadcast(data, 0, wait).wait(wait)
         wait_for(data.device)
     except RuntimeError as error:
-        raise RolloutError(f"the broadcast of weights broke off: {error}") from error
+        raise RolloutError(f"the weight broadcast failed: {error}") from error
 
 
-# -- which one ------------------------------------------------------------------------------------
+# -- selection ------------------------------------------------------------------------------------
 
 
 def open_sender(device: torch.device, size: int) -> Sender:
-    """For a receiver on this machine, with buckets of `size` bytes on `device`."""
+    """Open a sender for a receiver on this machine, with buckets of `size` bytes on `device`."""
     return SharedMemory(size) if device.type == "cpu" else DeviceMemory(device, size)
 
 
 def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device | str = "cpu") -> Receiver:
-    """The end that belongs to `handle`; rank and device are for a broadcast."""
+    """Open the receiving end for a sender's `handle`; a broadcast also needs rank and device."""
     means = handle["means"]
     if means == "shared_memory":
         return SharedMemoryReceiver(handle)
@@ -242,4 +245,4 @@ def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device
         return DeviceMemoryReceiver(handle)
     if means == "broadcast":
         return BroadcastReceiver(handle, rank, torch.device(device))
-    raise RolloutError(f"weights are announced over '{means}', which is not known here; both sides need one version")
+    raise RolloutError(f"unknown weight transport '{means}'; install the same version of camshaft on both sides")

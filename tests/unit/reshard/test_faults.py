@@ -118,9 +118,9 @@ def change(engine: BaseEngine) -> None:
 @pytest.mark.parametrize(
     ("broken", "told"),
     [
-        (Drops, f"did not come: {NAME}"),
+        (Drops, f"weights are missing: {NAME}"),
         (Transposes, f"{NAME}: other than what was sent"),
-        (Cuts, rf"'{NAME}' came with shape \(64, 63\)"),
+        (Cuts, rf"'{NAME}' has shape \(64, 63\)"),
         (Adds, f"no weight '{NAME}_too'"),
         (Rounds, f"{NAME}: other than what was sent"),
         (Misnames, f"{NAME}, {Misnames.OTHER}: other than what was sent"),

@@ -72,7 +72,7 @@ def test_a_tied_weight_may_come_twice_but_not_with_two_values() -> None:
     weights = dict(real.named_parameters(remove_duplicate=False))
     model.load(weights.items())
     model.load((weights | {"lm_head.weight": weights["lm_head.weight"].clone()}).items())
-    with pytest.raises(RolloutError, match="one weight in this model, but came with different values"):
+    with pytest.raises(RolloutError, match="are tied in this model, but were sent with different values"):
         model.load((weights | {"lm_head.weight": weights["lm_head.weight"] + 1}).items())
     with pytest.raises(RolloutError, match="load_weights"):
         model.ready()
@@ -80,7 +80,7 @@ def test_a_tied_weight_may_come_twice_but_not_with_two_values() -> None:
 
 def test_override_config_can_untie_the_weights() -> None:
     model, real = borrowed(tiny_folder(), override_config={"tie_word_embeddings": False}), owner(tiny_folder())
-    with pytest.raises(RolloutError, match=r"did not come: lm_head\.weight"):
+    with pytest.raises(RolloutError, match=r"weights are missing: lm_head\.weight"):
         model.load(real.named_parameters())
     model.load([*real.named_parameters(), ("lm_head.weight", real.lm_head.weight + 1)])
     ours: Any = model.ready()
@@ -102,7 +102,7 @@ def test_a_buffer_that_belongs_to_the_weights_has_to_come() -> None:
 
 def test_one_weight_under_one_name_twice_is_refused() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
-    with pytest.raises(RolloutError, match=r"'model\.norm\.weight' came twice"):
+    with pytest.raises(RolloutError, match=r"'model\.norm\.weight' was sent twice"):
         model.load([*real.named_parameters(), ("model.norm.weight", real.model.norm.weight)])
 
 

@@ -1,4 +1,4 @@
-"""What is packed into buckets of any size comes out as it went in."""
+"""Weights packed into buckets of any size are restored unchanged."""
 
 import json
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ WEIGHTS: dict[str, Tensor] = {
 }
 
 
-def over_the_way(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Tensor]]:
-    """Packed, brought over as JSON and bytes, and put together again."""
+def round_trip(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Tensor]]:
+    """Pack the weights, transfer pieces as JSON and buckets as bytes, and restore the tensors."""
     buffer, assembler = torch.empty(size, dtype=torch.uint8), Assembler("cpu")
     for pieces, used in pack_buckets(weights.items(), buffer):
         assert 0 <= used <= size
@@ -36,15 +36,15 @@ def over_the_way(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, T
 
 
 @given(size=st.integers(1, 400), order=st.permutations(list(WEIGHTS)))
-def test_any_bucket_brings_all_tensors_in_their_order(size: int, order: list[str]) -> None:
-    came = list(over_the_way({name: WEIGHTS[name] for name in order}, size))
-    assert [name for name, _ in came] == order
-    for name, tensor in came:
+def test_any_bucket_size_restores_all_tensors_in_order(size: int, order: list[str]) -> None:
+    restored = list(round_trip({name: WEIGHTS[name] for name in order}, size))
+    assert [name for name, _ in restored] == order
+    for name, tensor in restored:
         assert tensor.dtype == WEIGHTS[name].dtype
         assert torch.equal(tensor, WEIGHTS[name]), name
 
 
-def test_no_bucket_is_sent_for_no_weights() -> None:
+def test_no_weights_need_no_bucket() -> None:
     assert list(pack_buckets([], torch.empty(8, dtype=torch.uint8))) == []
 
 
@@ -56,7 +56,7 @@ def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
     assert [(pieces[0].start, used) for pieces, used in pack_buckets(large, buffer)] == [(0, 64), (64, 64), (128, 32)]
 
 
-def test_what_comes_out_has_memory_of_its_own() -> None:
+def test_restored_tensors_own_their_memory() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
     ((pieces, _),) = pack_buckets([("ones", torch.ones(4))], buffer)
     ((_, tensor),) = Assembler("cpu").take(pieces, buffer)
@@ -77,24 +77,24 @@ def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("order", "told"),
+    ("order", "message"),
     [
-        ([0, 1], "'w' came in part only: 16 of 24 bytes"),
-        ([0, 2], r"bytes 16\.\.\. of 'w' came, but bytes 8\.\.\. of 'w' were to come"),
-        ([1, 2], r"bytes 8\.\.\. of 'w' came without those before them"),
-        ([0, 1, 1], r"bytes 8\.\.\. of 'w' came, but bytes 16"),
+        ([0, 1], "'w' is incomplete: received 16 of 24 bytes"),
+        ([0, 2], "received 'w' at byte 16, expected 'w' at byte 8"),
+        ([1, 2], "received 'w' at byte 8, expected byte 0 of a tensor"),
+        ([0, 1, 1], "received 'w' at byte 8, expected 'w' at byte 16"),
     ],
 )
-def test_a_bucket_that_is_lost_or_comes_twice_is_named(order: list[int], told: str) -> None:
+def test_lost_or_duplicate_bucket_is_named(order: list[int], message: str) -> None:
     buckets = buckets_of_eight()
-    with pytest.raises(RolloutError, match=told):
+    with pytest.raises(RolloutError, match=message):
         assemble([buckets[number] for number in order])
 
 
-def test_copies_on_a_device_have_happened_before_the_other_process_hears_of_them(
+def test_device_is_synchronized_before_each_side_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seen on a device that computes nothing: who gives a bucket out, or says that it was taken, has waited."""
+    """The meta device records the order: both sides synchronize before they hand a bucket on."""
     told: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: told.append(f"{device} is done"))
     assembler = Assembler("meta")

@@ -1,4 +1,4 @@
-"""A generator in a process of its own: the same tokens, weights that provably arrived, and an end to every wait."""
+"""A rollout in a child process: equal tokens, verified weights, and bounded waits."""
 
 import gc
 import os
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(6, top_p=0.9)
 
 
 def folder() -> str:
-    """Of a model that does not fit into one bucket of a megabyte, and has tensors that do not either."""
+    """Return a model with more than one bucket of a megabyte, and with tensors larger than a bucket."""
     return str(tiny_folder(hidden=128, intermediate=2304))
 
 
@@ -47,7 +47,7 @@ def start(**own: Any) -> ProcessRollout:
 
 @pytest.fixture(scope="module", autouse=True)
 def path() -> Iterator[None]:
-    """Where the other process finds the faulty generator."""
+    """Make the faulty rollout importable in the child process."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         yield
@@ -55,7 +55,7 @@ def path() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def faulty() -> ProcessRollout:
-    """One process for all tests that leave it alive."""
+    """Return one rollout for all tests that leave its process alive."""
     return start(rollout=NAME)
 
 
@@ -83,19 +83,19 @@ def change(engine: BaseEngine) -> None:
         weight.data.mul_(1.3)
 
 
-def test_it_says_what_the_generator_says_in_this_process(faulty: ProcessRollout, engine: BaseEngine) -> None:
+def test_output_equals_that_of_the_same_process(faulty: ProcessRollout, engine: BaseEngine) -> None:
     plain = build_rollout("torch", RolloutEngineConfig(model_path=folder(), seed=3))
-    said = []
+    outputs = []
     for _ in range(2):
-        with rollout_mode(engine, faulty) as sync, rollout_mode(engine, plain) as wanted:
-            assert (sync.digests, sync.bytes) == (wanted.digests, wanted.bytes)
-            said.append(generate(faulty))
-            assert said[-1] == generate(plain)
+        with rollout_mode(engine, faulty) as sync, rollout_mode(engine, plain) as expected:
+            assert (sync.digests, sync.bytes) == (expected.digests, expected.bytes)
+            outputs.append(generate(faulty))
+            assert outputs[-1] == generate(plain)
         change(engine)
-    assert said[0] != said[1]
+    assert outputs[0] != outputs[1]
 
 
-def test_its_refusals_are_those_of_the_generator(faulty: ProcessRollout, engine: BaseEngine) -> None:
+def test_errors_of_the_rollout_are_forwarded(faulty: ProcessRollout, engine: BaseEngine) -> None:
     with rollout_mode(engine, faulty):
         with pytest.raises(RolloutError, match="row 1 has an empty prompt"):
             faulty.generate_sequences(Ragged.from_rows([[5], []], torch.int64), SAMPLING)
@@ -107,7 +107,7 @@ def test_its_refusals_are_those_of_the_generator(faulty: ProcessRollout, engine:
         generate(faulty)
 
 
-def test_a_stream_that_breaks_off_leaves_nothing_to_generate_with(faulty: ProcessRollout, engine: BaseEngine) -> None:
+def test_interrupted_weight_sync_leaves_no_weights(faulty: ProcessRollout, engine: BaseEngine) -> None:
     def broken() -> Iterator[tuple[str, Tensor]]:
         for number, weight in enumerate(engine.named_weights()):
             if number == 9:
@@ -123,9 +123,7 @@ def test_a_stream_that_breaks_off_leaves_nothing_to_generate_with(faulty: Proces
     generate(faulty)
 
 
-def test_a_hand_over_while_it_sleeps_is_refused_and_answers_stay_with_their_questions(
-    faulty: ProcessRollout, engine: BaseEngine
-) -> None:
+def test_weight_sync_during_sleep_is_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
     faulty.sleep()
     for _ in range(2):
         with pytest.raises(RolloutError, match=r"the rollout sleeps: call wake_up\(\) before load_weights"):
@@ -136,20 +134,20 @@ def test_a_hand_over_while_it_sleeps_is_refused_and_answers_stay_with_their_ques
     generate(faulty)
 
 
-def test_memory_that_the_generator_cannot_open_is_refused_and_the_next_hand_over_goes_on(
+def test_unreadable_shared_memory_is_an_error(
     faulty: ProcessRollout, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faulty.wake_up()
     with monkeypatch.context() as patch:
         handle = SharedMemory.handle
         patch.setattr(SharedMemory, "handle", lambda sender: {**handle(sender), "inode": 0})
-        with pytest.raises(RolloutError, match="its sender has ended"):
+        with pytest.raises(RolloutError, match="the sender has ended"):
             faulty.load_weights(engine.named_weights())
     faulty.load_weights(engine.named_weights())
     generate(faulty)
 
 
-def test_what_broke_the_stream_is_told_though_the_process_is_gone_too() -> None:
+def test_error_of_the_weight_stream_takes_precedence() -> None:
     rollout = start()
 
     def broken() -> Iterator[tuple[str, Tensor]]:
@@ -162,26 +160,26 @@ def test_what_broke_the_stream_is_told_though_the_process_is_gone_too() -> None:
         rollout.load_weights(broken())
 
 
-def test_an_exception_over_there_comes_with_its_stack(faulty: ProcessRollout, engine: BaseEngine) -> None:
+def test_exception_in_the_child_has_its_traceback(faulty: ProcessRollout, engine: BaseEngine) -> None:
     with rollout_mode(engine, faulty):
         with pytest.raises(RolloutError, match=r'faulty_rollouts.py", line (.|\n)*ZeroDivisionError: boom'):
             generate(faulty, CRASHES)
         generate(faulty)
 
 
-def test_weights_of_another_hand_over_are_refused_by_their_number(faulty: ProcessRollout, engine: BaseEngine) -> None:
+def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
     with rollout_mode(engine, faulty) as sync:
         generate(faulty, FORGETS)
-    told = f"holds the weights of hand-over {sync.version}, not those of {sync.version + 1}"
-    with pytest.raises(RolloutError, match=told), rollout_mode(engine, faulty):
-        pytest.fail("it was let generate")
+    message = f"holds the weights of weight sync {sync.version}, not of {sync.version + 1}"
+    with pytest.raises(RolloutError, match=message), rollout_mode(engine, faulty):
+        pytest.fail("generated with stale weights")
     faulty.wake_up()
     faulty.load_weights(engine.named_weights())
     generate(faulty)
 
 
 @pytest.mark.alone
-def test_a_kill_in_mid_generation_is_an_error_within_seconds(engine: BaseEngine) -> None:
+def test_killed_child_is_an_error_within_seconds(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME)
     begun: list[float] = []
 
@@ -190,15 +188,15 @@ def test_a_kill_in_mid_generation_is_an_error_within_seconds(engine: BaseEngine)
         threading.Timer(1.5, os.kill, (pid_of(rollout), signal.SIGKILL)).start()
         generate(rollout, HANGS)
 
-    told = r"died in generate_sequences \(SIGKILL.*; resume the run from its last checkpoint"
-    with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
+    message = r"died in generate_sequences \(SIGKILL.*; resume the run from its last checkpoint"
+    with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
         generate_until_killed()
     assert time.monotonic() - begun[0] < 10
     with pytest.raises(RolloutError, match=r"has ended \(it died in generate_sequences\); build the rollout again"):
         rollout.wake_up()
 
 
-def test_a_process_that_ends_itself_says_how(engine: BaseEngine) -> None:
+def test_exit_code_of_the_child_is_reported(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME)
     rollout.load_weights(engine.named_weights())
     with pytest.raises(RolloutError, match=r"died in generate_sequences \(exit code 3\)"):
@@ -206,7 +204,7 @@ def test_a_process_that_ends_itself_says_how(engine: BaseEngine) -> None:
 
 
 @pytest.mark.alone
-def test_a_process_that_does_not_answer_is_killed_after_its_timeout(engine: BaseEngine) -> None:
+def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME, timeout=5)
     rollout.load_weights(engine.named_weights())
     begun = time.monotonic()
@@ -217,7 +215,7 @@ def test_a_process_that_does_not_answer_is_killed_after_its_timeout(engine: Base
 
 
 @pytest.mark.alone
-def test_a_process_that_does_not_read_is_killed_after_its_timeout() -> None:
+def test_child_that_does_not_read_is_killed() -> None:
     rollout = start(timeout=3)
     os.kill(pid_of(rollout), signal.SIGSTOP)
     more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
@@ -231,7 +229,7 @@ def test_a_process_that_does_not_read_is_killed_after_its_timeout() -> None:
 
 
 @pytest.mark.parametrize("doing", [HANGS, STARTS], ids=["busy", "idle"])
-def test_the_process_ends_with_its_parent_and_all_that_it_started(doing: int) -> None:
+def test_child_and_its_children_end_with_the_parent(doing: int) -> None:
     code = f"""
 import sys
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
@@ -249,7 +247,7 @@ time.sleep(1000)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    lines = 1 if doing == HANGS else 2  # the second is of a process that the generator started
+    lines = 1 if doing == HANGS else 2  # the second is a process that the rollout started
     children = [int(parent.stdout.readline()) for _ in range(lines)]
     assert all(map(running, children))
     parent.kill()
@@ -257,7 +255,7 @@ time.sleep(1000)
     assert still_running(children, seconds=10) == []
 
 
-def test_a_rollout_that_nobody_has_any_more_takes_its_process_along() -> None:
+def test_collected_rollout_ends_its_process() -> None:
     rollout = start()
     child = pid_of(rollout)
     assert running(child)
@@ -266,27 +264,27 @@ def test_a_rollout_that_nobody_has_any_more_takes_its_process_along() -> None:
     assert still_running([child], seconds=5) == []
 
 
-def test_a_generator_that_cannot_be_built_says_why_and_leaves_no_process() -> None:
-    told = r"take no engine_kwargs, got \{'speed': 9\}"
-    with none_left_behind(seconds=2), pytest.raises(RolloutError, match=told) as caught:
+def test_failed_build_leaves_no_process() -> None:
+    message = r"take no engine_kwargs, got \{'speed': 9\}"
+    with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as caught:
         start(speed=9)
-    assert caught.tb is not None  # which has the rollout, so that nobody let go of it yet
+    assert caught.tb is not None  # the traceback still references the rollout
 
 
-def test_a_generator_that_does_not_exist_is_named_without_a_stack() -> None:
+def test_unknown_rollout_is_named_without_traceback() -> None:
     with pytest.raises(RolloutError, match="tortch") as caught:
         start(rollout="tortch")
     assert "Traceback" not in str(caught.value)
 
 
-def test_more_seconds_for_an_answer_are_more_seconds_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_also_extends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
-    with pytest.raises(RolloutError, match=r"has not answered start for 0.5 s .* give engine_kwargs.timeout more"):
+    with pytest.raises(RolloutError, match=r"has not answered start for 0.5 s .* increase engine_kwargs.timeout"):
         start()
     start(timeout=200).wake_up()
 
 
-def test_the_device_of_this_process_is_told_with_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_device_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     devices = [here(name) for name in ("cuda", "cuda:1", "cpu")]

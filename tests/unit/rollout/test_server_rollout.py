@@ -1,4 +1,4 @@
-"""vLLM's server as a generator, as far as it goes without vLLM: the http, the options, and a server that misbehaves."""
+"""The server rollout without vLLM: HTTP client, options, and replies of a faulty server."""
 
 import itertools
 import os
@@ -35,23 +35,23 @@ GOOD = {
 PROMPTS = Ragged.from_rows([[5, 6]], torch.int64)
 
 
-def config(**own: Any) -> RolloutEngineConfig:
-    return RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs=own)
+def config(**engine_kwargs: Any) -> RolloutEngineConfig:
+    return RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs=engine_kwargs)
 
 
-def nobody() -> str:
-    """A url where nobody listens."""
+def unused_url() -> str:
+    """Return a URL without a listener."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"http://127.0.0.1:{probe.getsockname()[1]}"
 
 
-# -- the http -------------------------------------------------------------------------------------
+# -- HTTP client ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trouble", [(503, {}), (500, {"error": "out of luck"}), (HANG_UP, None)])
-def test_trouble_that_passes_is_waited_for(trouble: tuple[int, Any]) -> None:
-    script = [trouble, trouble, (200, {"ok": 1})]
+@pytest.mark.parametrize("failure", [(503, {}), (500, {"error": "out of luck"}), (HANG_UP, None)])
+def test_temporary_failure_is_retried(failure: tuple[int, Any]) -> None:
+    script = [failure, failure, (200, {"ok": 1})]
     with fake_server(lambda path, body: script.pop(0)) as fake:
         http = HTTPClient(fake.url, 10, 5)
         with http.connection() as connection:
@@ -60,17 +60,17 @@ def test_trouble_that_passes_is_waited_for(trouble: tuple[int, Any]) -> None:
 
 
 @pytest.mark.alone
-def test_trouble_that_stays_is_an_error_that_names_the_url() -> None:
+def test_permanent_failure_names_the_url() -> None:
     with fake_server(lambda path, body: (500, {"error": "out of luck"})) as fake:
         http, begun = HTTPClient(fake.url, 10, 0.5), time.monotonic()
-        told = rf"{fake.url} answered /v1/completions with HTTP 500: .*out of luck"
-        with pytest.raises(RolloutError, match=told), http.connection() as connection:
+        message = rf"{fake.url} answered /v1/completions with HTTP 500: .*out of luck"
+        with pytest.raises(RolloutError, match=message), http.connection() as connection:
             connection.request("POST", "/v1/completions", {})
     assert time.monotonic() - begun < 2
     assert 1 < len(fake.asked) < 6
 
 
-def test_a_refusal_is_not_repeated() -> None:
+def test_client_error_is_not_retried() -> None:
     with fake_server(lambda path, body: (400, {"error": "no such thing"})) as fake:
         with (
             pytest.raises(RolloutError, match=r"HTTP 400: .*no such thing"),
@@ -80,70 +80,70 @@ def test_a_refusal_is_not_repeated() -> None:
         assert len(fake.asked) == 1
 
 
-def test_what_may_have_happened_is_not_asked_for_twice() -> None:
+def test_state_changing_request_is_sent_once() -> None:
     with fake_server(lambda path, body: (HANG_UP, None)) as fake:
         with pytest.raises(RolloutError, match="did not answer /collective_rpc"):
             HTTPClient(fake.url, 10, 5).post_once("/collective_rpc", {})
         assert len(fake.asked) == 1
 
 
-def test_an_answer_that_comes_too_late_is_an_error() -> None:
+def test_late_reply_is_an_error() -> None:
     with fake_server(lambda path, body: (time.sleep(1), (200, {}))[1]) as fake:
         with pytest.raises(RolloutError, match=r"not answered /slow for 0.2 s.*engine_kwargs.timeout"):
             HTTPClient(fake.url, 0.2, 5).request("POST", "/slow", {})
         assert len(fake.asked) == 1
 
 
-def test_a_url_where_nobody_is_becomes_an_error_after_the_time_that_was_given() -> None:
-    url, begun = nobody(), time.monotonic()
-    told = rf"no server is ready at vllm_server_base_url={url} after 0.5 s \(vllm_server_timeout\)"
-    with pytest.raises(RolloutError, match=told):
+def test_unreachable_url_times_out() -> None:
+    url, begun = unused_url(), time.monotonic()
+    message = rf"no server is ready at vllm_server_base_url={url} after 0.5 s \(vllm_server_timeout\)"
+    with pytest.raises(RolloutError, match=message):
         build_rollout("server", config(vllm_server_base_url=url, vllm_server_timeout=0.5))
     assert time.monotonic() - begun < 30
 
 
-# -- a server that misbehaves ---------------------------------------------------------------------
+# -- faulty servers -------------------------------------------------------------------------------
 
 
 def serving(completion: Callable[[], tuple[int, Any]], **state: Any) -> Callable[[str, Any], tuple[int, Any]]:
-    """A server that knows its words, and answers prompts with `completion`."""
+    """Return a handler of a compatible server that replies to prompts with `completion`."""
 
     def answers(path: str, body: Any) -> tuple[int, Any]:
         if path == "/v1/models":
             return 200, {"data": [{"id": "tiny"}]}
         if path == "/collective_rpc":
-            return 200, {"results": [{"done": STATE | state}]}
+            return 200, {"results": [{"result": STATE | state}]}
         return completion() if path == "/v1/completions" else (200, {})
 
     return answers
 
 
 def with_weights(url: str) -> Any:
-    """A rollout that thinks the server has its weights."""
+    """Return a rollout whose weights are on the server."""
     rollout: Any = build_rollout("server", config(vllm_server_base_url=url, retry_timeout=0.5))
-    rollout._holds = STATE["version"] or "mine"
+    rollout._version_held = STATE["version"] or "mine"
     return rollout
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"prompt_token_ids": [5, 7]}, "to another prompt"),
         ({"token_ids": [7]}, "1 tokens and 2 log-probs"),
         ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "with 0 tokens"),
         ({"token_ids": [7] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}}, "a limit of 4 with 5 tokens"),
-        ({"finish_reason": "abort"}, "broke a response off"),
-        ({"logprobs": None}, "does not answer as vLLM's server does"),
+        ({"finish_reason": "abort"}, "aborted a response"),
+        ({"logprobs": None}, "without token ids and log-probs"),
         ({"logprobs": {"token_logprobs": [-1.0, None]}}, "not finite for row 0"),
     ],
 )
-def test_an_answer_that_is_none_to_the_request_is_refused(change: dict[str, Any], told: str) -> None:
+def test_reply_that_does_not_fit_the_request_is_rejected(change: dict[str, Any], message: str) -> None:
     answers = serving(lambda: (200, {"choices": [GOOD | change]}), version="mine")
-    with fake_server(answers) as fake, pytest.raises(RolloutError, match=told):
+    with fake_server(answers) as fake, pytest.raises(RolloutError, match=message):
         with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
 
 
-def test_a_good_answer_is_taken() -> None:
+def test_valid_reply_is_returned() -> None:
     with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="mine")) as fake:
         out = with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
     assert out.responses.values.tolist() == [7, 8]
@@ -151,14 +151,14 @@ def test_a_good_answer_is_taken() -> None:
     assert not out.finished.any()
 
 
-def test_weights_of_somebody_else_generate_nothing() -> None:
+def test_server_with_other_weights_is_rejected() -> None:
     with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="theirs")) as fake:
         with pytest.raises(RolloutError, match="holds weights of theirs, not those of mine"):
             with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
         assert "/v1/completions" not in fake.asked
 
 
-def test_a_server_that_was_started_anew_in_between_has_said_nothing_that_counts() -> None:
+def test_responses_of_a_restarted_server_are_rejected() -> None:
     state: dict[str, Any] = {"version": "mine"}
 
     def restarted() -> tuple[int, Any]:
@@ -166,12 +166,12 @@ def test_a_server_that_was_started_anew_in_between_has_said_nothing_that_counts(
         return 200, {"choices": [GOOD]}
 
     with fake_server(lambda path, body: serving(restarted, **state)(path, body)) as fake:
-        with pytest.raises(RolloutError, match="was started anew"):
+        with pytest.raises(RolloutError, match="was restarted"):
             with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
         assert "/v1/completions" in fake.asked
 
 
-def test_the_first_row_that_fails_ends_the_others() -> None:
+def test_first_failed_row_cancels_the_others() -> None:
     prompts = Ragged.from_rows([[5, 6]] * 400, torch.int64)
     with fake_server(serving(lambda: (400, {}), version="mine")) as fake:
         with pytest.raises(RolloutError, match="HTTP 400"):
@@ -180,7 +180,7 @@ def test_the_first_row_that_fails_ends_the_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode is raw_logprobs, not processed_logprobs"),
         ({"generation_config": "auto"}, "--generation-config is auto, not vllm"),
@@ -188,8 +188,8 @@ def test_the_first_row_that_fails_ends_the_others() -> None:
         ({"max_model_len": 512}, "--max-model-len is 512, less than 1024"),
     ],
 )
-def test_a_server_that_would_answer_something_else_is_told_how_to_start(state: dict[str, Any], told: str) -> None:
-    with fake_server(serving(lambda: (200, {}), **state)) as fake, pytest.raises(RolloutError, match=told) as error:
+def test_incompatible_server_error_shows_the_command(state: dict[str, Any], message: str) -> None:
+    with fake_server(serving(lambda: (200, {}), **state)) as fake, pytest.raises(RolloutError, match=message) as error:
         build_rollout("server", config(vllm_server_base_url=fake.url))
     assert f"VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model {tiny_folder()}" in str(
         error.value
@@ -197,21 +197,21 @@ def test_a_server_that_would_answer_something_else_is_told_how_to_start(state: d
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         ((404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
         ((500, {"error": "'CPUWorker' object has no attribute 'camshaft'"}), "--worker-extension-cls camshaft"),
     ],
 )
-def test_a_server_that_takes_no_weights_is_told_what_it_lacks(answer: tuple[int, Any], told: str) -> None:
+def test_server_without_weight_updates_is_rejected(answer: tuple[int, Any], message: str) -> None:
     def answers(path: str, body: Any) -> tuple[int, Any]:
         return (200, {"data": [{"id": "tiny"}]}) if path in ("/health", "/v1/models") else answer
 
-    with fake_server(answers) as fake, pytest.raises(RolloutError, match=told):
+    with fake_server(answers) as fake, pytest.raises(RolloutError, match=message):
         build_rollout("server", config(vllm_server_base_url=fake.url, retry_timeout=0))
 
 
-def test_something_else_than_such_a_server_is_told_from_one() -> None:
+def test_other_http_server_is_rejected() -> None:
     with fake_server(lambda path, body: (200, {})) as fake, pytest.raises(RolloutError, match="serves no model"):
         build_rollout("server", config(vllm_server_base_url=fake.url))
 
@@ -219,39 +219,39 @@ def test_something_else_than_such_a_server_is_told_from_one() -> None:
 # -- options and starting -------------------------------------------------------------------------
 
 
-def test_options_of_ours_and_of_vllm_are_told_apart() -> None:
+def test_options_of_camshaft_and_vllm_are_separated() -> None:
     options = ServerOptions.of({"vllm_server_timeout": 9, "swap_space": 2}, ranks=2)
     assert (options.vllm_server_timeout, options.arguments) == (9.0, {"swap_space": 2})
     assert ServerOptions.of({"vllm_server_base_url": "http://a:1/v1/"}, 1).vllm_server_base_url == ("http://a:1",)
 
 
 @pytest.mark.parametrize(
-    ("own", "told"),
+    ("engine_kwargs", "message"),
     [
         ({"vllm_server_base_url": "10.0.0.7:8000"}, "write it as http://127.0.0.1:8000"),
         ({"vllm_server_base_url": ["http://a:1"]}, "lists 1 server for 2 ranks"),
         ({"vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "listed twice"),
-        ({"vllm_server_base_url": ["http://a:1", "http://b:1"], "swap_space": 2}, "swap_space: these are for starting"),
+        ({"vllm_server_base_url": ["http://a:1", "http://b:1"], "swap_space": 2}, "swap_space: arguments for starting"),
         ({"vllm_server_timeout": 0}, "vllm_server_timeout: .*greater than 0"),
         ({"weight_transfer": "pigeon"}, "weight_transfer: .*'shared_memory' or 'broadcast'"),
     ],
 )
-def test_options_that_cannot_be_are_refused_in_words(own: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
-        ServerOptions.of(own, ranks=2)
+def test_invalid_options_are_rejected(engine_kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServerOptions.of(engine_kwargs, ranks=2)
     with pytest.raises(RolloutError, match="engine_kwargs: "):
         build_rollout("server", config(vllm_server_base_url="nowhere"))
 
 
-def test_a_server_is_started_with_what_the_config_says() -> None:
-    words = command_line_options(
+def test_command_line_follows_the_config() -> None:
+    options = command_line_options(
         config().model_copy(update={"enable_prefix_caching": False}), {"swap_space": 2, "flag": True}
     )
-    pairs = dict(itertools.pairwise(words))
+    pairs = dict(itertools.pairwise(options))
     assert pairs["--model"] == str(tiny_folder())
     assert pairs["--logprobs-mode"] == "processed_logprobs"
     assert (pairs["--max-model-len"], pairs["--swap-space"]) == ("1024", "2")
-    assert {"--no-enable-prefix-caching", "--flag", "--enforce-eager"} <= set(words)
+    assert {"--no-enable-prefix-caching", "--flag", "--enforce-eager"} <= set(options)
     with pytest.raises(RolloutError, match="engine_kwargs sets logprobs_mode"):
         command_line_options(config(), {"logprobs_mode": "raw_logprobs"})
 
@@ -262,13 +262,13 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_vllm")
-def test_without_vllm_a_server_is_not_started() -> None:
-    with pytest.raises(RolloutError, match=r"rollout.name=server needs vLLM to start its server: pip install"):
+def test_missing_vllm_is_an_error() -> None:
+    with pytest.raises(RolloutError, match=r"rollout.name=server needs vLLM to start its server: run pip install"):
         ServerProcess(config(), {})
 
 
 def guarded(*code: str) -> subprocess.Popen[bytes]:
-    """A trainer, which starts the guard, which starts a server; the server writes its number."""
+    """Start a trainer that starts the guard, which starts a server that prints its process id."""
     server = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); " + code[0]]
     trainer = (
         "import os, subprocess, sys, time; subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), "
@@ -277,7 +277,7 @@ def guarded(*code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", trainer, str(Path(guard.__file__)), *server], stdout=subprocess.PIPE)
 
 
-def test_a_server_does_not_outlive_a_trainer_that_is_killed() -> None:
+def test_server_ends_with_a_killed_trainer() -> None:
     with guarded("time.sleep(600)") as trainer:
         assert trainer.stdout is not None
         server = int(trainer.stdout.readline())

@@ -1,7 +1,4 @@
-"""The SGLang rollout without SGLang: what is said when it is missing or another one.
-
-With it, see tests/sglang_rollout.
-"""
+"""Errors of the SGLang rollout that need no SGLang; tests/sglang_rollout has the tests with SGLang."""
 
 import importlib.util
 from pathlib import Path
@@ -16,19 +13,19 @@ from camshaft.rollout.sglang.installed import TESTED, check_installed
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
 
 
-def test_without_sglang_one_sentence_says_what_to_install() -> None:
+def test_missing_sglang_error_says_what_to_install() -> None:
     with pytest.raises(RolloutError, match=r"pip install --no-deps sglang==0\.5\.23.*rollout.name=torch"):
         build_rollout("sglang", RolloutEngineConfig(model_path="models/none"))
 
 
-def test_another_version_is_told_once_with_those_that_are_known(
+def test_untested_version_is_warned_about_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").touch()
-    about = tmp_path / "sglang-9.9.9.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n", encoding="utf-8")
+    metadata = tmp_path / "sglang-9.9.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang\nVersion: 9.9.9\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert check_installed() == check_installed() == "9.9.9"
     assert len(caplog.messages) == 1

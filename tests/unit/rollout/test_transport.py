@@ -1,4 +1,4 @@
-"""Weights between real processes: shared memory and broadcast, and what happens when one side is killed."""
+"""Weight transport between real processes: shared memory, broadcast, and killed peers."""
 
 import json
 import os
@@ -96,7 +96,7 @@ def others(pool: list[Other]) -> list[Other]:
 def meet(sender: Sender, others: list[Other]) -> None:
     for other in others:
         other.tell(sender.handle())
-    sender.meet()
+    sender.connect()
     for other in others:
         assert other.hear() == "open"
 
@@ -117,7 +117,7 @@ def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
 DIGESTS = {name: digest(weight) for name, weight in WEIGHTS.items()}
 
 
-def test_shared_memory_brings_what_was_sent_again_and_again(others: list[Other]) -> None:
+def test_shared_memory_transfers_repeatedly(others: list[Other]) -> None:
     sender = open_sender(torch.device("cpu"), SIZE)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
@@ -126,7 +126,7 @@ def test_shared_memory_brings_what_was_sent_again_and_again(others: list[Other])
     assert place.startswith("/memfd:"), "not a file, which somebody would have to remove"
 
 
-def test_a_broadcast_reaches_all_receivers_at_once(others: list[Other]) -> None:
+def test_broadcast_reaches_all_receivers(others: list[Other]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
@@ -141,43 +141,43 @@ def push_often(sender: Sender, other: Other) -> None:
 
 
 @pytest.mark.alone
-def test_a_receiver_that_was_killed_ends_a_broadcast_within_seconds(others: list[Other]) -> None:
+def test_killed_receiver_ends_broadcast_within_seconds(others: list[Other]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2, seconds=20)
     meet(sender, others)
     others[1].end()
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+    with pytest.raises(RolloutError, match="weight broadcast failed"):
         push_often(sender, others[0])
     others[0].end()
     assert time.monotonic() - start < 15
 
 
 @pytest.mark.alone
-def test_a_receiver_that_does_not_pull_ends_a_broadcast_after_the_time_it_was_given(others: list[Other]) -> None:
+def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[Other]) -> None:
     sender = Broadcast(torch.device("cpu"), 2**24, "127.0.0.1", seconds=2)
     meet(sender, others[:1])
     os.kill(others[0].process.pid, signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+    with pytest.raises(RolloutError, match="weight broadcast failed"):
         sender.push(2**24)
     assert time.monotonic() - start < 10
     others[0].end()
 
 
-def test_a_broadcast_without_receivers_is_an_error_after_the_time_it_was_given() -> None:
+def test_broadcast_without_receivers_times_out() -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", seconds=1)
-    with pytest.raises(RolloutError, match="2 processes that share weights did not find each other"):
-        sender.meet()
+    with pytest.raises(RolloutError, match="2 processes of the weight broadcast did not connect"):
+        sender.connect()
 
 
 @pytest.mark.alone
-def test_a_sender_that_was_killed_ends_a_receiver_within_seconds() -> None:
+def test_killed_sender_ends_receiver_within_seconds() -> None:
     code = f"""
 import json, sys, time, torch
 from camshaft.rollout.weights.transport import Broadcast
 sender = Broadcast(torch.device("cpu"), {SIZE}, "127.0.0.1", seconds=60)
 print(json.dumps(sender.handle()), flush=True)
-sender.meet()
+sender.connect()
 print("met", flush=True)
 time.sleep(1000)
 """
@@ -190,12 +190,12 @@ time.sleep(1000)
         process.kill()
         process.wait()
     start = time.monotonic()
-    with pytest.raises(RolloutError, match="broadcast of weights broke off"):
+    with pytest.raises(RolloutError, match="weight broadcast failed"):
         receiver.pull(SIZE)
     assert time.monotonic() - start < 15
 
 
-def test_memory_of_a_process_that_has_ended_is_an_error() -> None:
+def test_memory_of_an_ended_process_is_an_error() -> None:
     code = """
 import json, time, torch
 from camshaft.rollout.weights.transport import SharedMemory
@@ -211,21 +211,21 @@ time.sleep(1000)
     process.kill()
     process.wait()
     assert bool((receiver.pull(2**20) == 7).all()), "what is mapped stays until the last one lets go"
-    with pytest.raises(RolloutError, match=f"process {process.pid} cannot be reached"):
+    with pytest.raises(RolloutError, match=f"cannot open the shared weights of process {process.pid}"):
         open_receiver(handle)
 
 
-def test_another_memory_under_the_same_number_is_not_taken_for_it() -> None:
+def test_reused_file_descriptor_is_detected() -> None:
     first = SharedMemory(8)
     handle = first.handle()
     first.close()
     second = SharedMemory(8)
     assert second.handle()["file"] == handle["file"], "the number is free, so it is given again"
-    with pytest.raises(RolloutError, match="not the memory that weights were announced in"):
+    with pytest.raises(RolloutError, match="not the memory that the sender announced"):
         open_receiver(handle)
 
 
-def test_closing_gives_the_memory_back() -> None:
+def test_close_frees_the_memory() -> None:
     def shared_bytes() -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
@@ -237,15 +237,15 @@ def test_closing_gives_the_memory_back() -> None:
     assert shared_bytes() - before < 2**20
 
 
-def test_a_port_where_nobody_listens_is_an_error_that_names_it() -> None:
+def test_unreachable_sender_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {"means": "broadcast", "host": "127.0.0.1", "port": port, "world": 2, "size": 8, "seconds": 1}
-    with pytest.raises(RolloutError, match=f"127.0.0.1:{port}, where weights are to come from, does not answer"):
+    with pytest.raises(RolloutError, match=f"sender of the weights at 127.0.0.1:{port} does not answer"):
         open_receiver(told)
 
 
-def test_means_that_are_not_known_are_named() -> None:
-    with pytest.raises(RolloutError, match="'pigeon', which is not known here"):
+def test_unknown_transport_is_named() -> None:
+    with pytest.raises(RolloutError, match="unknown weight transport 'pigeon'"):
         open_receiver({"means": "pigeon"})
