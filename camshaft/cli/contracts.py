@@ -81,13 +81,13 @@ def _report(backend: type, rules: Sequence[Rule], check: Check, options: argpars
         raise ConfigError(f"--rule {options.rule}: no rule has this text in its name; rules: {names}")
     title = f"{backend.__module__}:{backend.__name__} against {len(chosen)} rules"
     console.print(title, markup=False, soft_wrap=True)
-    broken = 0
+    holding = 0
     with tempfile.TemporaryDirectory() as folder:
         for finding in check(folder, chosen, options.device):
-            broken += finding.problem is not None
+            holding += finding.problem is None
             state = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
             console.print(f"{state}  {finding.rule.name}", soft_wrap=True)
             detail = finding.problem or finding.rule.meaning
             console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
-    console.print(f"{len(chosen) - broken} of {len(chosen)} rules hold")
-    return 1 if broken else 0
+    console.print(f"{holding} of {len(chosen)} rules hold")
+    return 0 if holding == len(chosen) else 1

@@ -1,1 +1,6 @@
-"""Contract suites: what every engine, rollout and controller backend must hold, as a library."""
+"""Contract suites for implementations of camshaft's interfaces, as a library.
+
+rules.py    rules, findings, and the functions that check them
+engine/     the contract of `BaseEngine`
+rollout/    the contract of `BaseRollout`
+"""

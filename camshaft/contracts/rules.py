@@ -1,10 +1,10 @@
-"""Contracts as suites: rules that are tried one by one on somebody's class, each told as held or broken.
+"""Rules of a contract, checked one by one against an implementation.
 
-    RULES = rules_of(greedy_is_exact, seeds_are_honoured, ...)       # functions of a bench
+    RULES = rules_of(greedy_is_exact, seeds_are_honoured, ...)       # functions of a harness
     for finding in run_rules(RULES, lambda number: EngineHarness(cls, folder)): ...
 
-What a rule proves is the docstring of its function, its name is what a report shows, and it raises
-`Violation` with what it saw. The contracts of engines and rollouts are made of these.
+A rule is a function of a harness. Its docstring is its meaning, its name is shown in reports, and it raises
+`Violation` with a description of what it observed. The contracts of engines and rollouts consist of such rules.
 """
 
 from __future__ import annotations
@@ -14,61 +14,67 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-Bench = TypeVar("Bench")
+Harness = TypeVar("Harness")
 
 
 class Violation(Exception):
-    """A rule does not hold; the text says what was seen."""
+    """A broken rule, with a description of what was observed."""
 
 
 @dataclass(frozen=True)
-class Rule(Generic[Bench]):
-    """One promise of an interface."""
+class Rule(Generic[Harness]):
+    """One requirement of an interface."""
 
     name: str
-    check: Callable[[Bench], None]
+    check: Callable[[Harness], None]
 
     @property
     def meaning(self) -> str:
-        """What it proves, on one line."""
+        """The requirement, on one line."""
         return " ".join((inspect.getdoc(self.check) or "").split())
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rule found: nothing wrong, or what."""
+    """Result of one rule; `problem` is None if the rule holds."""
 
     rule: Rule[Any]
     problem: str | None
 
 
-def rules_of(*checks: Callable[[Bench], None]) -> tuple[Rule[Bench], ...]:
-    """A rule per function, named after it."""
+def rules_of(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
+    """Make one rule of each function, named after it."""
     return tuple(Rule(check.__name__.replace("_", " "), check) for check in checks)
 
 
-def run_rules(rules: Sequence[Rule[Bench]], bench: Callable[[int], Bench]) -> Iterator[Finding]:
-    """Try each rule on a bench of its own; one that crashes is broken, and the others still run."""
+def run_rules(rules: Sequence[Rule[Harness]], harness_of: Callable[[int], Harness]) -> Iterator[Finding]:
+    """Check each rule on a new harness. An error in one rule is a finding and does not stop the others."""
     for number, rule in enumerate(rules):
-        try:
-            rule.check(bench(number))
-            yield Finding(rule, None)
-        except Violation as violation:
-            yield Finding(rule, str(violation))
-        except Exception as error:
-            yield Finding(rule, f"{type(error).__name__}: {error}")
+        yield Finding(rule, problem_of(lambda number=number, rule=rule: rule.check(harness_of(number))))
+
+
+def problem_of(action: Callable[[], Any]) -> str | None:
+    """Run `action`; return a description of its violation or error, None if it succeeds."""
+    try:
+        action()
+    except Violation as violation:
+        return str(violation)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def expect(holds: bool, problem: str) -> None:
+    """Raise `Violation(problem)` unless `holds`."""
     if not holds:
         raise Violation(problem)
 
 
-def expect_error(action: Callable[[], Any], told: str, problem: str, kind: type[Exception] = Exception) -> None:
-    """`action` must raise a `kind` whose message contains `told`; else `problem` is what is wrong."""
+def expect_error(action: Callable[[], Any], phrase: str, problem: str, kind: type[Exception] = Exception) -> None:
+    """Raise `Violation(problem)` unless `action` raises a `kind`, and a `Violation` if its message lacks `phrase`."""
     try:
         action()
     except kind as error:
-        expect(told in str(error), f"the error does not mention '{told}': {error}")
+        expect(phrase in str(error), f"the error does not mention '{phrase}': {error}")
         return
     raise Violation(problem)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from camshaft.algorithms.partition import attention_pivot, karmarkar_karp, row_cost
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import Batch
 from camshaft.engine.prefix_sharing import PrefixGroup
 from camshaft.errors import BatchError
 
@@ -29,12 +28,24 @@ PIVOT = attention_pivot(hidden_size=4096)
 """Where nobody says better: that of a model with some eight billion weights."""
 
 
-def as_batch(batch: Batch) -> DataProto:
-    """A `DataProto` with `input_ids` and `loss_mask`, whatever came in.
+EXPECTED_BATCH = (
+    "a DataProto with a Ragged column 'input_ids', or a mapping with tensors 'input_ids' and 'attention_mask' of shape "
+    "(B, S); other data needs a preprocess_fn that builds one of these"
+)
 
-    A mapping with padded `input_ids` (B, S) and `attention_mask` is unpadded here, and so is every other
-    (B, S) tensor in it. Without a `loss_mask` all tokens but the first of each row count.
+
+def has_input_ids(batch: Any) -> bool:
+    return isinstance(batch, DataProto | Mapping) and "input_ids" in batch
+
+
+def as_batch(batch: Any) -> DataProto:
+    """Return a `DataProto` with `input_ids` and `loss_mask`; `BatchError` if `batch` has another form.
+
+    A mapping with `input_ids` and `attention_mask` of shape (B, S) is unpadded, with every other (B, S) tensor in it.
+    Without a `loss_mask` all tokens but the first of each row count.
     """
+    if not has_input_ids(batch):
+        raise BatchError(f"the batch is {_described(batch)}; expected {EXPECTED_BATCH}")
     if not isinstance(batch, DataProto):
         batch = _unpad(batch)
     ids = batch.ragged("input_ids")
@@ -45,13 +56,26 @@ def as_batch(batch: Batch) -> DataProto:
         raise BatchError("loss_mask and input_ids have rows of different lengths")
     firsts = mask.offsets[:-1][mask.lengths > 0]
     if bool(mask.values[firsts.to(mask.values.device)].any()):
-        raise BatchError("loss_mask is set on the first token of a row, which nothing predicts")
+        raise BatchError(
+            "loss_mask is set on the first token of a row, which the model does not predict; clear it there"
+        )
     return batch
 
 
+def _described(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return f"a tensor of shape {tuple(batch.shape)}"
+    if isinstance(batch, DataProto | Mapping):
+        names = batch.columns if isinstance(batch, DataProto) else batch
+        return f"a {type(batch).__name__} without 'input_ids' (columns: {', '.join(map(str, names)) or 'none'})"
+    return f"a {type(batch).__name__}"
+
+
 def _unpad(batch: Mapping[str, Any]) -> DataProto:
-    if "input_ids" not in batch or "attention_mask" not in batch:
-        raise BatchError(f"a padded batch needs 'input_ids' and 'attention_mask'; it has: {', '.join(batch)}")
+    if "attention_mask" not in batch:
+        raise BatchError(
+            f"the batch is a mapping without 'attention_mask' (keys: {', '.join(batch)}); expected {EXPECTED_BATCH}"
+        )
     mask = torch.as_tensor(batch["attention_mask"]).bool()
     columns: dict[str, Any] = {}
     for name, value in batch.items():
@@ -210,12 +234,15 @@ def _split_further(groups: list[list[int]], more: int) -> list[list[int]]:
     return groups
 
 
-def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Ragged | Tensor]) -> Ragged | Tensor:
-    """The rows of all parts in the order of the batch that was split."""
+def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
+    """Concatenate `Ragged` columns, tensors or lists of micro-batches, in the order of the rows before the split."""
     rows = [row for group in plan for row in group]
-    back = torch.empty(len(rows), dtype=torch.int64)
-    back[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
+    order = torch.empty(len(rows), dtype=torch.int64)
+    order[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
     first = parts[0]
     if isinstance(first, Ragged):
-        return Ragged.concat([p for p in parts if isinstance(p, Ragged)]).select(back)
-    return torch.cat([p for p in parts if isinstance(p, Tensor)])[back.to(first.device)]
+        return Ragged.concat(list(parts)).select(order)
+    if isinstance(first, Tensor):
+        return torch.cat(list(parts))[order.to(first.device)]
+    values = [value for part in parts for value in part]
+    return [values[index] for index in order.tolist()]

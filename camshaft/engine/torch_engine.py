@@ -14,11 +14,13 @@ checkpoints in `checkpoint.py`, the split into micro-batches in `micro_batches.p
 from __future__ import annotations
 
 import contextlib
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -30,14 +32,15 @@ from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
     Batch,
+    CallContext,
     LossFn,
     PostprocessFn,
     Predictions,
     PreprocessFn,
     StepContext,
-    check_context,
+    call_context,
 )
-from camshaft.engine.micro_batches import as_batch, attention_pivot, plan_micro_batches, restore_order
+from camshaft.engine.micro_batches import as_batch, attention_pivot, has_input_ids, plan_micro_batches, restore_order
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.prefix_sharing import pack_rows, prefix_groups
@@ -49,9 +52,15 @@ PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "value
 """Outputs of the model with one entry per token; the others have one per row."""
 
 
+FORWARD_ONLY = "this engine is forward-only: set EngineConfig.optim to train it"
+
+
 class TorchEngine(BaseEngine):
     """A `PackedModel`, its optimizer and its schedule; a subclass places the model on devices."""
 
+    module: PackedModel
+    """Set by `init_model`, as is `parts`."""
+    parts: Parts
     _offloaded: tuple[Part, ...] = ()
     """Parts kept in host memory outside `train_mode` and `eval_mode`."""
     _checkpoint_group: dist.ProcessGroup | None = None
@@ -59,11 +68,10 @@ class TorchEngine(BaseEngine):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self._module: PackedModel | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule | None = None
-        self._parts: Parts | None = None
         self._loss_fn: LossFn | None = None
+        self._warned = False
         self._skipped = 0
 
     # -- the layout, for subclasses ---------------------------------------------------------------
@@ -107,36 +115,24 @@ class TorchEngine(BaseEngine):
 
     def init_model(self) -> None:
         self._device = place(self.config.device)
-        self._module = self._build()
+        self.module = self._build()
         if self.config.optim is not None:
             # Before any forward pass: the optimizer must hold the parameters that the layout has made.
-            self._optimizer = build_optimizer(self._module.parameters(), self.config.optim)
+            self._optimizer = build_optimizer(self.module.parameters(), self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
-        self._parts = Parts(self._module, self._optimizer, self._home_device, self._offloaded)
-
-    @property
-    def module(self) -> PackedModel:
-        if self._module is None:
-            raise EngineError("the engine has no model yet: call init_model() first")
-        return self._module
+        self.parts = Parts(self.module, self._optimizer, self._home_device, self._offloaded)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         if self._optimizer is None:
-            raise EngineError("this engine is forward-only (EngineConfig.optim is None) or init_model() was not called")
+            raise EngineError(FORWARD_ONLY)
         return self._optimizer
 
     @property
     def schedule(self) -> Schedule:
         if self._schedule is None:
-            raise EngineError("this engine is forward-only (EngineConfig.optim is None) or init_model() was not called")
+            raise EngineError(FORWARD_ONLY)
         return self._schedule
-
-    @property
-    def parts(self) -> Parts:
-        if self._parts is None:
-            raise EngineError("the engine has no model yet: call init_model() first")
-        return self._parts
 
     @property
     def skipped_steps(self) -> int:
@@ -184,8 +180,13 @@ class TorchEngine(BaseEngine):
         loss_fn = None if forward_only else self._loss_fn
         if not forward_only and loss_fn is None:
             raise EngineError("the engine has no loss: call set_loss_fn(loss_fn) first, or pass forward_only=True")
+        call: StepContext = call_context(ctx, self.config.model.head)  # pyright: ignore[reportAssignmentType]
+        if preprocess_fn is not None and not has_input_ids(batch):
+            # Lengths and counts of raw data are unknown before the hook has run.
+            batch, call = preprocess_fn(batch, call)
+            preprocess_fn = None
         data = as_batch(batch)
-        ctx = self._count(data, check_context(ctx, self.config.model.head))
+        ctx = self._count(data, call)
         lengths = data.ragged("input_ids").lengths
         shortest = int(lengths.argmin())
         plan = self._plan(data, forward_only)
@@ -209,12 +210,13 @@ class TorchEngine(BaseEngine):
         if loss_fn is None:
             self._after_inference()
             ctx["metrics"] = {}
-            return predictions, ctx
+            return predictions, {**ctx}
+        self._warn_of_unread_counts(ctx, len(plan))
         # One collective for the loss and all metrics.
         shares = [torch.as_tensor(share, device=self._device).double() for share in (total, *metrics.values())]
         total, *sums = self._sum_over_ranks(torch.stack(shares))
         ctx["metrics"] = dict(zip(metrics, sums, strict=True))
-        return predictions, total, ctx
+        return predictions, total, {**ctx}
 
     def _micro_batch(
         self,
@@ -253,7 +255,7 @@ class TorchEngine(BaseEngine):
             predictions: Any = self._align(outputs, ids, positions)
         if postprocess_fn is not None:
             predictions, ctx = postprocess_fn(predictions, ctx)
-        detached, loss = _detach(predictions), None
+        detached, loss = _detach(predictions, len(data)), None
         if loss_fn is not None:
             loss, ctx = loss_fn(data.to(self._device), predictions, ctx)
             self._backward(loss if weight else loss * 0)
@@ -289,6 +291,17 @@ class TorchEngine(BaseEngine):
         tokens, sequences = self._sum_over_ranks(to_device(local, self._device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
         return ctx
+
+    def _warn_of_unread_counts(self, ctx: Mapping[str, Any], micro_batches: int) -> None:
+        several = micro_batches * self.seat.dp_size > 1
+        if several and not self._warned and isinstance(ctx, CallContext) and not ctx.counts_read:
+            self._warned = True
+            warnings.warn(
+                f"the loss reads neither ctx['num_tokens'] nor ctx['num_sequences'], and is summed over "
+                f"{micro_batches} micro-batches and {self.seat.dp_size} data-parallel ranks: a mean over its rows "
+                "depends on this split. Divide sums by these counts, which are those of the whole mini-batch",
+                stacklevel=3,
+            )
 
     @property
     def _shares_prefixes(self) -> bool:
@@ -378,9 +391,24 @@ class TorchEngine(BaseEngine):
         return {name: p.detach() for name, p in self.module.hf.named_parameters() if p.requires_grad}
 
 
-def _detach(predictions: Any) -> Predictions:
+def _detach(predictions: Any, rows: int) -> dict[str, Any]:
+    """Detach the predictions of one micro-batch; an error unless each has a value per row, or per token of each row."""
     if not isinstance(predictions, Mapping):
         raise EngineError(
-            f"postprocess_fn must return a mapping of Ragged or per-row tensors, got {type(predictions).__name__}"
+            f"postprocess_fn returned a {type(predictions).__name__} as predictions; return a mapping of names to "
+            "Ragged (a value per token), tensors or lists (a value per row)"
         )
-    return {n: v.map(Tensor.detach) if isinstance(v, Ragged) else v.detach() for n, v in predictions.items()}
+    detached: dict[str, Any] = {}
+    for name, value in predictions.items():
+        if isinstance(value, Ragged):
+            detached[name] = value.map(Tensor.detach)
+        elif isinstance(value, Tensor):
+            detached[name] = value.detach() if value.ndim else None
+        else:
+            detached[name] = list(value) if isinstance(value, np.ndarray | Sequence) else None
+        if isinstance(value, str) or detached[name] is None or len(detached[name]) != rows:
+            raise EngineError(
+                f"postprocess_fn returned '{name}' as a {type(value).__name__} that does not hold one value per row of "
+                f"{rows} rows; return Ragged (a value per token), a tensor or a list (a value per row)"
+            )
+    return detached

@@ -23,18 +23,18 @@ from camshaft.errors import EngineError
 EVERY = {**ALONE, **OLDER, **PAIRS}
 APART = ("hsdp", "sp2", "tp2", "lora", "offload", "fsdp1_two")
 """Layouts that have least in common."""
-NUMBERS = {"step equals plain", "resume is bitwise"}
+NUMBERS = {"step equals oracle", "resume is bitwise"}
 NUMBERS_APART = NUMBERS | {
     "predictions",
     "norm is before clipping",
     "split invariance",
-    "rows that begin alike",
+    "prefix sharing",
     "offload changes nothing",
     "seat and shards",
     "weights have hugging face names",
     "adapter",
-    "divergence",
-    "asked within a step",
+    "exact kl",
+    "inference within a step",
 }
 
 

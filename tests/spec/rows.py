@@ -27,7 +27,7 @@ _HYBRID = "tests/unit/reshard/test_hybrid.py"
 
 
 def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return f"{_SIGNATURE}[{name}]", *(f"{_RULE}[fsdp2-{rule}]" for rule in rules), *also
+    return f"{_SIGNATURE}[{name}]", *(f"{_RULE}[fsdp-{rule}]" for rule in rules), *also
 
 
 _ENGINE_METHODS: dict[str, Means] = {
@@ -37,7 +37,7 @@ _ENGINE_METHODS: dict[str, Means] = {
     ),
     "init_model(self)": (
         "Model, optimizer and schedule; collective. Every other call before it is an error that names it.",
-        _method("init_model", "errors_name_the_step", "predictions"),
+        _method("init_model", "errors_name_the_missing_call", "predictions"),
     ),
     "train_mode(self)": (
         "Context manager: dropout on, what rests in host memory is there inside; undone at its end.",
@@ -47,7 +47,7 @@ _ENGINE_METHODS: dict[str, Means] = {
     "forward_backward_step(self, batch, ctx, forward_only, preprocess_fn, postprocess_fn)": (
         "A batch of any size, cut into micro-batches here; the hooks run once for each. (predictions, ctx), or "
         "(predictions, loss, ctx); predictions in the order of the rows. `loss_fn` divides by the counts in `ctx`.",
-        _method("forward_backward_step", "step_equals_plain", "hooks", "split_invariance", "any_split_same_order"),
+        _method("forward_backward_step", "step_equals_oracle", "hooks", "split_invariance", "order_of_rows"),
     ),
     "optimizer_zero_grad(self)": (
         "Gradients of all parameters are gone.",
@@ -71,7 +71,7 @@ _ENGINE_METHODS: dict[str, Means] = {
     ),
     "set_loss_fn(self, loss_fn)": (
         "`loss_fn(data, predictions, ctx) -> (loss, ctx)`, for all steps to come; without one a step is an error.",
-        _method("set_loss_fn", "errors_name_the_step", "step_equals_plain"),
+        _method("set_loss_fn", "errors_name_the_missing_call", "step_equals_oracle"),
     ),
     "to(self, device, model, optimizer)": (
         "Moves weights, optimizer state, or both.",
@@ -80,7 +80,7 @@ _ENGINE_METHODS: dict[str, Means] = {
     "save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)": (
         "Whole or not at all, for any number of ranks, with a manifest; a copy on any file system of fsspec; the "
         "oldest go.",
-        _method("save_checkpoint", "resume_is_bitwise", "half_a_checkpoint_is_none", "retention", "remote_copy"),
+        _method("save_checkpoint", "resume_is_bitwise", "damaged_checkpoints_are_rejected", "retention", "remote_copy"),
     ),
     "load_checkpoint(self, local_path, hdfs_path, del_local_after_load)": (
         "The next step is the same to the last bit. Only a copy that was brought from elsewhere is deleted.",
@@ -98,36 +98,36 @@ _ENGINE_METHODS: dict[str, Means] = {
 _FEATURES: dict[str, Means] = {
     "sharding over several devices": (
         "FSDP2 (`fsdp`, `fsdp2`), or the older wrapper (`fsdp1`).",
-        (f"{_SHARDED}[two-step_equals_plain]", f"{_SHARDED}[four-step_equals_plain]",
-         f"{_SHARDED}[fsdp1_two-step_equals_plain]"),
+        (f"{_SHARDED}[two-step_equals_oracle]", f"{_SHARDED}[four-step_equals_oracle]",
+         f"{_SHARDED}[fsdp1_two-step_equals_oracle]"),
     ),
     "HybridShard": (
         "`fsdp_size` below the number of ranks: copies of shards, on a 2-D mesh. The specification leaves it out.",
-        (f"{_SHARDED}[hsdp-step_equals_plain]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_as_they_are_told"),
+        (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_as_they_are_told"),
     ),
     "offloading of parameters, gradients and optimizer": (
         "Between phases, or by FSDP's own policy at all times.",
-        (f"{_SHARDED}[offload-step_equals_plain]", f"{_OPTIONS}::test_what_rests_in_host_memory_is_what_was_asked_for",
+        (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_what_rests_in_host_memory_is_what_was_asked_for",
          f"{_OPTIONS}::test_with_the_policy_units_live_in_host_memory"),
     ),
     "offloading of activations": (
         "What is saved for the backward pass waits in host memory.",
-        (f"{_SHARDED}[activation_offload-step_equals_plain]",
+        (f"{_SHARDED}[activation_offload-step_equals_oracle]",
          f"{_OPTIONS}::test_activations_of_a_training_step_go_to_host_memory"),
     ),
     "LoRA": (
         "An adapter is trained; exported and handed over merged, or by itself.",
-        (f"{_SHARDED}[lora-step_equals_plain]",
+        (f"{_SHARDED}[lora-step_equals_oracle]",
          "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch"),
     ),
     "sequence parallelism": (
         "Ulysses: ranks share the tokens of a micro-batch.",
-        (f"{_SHARDED}[sp2-step_equals_plain]",
+        (f"{_SHARDED}[sp2-step_equals_oracle]",
          "tests/unit/models/test_sequence.py::test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks"),
     ),
     "dynamic batch size": (
         "Micro-batches by tokens; the budget is a hard limit.",
-        (f"{_SHARDED}[dynamic-step_equals_plain]", f"{_RULE}[fsdp2-token_budget_is_hard]"),
+        (f"{_SHARDED}[dynamic-step_equals_oracle]", f"{_RULE}[fsdp-token_budget_is_hard]"),
     ),
     "remove padding": (
         "Deviates: there is no padding to remove. Rows are ragged from the file to the gradient.",

@@ -188,7 +188,7 @@ _BORROWED, _LIBRARIES = "tests/unit/rollout/test_borrowed.py", "tests/spec/test_
 
 ACTS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp2-predictions]"),
+        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp-predictions]"),
         "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
         "model.override_config": (f"{_LOADER}::test_override_config_changes_the_model",),
         "model.trust_remote_code": (
@@ -221,12 +221,12 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_a_cosine_has_as_many_waves_as_num_cycles_says",),
         "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor",),
         "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
-        "grad_clip": (f"{_RULE}[fsdp2-norm_is_before_clipping]",),
+        "grad_clip": (f"{_RULE}[fsdp-norm_is_before_clipping]",),
         "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_number_format_that_they_are_told",),
         "device": ("tests/spec/test_engine_keys.py::test_a_model_is_built_where_the_engine_is_told",),
         "micro_batch_size": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_rows_as_the_engine_is_told",),
-        "max_tokens": (f"{_RULE}[fsdp2-token_budget_is_hard]",),
-        "infer_micro_batch_size": (f"{_RULE}[fsdp2-hooks]",),
+        "max_tokens": (f"{_RULE}[fsdp-token_budget_is_hard]",),
+        "infer_micro_batch_size": (f"{_RULE}[fsdp-hooks]",),
         "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_tokens_as_the_engine_is_told",),
         **{
             f"options.{name}": (f"{_OPTIONS}::{test}",)

@@ -14,6 +14,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto
 from camshaft.engine import torch_engine
 from camshaft.engine.base import Batch, StepContext
+from camshaft.engine.micro_batches import as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
@@ -245,7 +246,7 @@ class SkipsHooks(SingleDeviceEngine):
         preprocess_fn: Any = None,
         postprocess_fn: Any = None,
     ) -> Any:
-        ctx = {"extras": {}} | (ctx or {})
+        ctx = dict(ctx or {})
         if preprocess_fn is not None:
             batch, ctx = preprocess_fn(batch, ctx)
         found, *rest = _as_ever(self, batch, ctx, forward_only)
@@ -336,10 +337,46 @@ class AnswersForGradients(SingleDeviceEngine):
         return super().infer_batch(*args, **kwargs)
 
 
+class DropsKeys(SingleDeviceEngine):
+    """Returns the control keys of a context only."""
+
+    def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        *results, ctx = _as_ever(self, *args, **kwargs)
+        return *results, {key: value for key, value in ctx.items() if key in StepContext.__annotations__}
+
+
+class TakesInputIdsOnly(SingleDeviceEngine):
+    """Rejects raw data before preprocess_fn sees it."""
+
+    def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        return _as_ever(self, as_batch(batch), *args, **kwargs)
+
+
+class TakesTensorsOnly(SingleDeviceEngine):
+    """Drops predictions that are no tensors."""
+
+    def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
+        predictions, *rest = _as_ever(self, *args, **kwargs)
+        return {name: value for name, value in predictions.items() if not isinstance(value, list)}, *rest
+
+
+class WarnsOfNothing(SingleDeviceEngine):
+    """Does not report a loss that ignores the counts."""
+
+    def _warn_of_unread_counts(self, ctx: Any, micro_batches: int) -> None:
+        pass
+
+
+class WorksWithoutModel(SingleDeviceEngine):
+    """Accepts a loss, and other calls, before init_model."""
+
+    __getattribute__ = object.__getattribute__
+
+
 CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
-    ForgetsOrder: "any split same order",
+    ForgetsOrder: "order of rows",
     SoftBudget: "token budget is hard",
     NormAfterClipping: "norm is before clipping",
     NoClipping: "norm is before clipping",
@@ -350,24 +387,29 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     SwallowsKeys: "context",
     ForgetsOptimizer: "resume is bitwise",
     ForgetsRandomState: "resume is bitwise",
-    TrustsFiles: "half a checkpoint is none",
+    TrustsFiles: "damaged checkpoints are rejected",
     KeepsEverything: "retention",
     DeletesOriginals: "remote copy",
     OwnNames: "weights have hugging face names",
     WarmsUpTooLow: "schedule",
     OtherSignature: "interface",
-    PatchesTransformers: "libraries are left alone",
+    PatchesTransformers: "libraries stay unpatched",
     SkipsHooks: "hooks",
-    HalfGradient: "step equals plain",
+    HalfGradient: "step equals oracle",
     LosesStateOnTheMove: "offload changes nothing",
-    CountsPadding: "padded border",
-    UnseededStart: "same bits twice",
+    CountsPadding: "padded batch",
+    UnseededStart: "runs are reproducible",
     LosesRowsInShards: "seat and shards",
-    SilentWithoutLoss: "errors name the step",
+    SilentWithoutLoss: "errors name the missing call",
     ForgetsGradients: "step outside train mode",
     AdapterStaysOn: "adapter",
-    StartsResponsesAtZero: "rows that begin alike",
-    EstimatesTheGradient: "divergence",
-    AnswersForGradients: "asked within a step",
+    StartsResponsesAtZero: "prefix sharing",
+    EstimatesTheGradient: "exact kl",
+    AnswersForGradients: "inference within a step",
+    DropsKeys: "context",
+    TakesInputIdsOnly: "raw batches",
+    TakesTensorsOnly: "hooks",
+    WarnsOfNothing: "unread counts are reported",
+    WorksWithoutModel: "errors name the missing call",
 }
 """Each mistake, and the rule that must name it."""

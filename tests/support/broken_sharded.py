@@ -29,7 +29,7 @@ class KeepsItsShare(FSDPEngine):
 
 
 CAUGHT_BY: dict[type[FSDPEngine], str] = {
-    AveragesOverRanks: "step equals plain",
+    AveragesOverRanks: "step equals oracle",
     CountsItsOwnRows: "context",
     KeepsItsShare: "predictions",
 }

@@ -1,4 +1,4 @@
-"""Rules of the engine contract about what reaches the disk and what leaves for a rollout."""
+"""Rules of the engine contract about checkpoints and exported weights."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 import torch
 
 from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
-from camshaft.contracts.engine.oracle import plain_outputs
+from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
 from camshaft.engine.base import StepContext
 
 
 def weights_have_hugging_face_names(harness: EngineHarness) -> None:
-    """named_weights are full tensors under Hugging Face names; in plain transformers they give the same numbers."""
+    """named_weights are full tensors under Hugging Face names; transformers computes the same log-probs with them."""
     engine = harness.build()
     harness.train(engine, harness.batch)
-    model: Any = harness.plain_model(engine, "causal_lm")
-    found = harness.infer(engine, StepContext(outputs=("log_probs",)))["log_probs"]
+    model: Any = harness.oracle_model(engine, "causal_lm")
+    log_probs = harness.infer(engine, StepContext(outputs=("log_probs",)))["log_probs"]
     close(
-        found,
-        plain_outputs(model, harness.batch, "causal_lm")["log_probs"],
+        log_probs,
+        oracle_outputs(model, harness.batch, "causal_lm")["log_probs"],
         harness.tolerance,
         "log_probs of the weights",
     )
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
-    """Save, throw the engine away, load into a new one: weights and the next steps are the same bits."""
+    """An engine that loads a checkpoint has bitwise the same weights and next steps as the one that saved it."""
     changes: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}, "micro_batch_size": 3}
     engine = harness.build(**changes)
     for _ in range(2):
@@ -38,43 +38,47 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
         engine.lr_scheduler_step()
     path = harness.folder / "ckpt" / "global_step_2" / "actor"
     harness.save(engine, path, global_step=2)
-    on = [harness.train(engine, harness.batch) for _ in range(2)]
-    again = harness.build(**changes)
-    with _watched_torch_load() as unsafe:
-        again.load_checkpoint(str(path))
+    continued = [harness.train(engine, harness.batch) for _ in range(2)]
+    loaded = harness.build(**changes)
+    with _UnsafeLoads() as unsafe:
+        loaded.load_checkpoint(str(path))
     expect(not unsafe, "load_checkpoint called torch.load with weights_only=False")
-    after = [harness.train(again, harness.batch) for _ in range(2)]
-    told, wanted = ([(step.loss, step.grad_norm) for step in steps] for steps in (after, on))
-    expect(told == wanted, f"(loss, norm) of the steps after loading: {told}, without a stop: {wanted}")
-    same_bits(harness.weights(again), harness.weights(engine), "weights two steps after loading")
+    resumed = [harness.train(loaded, harness.batch) for _ in range(2)]
+    actual, expected = ([(step.loss, step.grad_norm) for step in steps] for steps in (resumed, continued))
+    expect(actual == expected, f"(loss, norm) of the steps after loading: {actual}, without a stop: {expected}")
+    same_bits(harness.weights(loaded), harness.weights(engine), "weights two steps after loading")
 
 
-def half_a_checkpoint_is_none(harness: EngineHarness) -> None:
-    """A checkpoint with a missing, shortened or changed file is refused by the file's name."""
+def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
+    """A checkpoint with a missing or changed file is an error that names the file."""
     engine = harness.build()
-    whole = harness.folder / "whole"
-    harness.save(engine, whole)
-    leftovers = [path.name for path in harness.folder.iterdir() if path.name not in ("model", "whole")]
+    intact = harness.folder / "intact"
+    harness.save(engine, intact)
+    leftovers = [path.name for path in harness.folder.iterdir() if path.name not in ("model", "intact")]
     leftovers = harness.of_all_ranks(leftovers)[0]
     expect(not leftovers, f"save_checkpoint left {leftovers} behind")
-    for number, path in enumerate(sorted(path for path in whole.rglob("*") if path.is_file())):
-        broken = harness.folder / f"broken{number}"
-        victim = broken / path.relative_to(whole)
+    for number, path in enumerate(sorted(path for path in intact.rglob("*") if path.is_file())):
+        copied = harness.folder / f"damaged{number}"
+        victim = copied / path.relative_to(intact)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
-        harness.on_rank_zero(lambda b=broken, v=victim: (shutil.copytree(whole, b), v.unlink()))
+        harness.on_rank_zero(lambda b=copied, v=victim: (shutil.copytree(intact, b), v.unlink()))
         expect_error(
-            lambda b=broken: engine.load_checkpoint(str(b)), path.name, f"loaded a checkpoint without {path.name}"
+            lambda b=copied: engine.load_checkpoint(str(b)), path.name, f"loaded a checkpoint without {path.name}"
         )
         if path.name == "manifest.json":
             continue
         harness.on_rank_zero(lambda v=victim, c=content: v.write_bytes(c))
-        expect_error(lambda b=broken: engine.load_checkpoint(str(b)), path.name, f"loaded a damaged {path.name}")
-    expect_error(lambda: engine.load_checkpoint(str(harness.folder / "nowhere")), "nowhere", "loaded what is not there")
+        expect_error(lambda b=copied: engine.load_checkpoint(str(b)), path.name, f"loaded a damaged {path.name}")
+    expect_error(
+        lambda: engine.load_checkpoint(str(harness.folder / "nowhere")),
+        "nowhere",
+        "loaded a folder that does not exist",
+    )
 
 
 def retention(harness: EngineHarness) -> None:
-    """max_ckpt_to_keep removes the oldest global_step_<n> folders of the same role, and nothing else."""
+    """max_ckpt_to_keep removes the oldest global_step_<n> folders of the same role, and no other file."""
     engine = harness.build()
     root = harness.folder / "run"
     for step in (5, 10, 20):
@@ -82,38 +86,38 @@ def retention(harness: EngineHarness) -> None:
         harness.on_rank_zero((root / f"global_step_{step}" / "note.txt").touch)
     actors = sorted(path.parent.name for path in root.glob("global_step_*/actor"))
     expect(actors == ["global_step_10", "global_step_20"], f"after three saves that keep two: {actors}")
-    expect((root / "global_step_5" / "note.txt").exists(), "retention removed a file of somebody else")
+    expect((root / "global_step_5" / "note.txt").exists(), "retention removed a file that is not part of a checkpoint")
 
 
 def remote_copy(harness: EngineHarness) -> None:
-    """With hdfs_path a copy is written there; loading brings it back, and removes only what it brought."""
+    """With hdfs_path a copy is written there; loading copies it back, and removes only that copy."""
     engine = harness.build()
-    local, remote, back = (str(harness.folder / name) for name in ("local", "remote", "back"))
+    local, remote, copied = (str(harness.folder / name) for name in ("local", "remote", "copied"))
     harness.save(engine, Path(local), hdfs_path=remote)
     harness.train(engine, harness.batch)
     other = harness.build()
-    other.load_checkpoint(back, hdfs_path=remote, del_local_after_load=True)
-    expect(not Path(back).exists() and Path(remote).exists(), "the brought copy stayed, or the remote one went")
+    other.load_checkpoint(copied, hdfs_path=remote, del_local_after_load=True)
+    expect(not Path(copied).exists() and Path(remote).exists(), "the local copy stayed, or the remote one was removed")
     other.load_checkpoint(local)
-    expect(Path(local).exists(), "load_checkpoint removed a checkpoint that was local to begin with")
+    expect(Path(local).exists(), "load_checkpoint removed a checkpoint that was local before the call")
 
 
-class _watched_torch_load:
-    """Notes calls of torch.load that would run code from the file."""
+class _UnsafeLoads:
+    """Records calls of torch.load that would run code from the file."""
 
     def __enter__(self) -> list[str]:
-        self.found: list[str] = []
-        self.plain = torch.load
+        self.calls: list[str] = []
+        self.load = torch.load
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            # A tensor that ranks send each other unpickles itself by torch.load; that is no file.
-            sent = sys._getframe(1).f_code.co_name == "_load_from_bytes"
-            if kwargs.get("weights_only") is False and not sent:
-                self.found.append(str(args[:1]))
-            return self.plain(*args, **kwargs)
+            # Tensors that ranks exchange are unpickled by torch.load too, but not from a file.
+            exchanged = sys._getframe(1).f_code.co_name == "_load_from_bytes"
+            if kwargs.get("weights_only") is False and not exchanged:
+                self.calls.append(str(args[:1]))
+            return self.load(*args, **kwargs)
 
         torch.load = watched
-        return self.found
+        return self.calls
 
     def __exit__(self, *exc: object) -> None:
-        torch.load = self.plain
+        torch.load = self.load

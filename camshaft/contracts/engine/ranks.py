@@ -1,9 +1,9 @@
-"""The engine contract tried on a group of ranks: what `camshaft check-engine --ranks N` runs.
+"""The engine contract on several ranks, for `camshaft check-engine --ranks N`.
 
     for finding in check_engine_on_ranks(FSDPEngine, 4, folder, always={"options": {"fsdp_size": 2}}): ...
 
-Every rank runs every rule, in processes that live on from rule to rule. A rank that finds a rule broken, crashes
-or hangs ends them all; the next rule gets new ones.
+Every rank runs every rule, in processes that serve several rules. A broken rule, a crash or a hang on one rank ends
+the processes; the next rule starts new ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from camshaft.contracts.engine.harness import EngineHarness
-from camshaft.contracts.engine.suite import RULES
+from camshaft.contracts.engine.suite import RULES, construction_problem
 from camshaft.contracts.rules import Finding, Rule, Violation
 from camshaft.controller import Dispatch, Options, Pool, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import processes
@@ -21,34 +21,34 @@ from camshaft.engine import BaseEngine
 from camshaft.errors import WorkerError
 
 SECONDS = 300.0
-"""What one rule may take."""
-TOGETHER = 30
-"""Rules that the same processes try: of each engine that they build a process group stays behind, with open files."""
+"""Time limit of one rule."""
+RULES_PER_PROCESS = 30
+"""Rules that run in the same processes: each engine leaves a process group with open files behind."""
 
 
 class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
-    """Processes that try rules on engine classes; torch and the libraries get warm in them once."""
+    """A pool of processes that check rules on engine classes; torch is imported once for all rules."""
 
     def __init__(self, world: int, device: str = "cpu", name: str = "engine"):
-        # A rank's own device comes with its place; the name of the kind is what an engine's config holds.
+        # Ranks choose their own device; the config of an engine names only its type.
         self._spec, self._device = PoolSpec(name, ranks_per_node=world), device
         self._pool: Pool | None = None
-        self._bench: _Bench
-        self._tried = 0
+        self._checker: _Checker
+        self._checked = 0
 
     def problem(
         self, rule: str, engine_class: type[BaseEngine], folder: str, always: Mapping[str, Any] | None = None
     ) -> str | None:
-        """What is wrong with the rule of this name, or None; `folder` and `always` as for `EngineHarness`."""
+        """Check the rule of this name; return what is wrong, or None. `folder` and `always` as in `EngineHarness`."""
         try:
-            if self._tried == TOGETHER:
+            if self._checked == RULES_PER_PROCESS:
                 self._end()
             if self._pool is None:
-                self._tried = 0
+                self._checked = 0
                 self._pool = processes(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
-                self._bench = spawn(_Bench, pool=self._pool, name=self._spec.name, timeout=SECONDS)
-            self._tried += 1
-            self._bench.check(rule, engine_class, folder, self._device, dict(always or {}))
+                self._checker = spawn(_Checker, pool=self._pool, name=self._spec.name, timeout=SECONDS)
+            self._checked += 1
+            self._checker.check(rule, engine_class, folder, self._device, dict(always or {}))
         except WorkerError as error:
             self._pool = None
             return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
@@ -63,8 +63,8 @@ class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
         self._end()
 
 
-class _Bench(Worker):
-    """One rank's bench."""
+class _Checker(Worker):
+    """One rank."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check(
@@ -72,7 +72,7 @@ class _Bench(Worker):
     ) -> None:
         """Raise `Violation` if the rule does not hold."""
         harness = EngineHarness(engine_class, folder, device, always)
-        next(known for known in RULES if known.name == rule).check(harness)
+        next(candidate for candidate in RULES if candidate.name == rule).check(harness)
 
 
 def check_engine_on_ranks(
@@ -83,7 +83,14 @@ def check_engine_on_ranks(
     device: str = "cpu",
     always: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Try the rules in `folder` (a scratch place), each finding as it is made."""
+    """Check the rules in the scratch folder `folder`, and yield each finding.
+
+    A class that cannot be constructed gives one finding, before any process starts.
+    """
+    problem = construction_problem(engine_class, folder, device, always)
+    if problem is not None:
+        yield Finding(RULES[0], problem)
+        return
     with RuleRanks(world, device, engine_class.__name__) as ranks:
         for number, rule in enumerate(rules):
             yield Finding(rule, ranks.problem(rule.name, engine_class, f"{folder}/{number:02d}", always))

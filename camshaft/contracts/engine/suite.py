@@ -1,21 +1,22 @@
-"""The contract of `BaseEngine` as a suite that runs on anybody's engine.
+"""The contract of `BaseEngine`: rules that can be checked on any engine.
 
-    camshaft check-engine my_pkg.my_engine:MyEngine          # a table of what holds
+    camshaft check-engine my_pkg.my_engine:MyEngine          # prints a table of findings
     for finding in check_engine(MyEngine, folder): ...       # in a program
 
-The oracle is not an engine: it is `transformers` itself on each row alone (`plain.py` beside this file).
-Gradients are read off the weights: with eps=1, no decay and no clipping the first AdamW update is
-lr * g / (|g| + 1), which can be solved for g, so no engine has to expose its gradients.
+The oracle is not an engine but `transformers` on one row at a time (`oracle.py`). Gradients are read off the weights:
+with eps=1, no decay and no clipping the first AdamW update is lr * g / (|g| + 1), which is solved for g, so engines do
+not have to expose gradients. Tolerances follow from the rounding error of the oracle (`harness.tolerances`).
 
-A rule is a function of a `EngineHarness`; what it proves is its docstring, and its name is what a report shows.
-Rules of the modes and the step are here, those of files in `checkpoints.py`, of adapters in `adapters.py`,
-of what a KL in the loss rests on in `exact_kl.py`.
+A rule is a function of an `EngineHarness`; its docstring is its meaning and its name is shown in reports. Rules about
+modes and steps are in this file; those about checkpoints are in `checkpoints.py`, those about adapters in
+`adapters.py`, those about a KL divergence over the vocabulary in `exact_kl.py`.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,248 +25,302 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.config.engine import OptimConfig
-from camshaft.contracts.engine import checkpoints as files
+from camshaft.contracts.engine import checkpoints
 from camshaft.contracts.engine.adapters import adapter
-from camshaft.contracts.engine.exact_kl import asked_within_a_step, divergence
+from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
-from camshaft.contracts.engine.oracle import plain_outputs
-from camshaft.contracts.rules import Finding, Rule, expect, expect_error, rules_of, run_rules
+from camshaft.contracts.engine.oracle import oracle_outputs
+from camshaft.contracts.rules import Finding, Rule, expect, expect_error, problem_of, rules_of, run_rules
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
 
 
 def interface(harness: EngineHarness) -> None:
-    """The engine is a BaseEngine with the specified signatures; a missing method fails at construction."""
+    """The class implements every member of BaseEngine, with the specified signatures."""
+    engine_class = harness.engine_class
+    missing = sorted(getattr(engine_class, "__abstractmethods__", ()))
+    expect(not missing, f"{engine_class.__name__} does not implement {', '.join(missing)}")
+    engine_class(harness.config())
     for name, member in vars(BaseEngine).items():
         if not inspect.isfunction(member) or name.startswith("_"):
             continue
-        wanted, found = inspect.signature(member), inspect.signature(getattr(harness.engine_class, name))
-        ours = {n: p.default for n, p in wanted.parameters.items()}
-        theirs = {n: p.default for n, p in found.parameters.items()}
-        expect(ours.items() <= theirs.items(), f"{name}{found} does not take what BaseEngine.{name}{wanted} takes")
-    crippled = type("Crippled", (harness.engine_class,), {})
-    crippled.__abstractmethods__ = frozenset({"optimizer_step"})  # pyright: ignore[reportAttributeAccessIssue]
-    expect_error(
-        lambda: crippled(harness.config()),
-        "optimizer_step",
-        "a class that lacks optimizer_step was constructed",
-        TypeError,
-    )
+        specified, actual = inspect.signature(member), inspect.signature(getattr(engine_class, name))
+        required = {n: p.default for n, p in specified.parameters.items()}
+        accepted = {n: p.default for n, p in actual.parameters.items()}
+        expect(
+            required.items() <= accepted.items(),
+            f"{name}{actual} does not accept the arguments of BaseEngine.{name}{specified}",
+        )
 
 
 def predictions(harness: EngineHarness) -> None:
-    """every output of every head equals a plain forward of each row alone; zero outside loss_mask."""
+    """Every output of every head equals a forward pass of transformers on each row; zero outside loss_mask."""
     for head, outputs in OUTPUTS_OF_HEAD.items():
         engine = harness.build(head=head, random_init=head == "reward")
-        found = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
-        oracle = plain_outputs(harness.plain_model(engine, head), harness.batch, head, temperature=0.7)
-        expect(set(found) == set(outputs), f"asked a {head} engine for {outputs}, got {sorted(found)}")
+        result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
+        expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
+        expect(set(result) == set(outputs), f"requested {outputs} of a {head} engine, got {sorted(result)}")
         for name in outputs:
-            close(found[name], oracle[name], harness.tolerance, f"{name} of a {head} engine")
+            close(result[name], expected[name], harness.tolerance, f"{name} of a {head} engine")
 
 
-def any_split_same_order(harness: EngineHarness) -> None:
-    """Predictions come back in the order of the rows, for any micro-batch size and any token budget."""
+def order_of_rows(harness: EngineHarness) -> None:
+    """Predictions return in the order of the rows, for any micro-batch size and any token budget."""
     engine = harness.build()
     with engine.eval_mode():
-        whole = engine.infer_batch(harness.batch)["log_probs"]
+        expected = engine.infer_batch(harness.batch)["log_probs"]
     for limits in harness.splits():
-        other = harness.build(**{f"infer_{name}": value for name, value in limits.items()})
-        with other.eval_mode():
-            close(other.infer_batch(harness.batch)["log_probs"], whole, harness.tolerance, f"log_probs with {limits}")
-            one = other.infer_batch(harness.batch.reorder([3]))["log_probs"]
-        close(one, whole.select([3]), harness.tolerance, f"one row alone with {limits}")
+        split = harness.build(**{f"infer_{name}": value for name, value in limits.items()})
+        with split.eval_mode():
+            log_probs = split.infer_batch(harness.batch)["log_probs"]
+            close(log_probs, expected, harness.tolerance, f"log_probs with {limits}")
+            one = split.infer_batch(harness.batch.reorder([3]))["log_probs"]
+        close(one, expected.select([3]), harness.tolerance, f"a batch of one row with {limits}")
 
 
 def token_budget_is_hard(harness: EngineHarness) -> None:
-    """No micro-batch holds more than `max_tokens` tokens; a longer row is refused, not squeezed in."""
+    """No micro-batch has more than `max_tokens` tokens; a longer row is rejected."""
     budget = int(harness.batch["input_ids"].lengths.max()) + 2
-    seen: list[int] = []
+    sizes: list[int] = []
 
-    def watch(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
-        seen.append(len(data["input_ids"].values))
+    def record(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        sizes.append(len(data["input_ids"].values))
         return data, ctx
 
     engine = harness.build(max_tokens=budget, infer_max_tokens=budget)
     with engine.train_mode():
-        engine.forward_backward_step(harness.batch, preprocess_fn=watch)
-    expect(len(seen) > 1 and max(seen) <= budget, f"with max_tokens={budget} the micro-batches hold {seen} tokens")
+        engine.forward_backward_step(harness.batch, preprocess_fn=record)
+    expect(len(sizes) > 1 and max(sizes) <= budget, f"with max_tokens={budget} the micro-batches have {sizes} tokens")
     tight = harness.build(max_tokens=budget - 3)
     with tight.train_mode():
         expect_error(
-            lambda: tight.forward_backward_step(harness.batch), str(budget - 3), "a row over the budget was accepted"
+            lambda: tight.forward_backward_step(harness.batch), str(budget - 3), "accepted a row over the budget"
         )
 
 
 def hooks(harness: EngineHarness) -> None:
-    """preprocess_fn and postprocess_fn run once per micro-batch, in that order, and steer what they should."""
+    """preprocess_fn and postprocess_fn run once per micro-batch, in this order; predictions are those of
+    postprocess_fn: Ragged with a value per token, tensors or lists with a value per row."""
     calls: list[str] = []
 
-    def before(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+    def before(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
         calls.append("before")
-        ctx["extras"]["rows"] = len(data)
+        ctx["rows"] = len(data)
         return data, ctx
 
-    def after(outputs: Any, ctx: StepContext) -> tuple[Any, StepContext]:
-        calls.append(f"after {ctx['extras']['rows']}")
-        return {"doubled": outputs["log_probs"].map(lambda v: 2 * v)}, ctx
+    def after(outputs: Any, ctx: Any) -> tuple[Any, Any]:
+        calls.append(f"after {ctx['rows']}")
+        log_probs = outputs["log_probs"]
+        lengths = log_probs.lengths.tolist()
+        doubled = log_probs.map(lambda v: 2 * v)
+        return {"doubled": doubled, "lengths": log_probs.lengths, "texts": [f"{n} tokens" for n in lengths]}, ctx
 
     engine = harness.build(infer_micro_batch_size=2)
     with engine.eval_mode():
-        plain = engine.infer_batch(harness.batch)["log_probs"]
-        found, ctx = engine.forward_backward_step(
-            harness.batch, {"extras": {"mine": 1}}, forward_only=True, preprocess_fn=before, postprocess_fn=after
+        log_probs = engine.infer_batch(harness.batch)["log_probs"]
+        result, _ = engine.forward_backward_step(
+            harness.batch, forward_only=True, preprocess_fn=before, postprocess_fn=after
         )
+        expect_error(
+            lambda: engine.infer_batch(harness.batch, postprocess_fn=lambda outputs, ctx: ({"mean": 0.5}, ctx)),
+            "mean", "accepted a prediction without a value per row",
+        )  # fmt: skip
     expect(
         calls == ["before", "after 2"] * (len(calls) // 2) and len(calls) == len(harness.batch), f"hooks ran as {calls}"
     )
-    close(found["doubled"], plain.map(lambda v: 2 * v), 0.0, "predictions of postprocess_fn")
-    expect(ctx["extras"]["mine"] == 1, "ctx['extras'] did not come back")
+    expect(set(result) == {"doubled", "lengths", "texts"}, f"predictions of postprocess_fn: {sorted(result)}")
+    close(result["doubled"], log_probs.map(lambda v: 2 * v), 0.0, "predictions of postprocess_fn")
+    lengths = log_probs.lengths.tolist()
+    expect(list(result["lengths"]) == lengths, f"a tensor with a value per row: {result['lengths']}, not {lengths}")
+    expect(list(result["texts"]) == [f"{n} tokens" for n in lengths], f"a list per row: {result['texts']}")
 
 
-def step_equals_plain(harness: EngineHarness) -> None:
-    """Loss, gradient norm (before clipping) and every gradient equal a plain loop over single rows."""
+def raw_batches(harness: EngineHarness) -> None:
+    """A batch without input_ids goes to preprocess_fn first; without that hook, or if the hook returns no batch, the
+    error describes the expected form."""
+    engine = harness.build(infer_micro_batch_size=3)
+    names = [f"row {number}" for number in range(len(harness.batch))]
+
+    def encode(raw: Any, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        return harness.batch.reorder([names.index(name) for name in raw["texts"]]), ctx
+
+    with engine.eval_mode():
+        expected = engine.infer_batch(harness.batch)["log_probs"]
+        results: list[Any] = []
+        problem = problem_of(lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)))
+        expect(problem is None, f"a batch of texts with a preprocess_fn: {problem}")
+        close(results[0]["log_probs"], expected, harness.tolerance, "log_probs of a batch of texts")
+        for raw in ({"texts": names}, torch.zeros(2, 3, dtype=torch.int64)):
+            form = f"a {type(raw).__name__} as a batch"
+            expect_error(lambda raw=raw: engine.infer_batch(raw), "input_ids", f"accepted {form}")  # pyright: ignore
+        expect_error(
+            lambda: engine.infer_batch({"texts": names}, preprocess_fn=lambda raw, ctx: (torch.zeros(2, 3), ctx)),
+            "input_ids", "accepted a tensor from preprocess_fn",
+        )  # fmt: skip
+
+
+def step_equals_oracle(harness: EngineHarness) -> None:
+    """Loss, gradient norm (before clipping) and every gradient equal those of transformers, row by row."""
     for head in ("causal_lm", "value"):
         engine = harness.build(head=head)
-        loss, norm, gradients = harness.plain_gradients(engine, head)
-        found = harness.step(engine, harness.batch)
-        close(torch.tensor(found.loss), torch.tensor(loss), harness.tolerance, f"loss of a {head} engine")
-        close(
-            torch.tensor(found.grad_norm),
-            torch.tensor(norm),
-            harness.tolerance * 10,
-            f"gradient norm of a {head} engine",
-        )
-        for name, gradient in found.gradients.items():
-            close(gradient, gradients[name], harness.tolerance * 10, f"gradient of {name}")
+        loss, norm, gradients = harness.oracle_gradients(engine, head)
+        result = harness.step(engine, harness.batch)
+        close(result.loss, loss, harness.tolerance, f"loss of a {head} engine")
+        close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine")
+        for name, gradient in result.gradients.items():
+            close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
 
 
 def norm_is_before_clipping(harness: EngineHarness) -> None:
-    """optimizer_step clips what it applies and returns the norm before that."""
-    free, tight = (
-        harness.step(harness.build(), harness.batch),
-        harness.step(harness.build(grad_clip=1e-3), harness.batch),
-    )
-    close(torch.tensor(tight.grad_norm), torch.tensor(free.grad_norm), harness.tolerance, "the norm with a tight clip")
+    """optimizer_step clips the gradient norm and returns the norm before clipping."""
+    free = harness.step(harness.build(), harness.batch)
+    tight = harness.step(harness.build(grad_clip=1e-3), harness.batch)
+    close(tight.grad_norm, free.grad_norm, harness.gradient_tolerance, "the norm with a tight clip")
     clipped = math.sqrt(sum(float((g.double() ** 2).sum()) for g in tight.gradients.values()))
     expect(abs(clipped - 1e-3) < 1e-4, f"grad_clip=0.001, but the gradient applied had norm {clipped:.6f}")
 
 
 def step_outside_train_mode(harness: EngineHarness) -> None:
-    """optimizer_step after train_mode has ended is the step it would have been inside."""
+    """optimizer_step gives the same result after train_mode has ended as inside it."""
     inside, outside = harness.build(), harness.build()
-    wanted = harness.train(inside, harness.batch)
+    expected = harness.train(inside, harness.batch)
     outside.optimizer_zero_grad()
     with outside.train_mode():
         _, loss, _ = outside.forward_backward_step(harness.share(outside, harness.batch))
     norm = outside.optimizer_step()
-    expect((float(loss), norm) == (wanted.loss, wanted.grad_norm), "loss or norm differ from a step inside train_mode")
+    expect(
+        (float(loss), norm) == (expected.loss, expected.grad_norm), "loss or norm differ from a step inside train_mode"
+    )
     same_bits(harness.weights(outside), harness.weights(inside), "weights after a step outside train_mode")
 
 
 def split_invariance(harness: EngineHarness) -> None:
-    """Loss, metrics, gradient norm and gradients are the same for every way to split and to keep the batch."""
-    whole = harness.step(harness.build(), harness.batch)
+    """Loss, metrics, gradient norm and gradients do not depend on the split into micro-batches, nor on checkpointing
+    of activations."""
+    expected = harness.step(harness.build(), harness.batch)
     variants: list[dict[str, Any]] = [*harness.splits(), {"enable_gradient_checkpointing": True}]
     for changes in variants:
-        found = harness.step(harness.build(**changes), harness.batch)
-        told = f"with {changes}"
-        close(torch.tensor(found.loss), torch.tensor(whole.loss), harness.tolerance, f"loss {told}")
-        close(
-            torch.tensor(found.grad_norm),
-            torch.tensor(whole.grad_norm),
-            harness.tolerance * 10,
-            f"gradient norm {told}",
-        )
-        expect(found.metrics.keys() == whole.metrics.keys(), f"metrics {told}: {sorted(found.metrics)}")
-        for name, value in whole.metrics.items():
-            close(torch.tensor(found.metrics[name]), torch.tensor(value), harness.tolerance, f"metric {name} {told}")
-        for name, gradient in whole.gradients.items():
-            close(found.gradients[name], gradient, harness.tolerance * 10, f"gradient of {name} {told}")
+        result = harness.step(harness.build(**changes), harness.batch)
+        variant = f"with {changes}"
+        close(result.loss, expected.loss, harness.tolerance, f"loss {variant}")
+        close(result.grad_norm, expected.grad_norm, harness.gradient_tolerance, f"gradient norm {variant}")
+        expect(result.metrics.keys() == expected.metrics.keys(), f"metrics {variant}: {sorted(result.metrics)}")
+        for name, value in expected.metrics.items():
+            close(result.metrics[name], value, harness.tolerance, f"metric {name} {variant}")
+        for name, gradient in expected.gradients.items():
+            close(result.gradients[name], gradient, harness.gradient_tolerance, f"gradient of {name} {variant}")
 
 
-def rows_that_begin_alike(harness: EngineHarness) -> None:
-    """Rows with one prompt, in one micro-batch or in several, give the predictions and gradients of each row alone."""
+def unread_counts_are_reported(harness: EngineHarness) -> None:
+    """One warning for a loss that reads neither num_tokens nor num_sequences although there are several
+    micro-batches, since its result depends on the split; none for a loss that reads one."""
+    engine = harness.build(micro_batch_size=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        harness.train(engine, harness.batch)
+        expect(not _about_counts(caught), "a warning for a loss that divides by num_tokens")
+        engine.set_loss_fn(lambda data, predictions, ctx: (predictions["log_probs"].values.mean(), ctx))
+        for _ in range(2):
+            harness.train(engine, harness.batch)
+    number = len(_about_counts(caught))
+    expect(number == 1, f"{number} warnings about num_tokens in two steps of a loss that averages each micro-batch")
+
+
+def _about_counts(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught if "num_tokens" in str(warning.message)]
+
+
+def prefix_sharing(harness: EngineHarness) -> None:
+    """Rows with a common prompt, in one micro-batch or in several, have the predictions and gradients of separate
+    rows."""
     batch = harness.siblings
     for head in ("causal_lm", "value"):
-        tried: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
-        engines = [harness.build(head=head, **limits) for limits in tried]
-        oracle = plain_outputs(harness.plain_model(engines[0], head), batch, head)
-        loss, _, gradients = harness.plain_gradients(engines[0], head, batch)
-        for engine, limits in zip(engines, tried, strict=True):
-            told = f"of a {head} engine with {limits}"
-            inferred = harness.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
-            for name, values in inferred.items():
-                close(values, oracle[name], harness.tolerance, f"{name} {told}")
-            found = harness.step(engine, batch)
-            close(torch.tensor(found.loss), torch.tensor(loss), harness.tolerance, f"loss {told}")
-            for weight, gradient in found.gradients.items():
-                close(gradient, gradients[weight], harness.tolerance * 10, f"gradient of {weight} {told}")
+        variants: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
+        engines = [harness.build(head=head, **limits) for limits in variants]
+        expected = oracle_outputs(harness.oracle_model(engines[0], head), batch, head)
+        loss, _, gradients = harness.oracle_gradients(engines[0], head, batch)
+        for engine, limits in zip(engines, variants, strict=True):
+            variant = f"of a {head} engine with {limits}"
+            outputs = harness.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
+            for name, values in outputs.items():
+                close(values, expected[name], harness.tolerance, f"{name} {variant}")
+            result = harness.step(engine, batch)
+            close(result.loss, loss, harness.tolerance, f"loss {variant}")
+            for weight, gradient in result.gradients.items():
+                close(gradient, gradients[weight], harness.gradient_tolerance, f"gradient of {weight} {variant}")
 
 
 def offload_changes_nothing(harness: EngineHarness) -> None:
-    """Moving model and optimizer to the CPU between phases leaves the numbers as they are."""
-    still, moved = harness.build(), harness.build()
-    for what in ({"model": True, "optimizer": True}, {"optimizer": False}, {"model": False}):
-        moved.to("cpu", **what)
-        a, b = harness.step(still, harness.batch), harness.step(moved, harness.batch)
+    """Moving model and optimizer to the CPU between phases does not change loss, norm or weights."""
+    resident, moved = harness.build(), harness.build()
+    for parts in ({"model": True, "optimizer": True}, {"optimizer": False}, {"model": False}):
+        moved.to("cpu", **parts)
+        a, b = harness.step(resident, harness.batch), harness.step(moved, harness.batch)
         expect(
-            a.loss == b.loss and a.grad_norm == b.grad_norm, f"a step after to('cpu', {what}) differs from one without"
+            a.loss == b.loss and a.grad_norm == b.grad_norm, f"a step after to('cpu', {parts}) differs from one without"
         )
-    same_bits(harness.weights(moved), harness.weights(still), "weights after steps with moves between them")
+    same_bits(harness.weights(moved), harness.weights(resident), "weights after steps with moves between them")
 
 
 def context(harness: EngineHarness) -> None:
-    """ctx holds the global counts, honours temperature and outputs, and refuses a key that nobody reads."""
+    """ctx returns the global counts and the keys of hooks and callers, which the next call accepts and returns too; a
+    misspelt control key or an unsupported output is an error."""
     engine = harness.build(infer_micro_batch_size=2)
     mask: Ragged = harness.batch["loss_mask"]
+    share = harness.share(engine, harness.batch)
+
+    def note(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
+        ctx["seen"] = ctx.get("seen", 0) + len(data)
+        return data, ctx
+
+    def infer(ctx: Any) -> Any:
+        return engine.forward_backward_step(share, ctx, forward_only=True, preprocess_fn=note)[1]
+
     with engine.eval_mode():
-        _, ctx = engine.forward_backward_step(harness.share(engine, harness.batch), forward_only=True)
+        first = infer({"mine": 1})
+        second = infer(first)
+        expect_error(lambda: infer({"temprature": 1.0}), "'temperature'", "a misspelt control key was accepted")
         expect_error(
-            lambda: engine.forward_backward_step(harness.batch, {"temprature": 1.0}, forward_only=True),  # pyright: ignore
-            "temprature", "an unknown ctx key was accepted",
-        )  # fmt: skip
-        expect_error(
-            lambda: engine.forward_backward_step(harness.batch, {"outputs": ("values",)}, forward_only=True),
-            "values", "a causal_lm engine accepted outputs=('values',)",
-        )  # fmt: skip
+            lambda: infer({"outputs": ("values",)}), "values", "a causal_lm engine accepted outputs=('values',)"
+        )
     counts = (float(mask.values.sum()), float((mask.map(Tensor.float).sum() > 0).sum()))
-    found = (ctx.get("num_tokens"), ctx.get("num_sequences"))
-    expect(found == counts, f"ctx counts (num_tokens, num_sequences) are {found}, the mini-batch has {counts}")
+    actual = (first.get("num_tokens"), first.get("num_sequences"))
+    expect(actual == counts, f"ctx counts (num_tokens, num_sequences) are {actual}, the mini-batch has {counts}")
+    keys = [(ctx.get("mine"), ctx.get("seen", 0)) for ctx in (first, second)]
+    rows = keys[0][1]
+    expect(rows >= len(share) and keys == [(1, rows), (1, 2 * rows)], f"keys of caller and hook in two calls: {keys}")
 
 
-def padded_border(harness: EngineHarness) -> None:
-    """A padded mapping gives the same predictions as the ragged batch that it stands for."""
+def padded_batch(harness: EngineHarness) -> None:
+    """A padded mapping has the same predictions as the equivalent ragged batch."""
     engine = harness.build()
     ids: Ragged = harness.batch["input_ids"]
     grids = {"input_ids": ids.padded("left"), "attention_mask": ids.mask("left")}
     grids["loss_mask"] = harness.batch["loss_mask"].padded("left")
     with engine.eval_mode():
-        close(
-            engine.infer_batch(grids)["log_probs"],
-            engine.infer_batch(harness.batch)["log_probs"],
-            0.0,
-            "a left-padded batch",
-        )
+        padded, ragged = engine.infer_batch(grids), engine.infer_batch(harness.batch)
+    close(padded["log_probs"], ragged["log_probs"], 0.0, "a left-padded batch")
 
 
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
-    """A gradient that is not finite changes no weight, is counted, and leaves the next step as it was."""
+    """A gradient that is not finite changes no weight, is counted, and does not affect the next step."""
     engine = harness.build()
     before = harness.weights(engine)
-    engine.set_loss_fn(lambda data, found, ctx: (found["log_probs"].values.sum() * float("nan"), ctx))
+    engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
     with engine.train_mode():
         result = engine.train_batch(harness.batch)
     expect(result.skipped and engine.skipped_steps == 1, "a NaN gradient was not reported as a skipped step")
     expect(not math.isfinite(result.grad_norm), f"the norm of a NaN gradient was reported as {result.grad_norm}")
     same_bits(harness.weights(engine), before, "weights after a skipped step")
     engine.set_loss_fn(harness.loss_fn("causal_lm"))
-    after, fresh = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
-    expect(after.loss == fresh.loss and after.grad_norm == fresh.grad_norm, "the step after a skipped one differs")
+    after, expected = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
+    expect(
+        after.loss == expected.loss and after.grad_norm == expected.grad_norm, "the step after a skipped one differs"
+    )
 
 
-class _ReadsOfNumbers(TorchDispatchMode):
-    """Counts reads of a number that training computed: on an accelerator each of them waits for the device."""
+class _NumberReads(TorchDispatchMode):
+    """Counts reads of computed numbers: on an accelerator each of them waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,19 +334,19 @@ class _ReadsOfNumbers(TorchDispatchMode):
 
 
 def no_wait_per_micro_batch(harness: EngineHarness) -> None:
-    """How often numbers are read back from the device does not grow with the number of micro-batches."""
+    """The number of reads from the device does not grow with the number of micro-batches."""
     counts = []
     for size in (4, 1):
         engine = harness.build(micro_batch_size=size)
         engine.set_loss_fn(harness.loss_fn("causal_lm"))
-        with engine.train_mode(), _ReadsOfNumbers() as reads:
+        with engine.train_mode(), _NumberReads() as reads:
             engine.forward_backward_step(harness.batch)
         counts.append(reads.count)
-    expect(counts[0] == counts[1], f"2 micro-batches read {counts[0]} numbers back, 8 read {counts[1]}")
+    expect(counts[0] == counts[1], f"2 micro-batches read {counts[0]} numbers from the device, 8 read {counts[1]}")
 
 
 def modes(harness: EngineHarness) -> None:
-    """train_mode has dropout, eval_mode has none, and both put back what they found."""
+    """train_mode enables dropout, eval_mode disables it, and both restore the previous mode."""
     engine = harness.build(override_config={"attention_dropout": 0.5})
     with engine.eval_mode():
         first, second = engine.infer_batch(harness.batch)["log_probs"], engine.infer_batch(harness.batch)["log_probs"]
@@ -300,22 +355,22 @@ def modes(harness: EngineHarness) -> None:
         third = engine.infer_batch(harness.batch)["log_probs"]
     expect(not torch.equal(noisy.values, first.values), "train_mode has no dropout")
     expect(torch.equal(first.values, second.values), "eval_mode has dropout")
-    expect(torch.equal(first.values, third.values), "leaving train_mode did not put eval_mode back")
+    expect(torch.equal(first.values, third.values), "leaving train_mode did not restore eval_mode")
 
 
 def schedule(harness: EngineHarness) -> None:
-    """Linear warm-up from above 0, then cosine to min_lr_ratio; lr_scheduler_step returns the next rate."""
+    """Linear warm-up from above 0, then cosine to min_lr_ratio; lr_scheduler_step returns the next learning rate."""
     optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
     engine = harness.build(optim=optim)
-    expect(engine.learning_rate == 0.5, f"the first of two warm-up updates is at rate {engine.learning_rate}, not 0.5")
-    found = [engine.lr_scheduler_step() for _ in range(6)]
-    expect(engine.learning_rate == found[-1], "learning_rate is not what lr_scheduler_step returned")
-    wave = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
-    close(torch.tensor(found), torch.tensor([1.0, *wave]), 1e-6, "rates of updates 1 to 6")
+    expect(engine.learning_rate == 0.5, f"the first of two warm-up updates has lr {engine.learning_rate}, not 0.5")
+    rates = [engine.lr_scheduler_step() for _ in range(6)]
+    expect(engine.learning_rate == rates[-1], "learning_rate is not the return value of lr_scheduler_step")
+    cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
+    close(torch.tensor(rates), torch.tensor([1.0, *cosine]), 1e-6, "learning rates of updates 1 to 6")
 
 
-def same_bits_twice(harness: EngineHarness) -> None:
-    """Same seed, same batch, same layout: bitwise the same losses, norms and weights."""
+def runs_are_reproducible(harness: EngineHarness) -> None:
+    """Same seed, batch and layout: bitwise the same losses, norms and weights."""
     runs = []
     for _ in range(2):
         engine = harness.build(random_init=True, micro_batch_size=3)
@@ -326,37 +381,68 @@ def same_bits_twice(harness: EngineHarness) -> None:
 
 
 def seat_and_shards(harness: EngineHarness) -> None:
-    """The seat fits its group; unshard_data gives back what shard_data took apart."""
+    """The ranks of `seat` are within its sizes; unshard_data inverts shard_data."""
     engine = harness.build()
     seat = engine.seat
-    expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"{seat} does not fit")
-    back = engine.unshard_data(engine.shard_data(harness.batch))
+    expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"{seat} is inconsistent")
+    restored = engine.unshard_data(engine.shard_data(harness.batch))
     expect(
-        torch.equal(back["input_ids"].values, harness.batch["input_ids"].values), "unshard_data(shard_data(x)) is not x"
+        torch.equal(restored["input_ids"].values, harness.batch["input_ids"].values),
+        "unshard_data(shard_data(x)) is not x",
     )
 
 
-def errors_name_the_step(harness: EngineHarness) -> None:
-    """Calls in the wrong order are errors that say what was forgotten."""
-    raw = harness.engine_class(harness.config())
-    expect_error(lambda: next(iter(raw.named_weights())), "init_model", "named_weights worked without init_model")
+def errors_name_the_missing_call(harness: EngineHarness) -> None:
+    """Every call before init_model, a step before set_loss_fn, and updates of a forward-only engine are errors that
+    name what is missing."""
+    folder = str(harness.folder / "unused")
+    arguments: dict[str, tuple[Any, ...]] = {
+        "forward_backward_step": (harness.batch,),
+        "train_batch": (harness.batch,),
+        "infer_batch": (harness.batch,),
+        "shard_data": (harness.batch,),
+        "unshard_data": (harness.batch,),
+        "set_loss_fn": (harness.loss_fn("causal_lm"),),
+        "to": ("cpu",),
+        "save_checkpoint": (folder,),
+        "load_checkpoint": (folder,),
+    }
+    new = harness.engine_class(harness.config())
+    for name in sorted(name for name in vars(BaseEngine) if not name.startswith("_")):
+        if name in ("init_model", "wait_for_checkpoint"):
+            continue
+        expect_error(
+            lambda name=name: _use(new, name, arguments.get(name, ())), "init_model", f"{name} worked before init_model"
+        )
     engine = harness.build(set_loss=False)
     with engine.train_mode():
         expect_error(lambda: engine.forward_backward_step(harness.batch), "set_loss_fn", "a step worked without a loss")
-    still = harness.build(forward_only=True)
-    expect_error(still.optimizer_step, "forward-only", "a forward-only engine took an optimizer step")
+    frozen = harness.build(forward_only=True)
+    expect_error(frozen.optimizer_step, "forward-only", "a forward-only engine applied an optimizer step")
     without = harness.build(lora=None)
     expect_error(lambda: without.disable_adapter().__enter__(), "adapter", "disable_adapter worked without an adapter")
 
 
-def libraries_are_left_alone(harness: EngineHarness) -> None:
-    """No function of torch or transformers is another one after building, stepping and saving."""
+def _use(engine: BaseEngine, name: str, arguments: tuple[Any, ...]) -> None:
+    """Read a property, or call a method and start what it returns."""
+    member = getattr(engine, name)
+    if callable(member):
+        result: Any = member(*arguments)
+        if inspect.isgenerator(result):
+            next(result)
+        elif hasattr(result, "__enter__"):
+            with result:
+                pass
+
+
+def libraries_stay_unpatched(harness: EngineHarness) -> None:
+    """Building, stepping and saving replace no function of torch or transformers."""
     before = _functions()
     engine = harness.build()
     harness.step(engine, harness.batch)
     after = _functions()
     changed = [name for name, function in after.items() if before.get(name, function) is not function]
-    # What torch's compiler does to torch is not the engine's doing.
+    # torch's compiler replaces functions of torch itself.
     changed = [name for name in changed if not str(after[name].__module__).startswith("torch._dynamo.")]
     expect(not changed, f"patched: {', '.join(changed)}")
 
@@ -364,22 +450,22 @@ def libraries_are_left_alone(harness: EngineHarness) -> None:
 def _functions() -> dict[str, Any]:
     import transformers.models.qwen2.modeling_qwen2 as modeling
 
-    found: dict[str, Any] = {}
+    functions: dict[str, Any] = {}
     for module in (modeling, torch.nn.functional, torch.distributed, torch.optim, torch):
-        found |= {f"{module.__name__}.{n}": f for n, f in vars(module).items() if callable(f)}
+        functions |= {f"{module.__name__}.{n}": f for n, f in vars(module).items() if callable(f)}
     for cls in (modeling.Qwen2Attention, modeling.Qwen2Model, torch.nn.Module, torch.optim.AdamW, torch.nn.Linear):
-        found |= {f"{cls.__name__}.{n}": f for n, f in vars(cls).items() if callable(f)}
-    return found
+        functions |= {f"{cls.__name__}.{n}": f for n, f in vars(cls).items() if callable(f)}
+    return functions
 
 
 RULES: tuple[Rule[EngineHarness], ...] = rules_of(
-    interface, predictions, any_split_same_order, token_budget_is_hard, hooks, step_equals_plain,
-    norm_is_before_clipping, step_outside_train_mode, split_invariance, rows_that_begin_alike,
-    offload_changes_nothing, context, padded_border, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
-    schedule, same_bits_twice, seat_and_shards, errors_name_the_step, libraries_are_left_alone,
-    files.weights_have_hugging_face_names, files.resume_is_bitwise, files.half_a_checkpoint_is_none, files.retention,
-    files.remote_copy, adapter, divergence,
-    asked_within_a_step,
+    interface, predictions, order_of_rows, token_budget_is_hard, hooks, raw_batches, step_equals_oracle,
+    norm_is_before_clipping, step_outside_train_mode, split_invariance, unread_counts_are_reported, prefix_sharing,
+    offload_changes_nothing, context, padded_batch, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
+    schedule, runs_are_reproducible, seat_and_shards, errors_name_the_missing_call, libraries_stay_unpatched,
+    checkpoints.weights_have_hugging_face_names, checkpoints.resume_is_bitwise,
+    checkpoints.damaged_checkpoints_are_rejected, checkpoints.retention, checkpoints.remote_copy, adapter, exact_kl,
+    inference_within_a_step,
 )  # fmt: skip
 
 
@@ -390,5 +476,21 @@ def check_engine(
     device: str = "cpu",
     always: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Try the rules in `folder` (a scratch place), each finding as it is made."""
-    return run_rules(rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, always))
+    """Check the rules in the scratch folder `folder`, and yield each finding.
+
+    A class that cannot be constructed gives one finding.
+    """
+    problem = construction_problem(engine_class, folder, device, always)
+    if problem is not None:
+        yield Finding(RULES[0], problem)
+        return
+    yield from run_rules(rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, always))
+
+
+def construction_problem(
+    engine_class: type[BaseEngine], folder: str, device: str, always: Mapping[str, Any] | None
+) -> str | None:
+    """Construct the engine, without its model; return the error, if there is one."""
+    harness = EngineHarness(engine_class, f"{folder}/construction", device, always)
+    problem = problem_of(lambda: engine_class(harness.config()))
+    return None if problem is None else f"{engine_class.__name__} cannot be constructed: {problem}"

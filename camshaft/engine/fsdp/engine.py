@@ -55,12 +55,11 @@ class FSDPEngine(TorchEngine):
             "optimizer": self.options.optimizer_offload,
         }
         self._offloaded = tuple(part for part in offloads if offloads[part])
-        self._meshes: Meshes | None = None
         self._saving: checkpoint.BackgroundSave | None = None
 
     def _build(self) -> PackedModel:
         join_group(self._device)
-        self._meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
+        self.meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
         # A group of its own, and gloo: a save in the background must not meet the collectives of training.
         self._checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
@@ -81,12 +80,6 @@ class FSDPEngine(TorchEngine):
         if meshes.sequence is not None:
             check_heads(packed.hf.config, meshes.layout.sequence)
             packed.sequence = SequenceSplit(meshes.sequence, self._device)
-
-    @property
-    def meshes(self) -> Meshes:
-        if self._meshes is None:
-            raise EngineError("the engine has no layout yet: call init_model() first")
-        return self._meshes
 
     @property
     def seat(self) -> Seat:

@@ -7,7 +7,7 @@ from transformers import LlamaConfig
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn, StepContext, check_context
+from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn, StepContext, call_context
 from camshaft.engine.micro_batches import as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import BatchError, EngineError
@@ -143,14 +143,36 @@ def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing()
 
 
 def test_postprocess_must_return_a_mapping() -> None:
-    with pytest.raises(EngineError, match="mapping"):
+    with pytest.raises(EngineError, match="return a mapping"):
         linear().run(batch_of(3, 2), postprocess_fn=lambda outputs, ctx: ([1, 2], ctx))
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.zeros(2), "a", ["a", "b"], {"a": 1}])
+def test_a_prediction_without_a_value_per_row_is_rejected(value: Any) -> None:
+    with pytest.raises(EngineError, match=r"'mean' as a .* one value per row of 1 rows"):
+        linear().run(batch_of(3, 2), postprocess_fn=lambda outputs, ctx: ({"mean": value}, ctx))
+
+
+def test_a_tensor_is_rejected_as_a_batch() -> None:
+    with pytest.raises(BatchError, match=r"a tensor of shape \(2, 3\); expected a DataProto with .*'input_ids'"):
+        linear().run(torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("key", ["output", "temprature", "num_token", "metric"])
+def test_a_misspelt_control_key_is_rejected_with_the_nearest_name(key: str) -> None:
+    with pytest.raises(EngineError, match=rf"'{key}'\] is not a control key; did you mean '{key[:3]}"):
+        call_context({key: 1}, "causal_lm")
+
+
+def test_other_keys_of_a_context_are_kept() -> None:
+    keys = {"seen": 3, "temp": 1, "tokens": [2], 7: "a"}
+    assert keys.items() <= call_context(keys, "causal_lm").items()  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_a_temperature_that_is_not_positive_is_refused(bad: float) -> None:
     with pytest.raises(EngineError, match="temperature"):
-        check_context({"temperature": bad}, "causal_lm")
+        call_context({"temperature": bad}, "causal_lm")
 
 
 def test_the_context_that_came_back_can_be_given_again() -> None:
