@@ -1,11 +1,11 @@
-"""A tracker can fail or hang; the run that it watches goes on.
+"""Run trackers so that their errors and hangs do not affect training.
 
-    tracker = OwnThread("wandb", lambda: WandbTracker(run))    # raises what the constructor raises
-    tracker.put(lambda it: it.log(metrics, step), step)        # returns at once
+    tracker = OwnThread("wandb", lambda: WandbTracker(run))    # raises errors of the constructor
+    tracker.put(lambda it: it.log(metrics, step), step)        # returns immediately
     tracker.finish("finished")                                 # returns within FINISH_SECONDS
 
-A call that fails is told once and not repeated; the next step is tried again. A tracker that does not answer is told
-once as well; what it has not taken waits in a queue, and what does not fit there any more is lost to it.
+The first failing call is logged; failed calls are not repeated, and later steps are still sent. A hanging tracker is
+logged once. Its calls wait in a bounded queue; calls beyond the bound are discarded.
 """
 
 import logging
@@ -20,19 +20,19 @@ from camshaft.tracking.base import Ending, Tracker
 Call = Callable[[Tracker], None]
 
 START_SECONDS = 120.0
-"""How long a run waits for a tracker to start; the libraries' own limits are below it, but for MLflow's."""
+"""Maximum startup time of a tracker; above the limits of the libraries, except MLflow's."""
 SLOW_SECONDS = 60.0
-"""A call that takes longer is told to the user."""
+"""Duration of a call above which a warning is logged."""
 FINISH_SECONDS = 60.0
-"""How long the end of a run waits for what a tracker has not taken yet."""
+"""Maximum time at the end of a run for outstanding calls."""
 WAITING = 1000
-"""Calls that wait at most."""
+"""Maximum number of queued calls."""
 
 logger = logging.getLogger(__name__)
 
 
 class InTurn:
-    """A tracker that the caller waits for."""
+    """A tracker that is called synchronously."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]):
         self.name = name
@@ -40,15 +40,15 @@ class InTurn:
         self._tracker = start()
 
     def put(self, call: Call, step: int) -> None:
-        """Do this with the tracker."""
+        """Call the tracker; log the first error."""
         self._calls += 1
         try:
             call(self._tracker)
         except Exception as error:
             self._failed += 1
             if self._failed == 1:
-                said = "the tracker '%s' failed at step %d: %s: %s. The run goes on; the next step is tried again"
-                logger.warning(said, self.name, step, type(error).__name__, error)
+                message = "the tracker '%s' failed at step %d: %s: %s. The run continues and logs the next step"
+                logger.warning(message, self.name, step, type(error).__name__, error)
 
     def finish(self, ending: Ending) -> None:
         """Close the tracker."""
@@ -62,7 +62,7 @@ class InTurn:
 
 
 class OwnThread:
-    """A tracker in a thread of its own, where it is started, called and closed; nobody waits for it for long."""
+    """A tracker that is started, called and closed in a separate thread, with bounded waits."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]):
         self.name = name
@@ -76,35 +76,37 @@ class OwnThread:
             started.result(timeout=START_SECONDS)
         except TimeoutError as error:
             if started.done():
-                raise  # the tracker's own
+                raise  # raised by the tracker
             raise TimeoutError(f"no answer within {START_SECONDS:g} s") from error
 
     def put(self, call: Call, step: int) -> None:
-        """Do this with the tracker, some time."""
+        """Queue a call of the tracker."""
         began = self._busy_since
         if began is not None and time.monotonic() - began > SLOW_SECONDS and not self._slow:
             self._slow = True
-            said = "the tracker '%s' has not answered for %.0f s. The run goes on; its metrics wait"
-            logger.warning(said, self.name, time.monotonic() - began)
+            message = "the tracker '%s' has not answered for %.0f s. The run continues; its metrics are queued"
+            logger.warning(message, self.name, time.monotonic() - began)
         try:
             self._waiting.put_nowait((call, step))
         except queue.Full:
             if not self._full:
                 self._full = True
-                logger.warning("the tracker '%s' is too far behind: from step %d on it loses metrics", self.name, step)
+                logger.warning(
+                    "the queue of the tracker '%s' is full: metrics from step %d on are lost", self.name, step
+                )
 
     def finish(self, ending: Ending) -> None:
-        """Close the tracker, or leave it behind."""
+        """Close the tracker, or abandon it after FINISH_SECONDS."""
         until = time.monotonic() + FINISH_SECONDS
         try:
             self._waiting.put(ending, timeout=FINISH_SECONDS)
         except queue.Full:
-            pass  # it is told below
+            pass  # reported below
         else:
             self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
-            said = "the tracker '%s' did not take everything within %g s of the end and is left behind"
-            logger.warning(said, self.name, FINISH_SECONDS)
+            message = "the tracker '%s' did not finish within %g s of the end of the run and is abandoned"
+            logger.warning(message, self.name, FINISH_SECONDS)
 
     def _work(self, start: Callable[[], Tracker], started: Future[None]) -> None:
         try:

@@ -1,8 +1,8 @@
-"""The run on the screen: a live line on a terminal, one line per step elsewhere, a table at the end.
+"""Console tracker: a live line on a terminal, one line per step elsewhere, and a table at the end.
 
     step 12/100  reward 0.531  kl 0.0012  tok/s 18,402  left 0:03:21
 
-Colours and movement follow the terminal; NO_COLOR is respected.
+Colors and animation follow the terminal; NO_COLOR is respected.
 """
 
 import math
@@ -25,14 +25,14 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
     "tok/s": ("perf/throughput",),
 }
-"""What is worth a place on the line, and the metrics that tell it; the first that is there counts."""
+"""Label on the line -> metrics to show; the first available one is used."""
 
 _WINDOW = 20
-"""Steps that the time left is estimated from."""
+"""Number of recent steps for the estimate of the remaining time."""
 
 
 class ConsoleTracker(Tracker):
-    """Writes to standard output, or to another rich console."""
+    """Print metrics to standard output or another rich console."""
 
     at_once = True
 
@@ -60,13 +60,13 @@ class ConsoleTracker(Tracker):
             self._live.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._num_steps += step > 0  # step 0 is the validation before the first one
+        self._num_steps += step > 0  # step 0 is the validation before training
         self._moments.append((step, self._clock()))
-        there = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
-        found = {label: metrics[name] for label, name in there.items() if name}
-        for label, value in found.items():
+        names = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
+        values = {label: metrics[name] for label, name in names.items() if name}
+        for label, value in values.items():
             self._history.setdefault(label, []).append(float(value))
-        facts = [f"{label} {_short(value)}" for label, value in found.items()]
+        facts = [f"{label} {_short(value)}" for label, value in values.items()]
         facts.append(f"left {self._time_left(step)}")
         if self._live:
             self._live.update(self._task, completed=step, facts="  ".join(facts))
@@ -96,7 +96,7 @@ class ConsoleTracker(Tracker):
 
 
 def _short(value: float) -> str:
-    """Four digits that matter, as a person would write them."""
+    """Format a value with four significant digits."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if abs(value) >= 1000:

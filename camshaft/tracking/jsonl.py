@@ -1,10 +1,10 @@
-"""Metrics as a file, one JSON object per step: `<folder>/metrics.jsonl`.
+"""JSON lines tracker: one object per step in `<folder>/metrics.jsonl`.
 
     {"step": 1, "critic/score/mean": 0.5, "actor/grad_norm": "nan"}
 
-Floats are written so that reading gives the same bits back; those that are not finite, for which JSON has no
-number, are the texts "nan", "inf" and "-inf" (`float` reads them). A run that resumes drops the lines after
-the step it resumes from, so that each step is there once; a run from the start puts an older file aside.
+Floats round-trip bitwise. Non-finite values, which JSON numbers cannot represent, are the strings "nan", "inf" and
+"-inf". A resumed run drops the lines after its checkpoint's step, so that each step occurs once. A new run renames an
+existing file.
 """
 
 import json
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from camshaft.tracking.base import RunInfo, Tracker, put_aside
+from camshaft.tracking.base import RunInfo, Tracker, back_up
 
 FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Appends a line per step at once, so that a killed run has lost nothing; what a full disk did not take follows."""
+    """Append a line per step without buffering; lines that failed on a full disk are written with the next step."""
 
     at_once = True
 
@@ -28,7 +28,7 @@ class JsonlTracker(Tracker):
         self.path = run.place(FILE_NAME)
         if self.path.exists():
             if run.resumed_step is None:
-                put_aside(self.path)
+                back_up(self.path)
             else:
                 _drop_after(self.path, run.resumed_step)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by finish)
@@ -49,7 +49,7 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The lines of a metrics file, with all values as numbers again. A last line that was cut off is left out."""
+    """Read a metrics file with all values as numbers; an incomplete last line is ignored."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in _lines(Path(path))
@@ -71,6 +71,6 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 def _drop_after(path: Path, step: int) -> None:
     kept = [line for line in _lines(path) if line["step"] <= step]
-    beside = path.with_suffix(".tmp")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,11 +1,11 @@
-"""Metrics for MLflow: `trainer.project_name` is the experiment, `trainer.experiment_name` the run's name.
+"""MLflow tracker: `trainer.project_name` is the experiment, `trainer.experiment_name` the run name.
 
     MLFLOW_TRACKING_URI=http://server:5000 camshaft ...
     MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri checkpoints/my_project/my_run/mlruns
 
-Without MLFLOW_TRACKING_URI the files are in `<folder>/mlruns`. The id of the run is kept in the run's folder: a run
-that resumes continues the same one. MLflow takes nothing back, so steps that the killed run logged after its last
-checkpoint stay as they were logged, and are not logged twice.
+Without MLFLOW_TRACKING_URI the files are in `<folder>/mlruns`. The run id is saved in the run's folder, so that a
+resumed run continues the same MLflow run. MLflow cannot delete steps: those that a killed run logged after its last
+checkpoint are kept and not logged again.
 """
 
 import json
@@ -22,32 +22,32 @@ from mlflow.tracking import MlflowClient
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 
 LAST_STEP = "camshaft.last_step"
-"""The tag that says up to which step a run has metrics."""
+"""Tag with the last step that has metrics."""
 
 _STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _AT_ONCE = 100
-"""Params that MLflow takes in one request."""
+"""Maximum number of params per MLflow request."""
 
 logger = logging.getLogger(__name__)
 
 
 class MLflowTracker(Tracker):
-    """Through a client of its own: no active run, which code of the user's may have."""
+    """Log through a separate client, without an active run, which user code may have."""
 
     def __init__(self, run: RunInfo):
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
-        where = os.environ.get("MLFLOW_TRACKING_URI")
-        if not where:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it has all that is needed here
-            where = run.place("mlruns").absolute().as_uri()
-        self._client = MlflowClient(tracking_uri=where)
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the file store supports all features used here
+            uri = run.place("mlruns").absolute().as_uri()
+        self._client = MlflowClient(tracking_uri=uri)
         self._status = _STATUS["finished"]
-        kept = run.kept_id("mlflow")
-        self._id = self._begin(run) if kept is None else kept
+        saved_id = run.kept_id("mlflow")
+        self._id = self._begin(run) if saved_id is None else saved_id
         self._last = int(self._client.get_run(self._id).data.tags.get(LAST_STEP, -1))
         self._client.update_run(self._id, status="RUNNING")
         run.keep_id("mlflow", self._id)
-        logger.info("mlflow: run %s in %s", self._id, where)
+        logger.info("mlflow: run %s in %s", self._id, uri)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if step <= self._last:
@@ -67,17 +67,17 @@ class MLflowTracker(Tracker):
         self._client.set_terminated(self._id, self._status)
 
     def _begin(self, run: RunInfo) -> str:
-        known = self._client.get_experiment_by_name(run.project)
-        experiment = self._client.create_experiment(run.project) if known is None else known.experiment_id
-        made = self._client.create_run(experiment, run_name=run.experiment).info.run_id
+        existing = self._client.get_experiment_by_name(run.project)
+        experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
+        run_id = self._client.create_run(experiment, run_name=run.experiment).info.run_id
         params = [Param(name, text) for name, text in _flat(run.config)]
         for start in range(0, len(params), _AT_ONCE):
-            self._client.log_batch(made, params=params[start : start + _AT_ONCE])
-        return made
+            self._client.log_batch(run_id, params=params[start : start + _AT_ONCE])
+        return run_id
 
 
 def metric_name(name: str) -> str:
-    """As MLflow takes it: `mean@4` is `mean_at_4`, and what else is no letter, digit or one of `_-./: ` is `_`."""
+    """Convert to a valid MLflow name: `mean@4` becomes `mean_at_4`, and other invalid characters become `_`."""
     return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 

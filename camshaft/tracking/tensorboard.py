@@ -1,28 +1,28 @@
-"""Metrics for TensorBoard: event files in `<folder>/tensorboard`.
+"""TensorBoard tracker: event files in `<folder>/tensorboard`.
 
     tensorboard --logdir checkpoints/my_project
 
-A run that resumes tells TensorBoard to forget the steps after the one it resumes from, so that each step is there
-once; a run from the start puts older files aside.
+A resumed run sets `purge_step`, so that TensorBoard drops the steps after the checkpoint. A new run renames an existing
+folder.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 
-import tensorboard  # noqa: F401  (torch names it when it is missing; this line does so in our words)
+import tensorboard  # noqa: F401  (a missing library is reported before torch imports it)
 from torch.utils.tensorboard import SummaryWriter
 
-from camshaft.tracking.base import Row, RunInfo, Tracker, put_aside
+from camshaft.tracking.base import Row, RunInfo, Tracker, back_up
 
 
 class TensorBoardTracker(Tracker):
-    """Writes each step through to the file, so that a killed run has lost nothing."""
+    """Write event files and flush them after each step."""
 
     def __init__(self, run: RunInfo):
         folder = run.place("tensorboard")
         purge_step = None if run.resumed_step is None else run.resumed_step + 1
         if purge_step is None and folder.exists():
-            put_aside(folder)
+            back_up(folder)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._text("config", json.dumps(run.config, indent=2, default=str), run.resumed_step or 0)
 
@@ -39,5 +39,5 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
     def _text(self, name: str, text: str, step: int) -> None:
-        """As it is: TensorBoard reads Markdown, where four spaces begin what is not to be read."""
+        """Write text as a Markdown code block, because TensorBoard renders Markdown."""
         self._writer.add_text(name, "\n".join(f"    {line}" for line in text.splitlines()), step)

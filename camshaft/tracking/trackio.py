@@ -1,13 +1,13 @@
-"""Metrics for Trackio: `trainer.project_name` is the project, `trainer.experiment_name` the run's name.
+"""Trackio tracker: `trainer.project_name` is the project, `trainer.experiment_name` the run name.
 
     trackio show --project my_project
 
-Where they go is Trackio's to say: its folder on this machine (TRACKIO_DIR), a Space (TRACKIO_SPACE_ID) or a server
-(TRACKIO_SERVER_URL). A run that resumes continues the same one; steps that the killed run logged after its last
-checkpoint are there twice, with the same values.
+Trackio's environment variables select the destination: a local folder (TRACKIO_DIR), a Space (TRACKIO_SPACE_ID) or a
+server (TRACKIO_SERVER_URL). A resumed run continues the same Trackio run; steps that the killed run logged after its
+last checkpoint occur twice, with the same values.
 """
 
-# Where the library is missing, a type checker takes this file for it.
+# Without the library, the type checker resolves `trackio` to this file.
 # pyright: reportCallIssue=false
 
 import contextlib
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 class TrackioTracker(Tracker):
-    """Holds on to its run: the library's own idea of the current one belongs to a thread."""
+    """Log through an explicit run object, because Trackio's current run is thread-local."""
 
     def __init__(self, run: RunInfo):
-        kept = run.kept_id("trackio")
-        with contextlib.redirect_stdout(io.StringIO()):  # it cannot be told to be quiet; the driver waits meanwhile
+        saved_id = run.kept_id("trackio")
+        with contextlib.redirect_stdout(io.StringIO()):  # the library has no quiet option
             self._run = init(
                 project=run.project,
-                name=kept or run.experiment,
-                resume="never" if kept is None else "allow",
+                name=saved_id or run.experiment,
+                resume="never" if saved_id is None else "allow",
                 config=dict(run.config),
                 embed=False,
             )

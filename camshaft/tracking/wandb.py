@@ -1,49 +1,49 @@
-"""Metrics for Weights & Biases: `trainer.project_name` is the project, `trainer.experiment_name` the run's name.
+"""Weights & Biases tracker: `trainer.project_name` is the project, `trainer.experiment_name` the run name.
 
     wandb login                     # or WANDB_API_KEY=..., once
-    WANDB_MODE=offline camshaft ... # no account, no network; `wandb sync <folder>/wandb/offline-run-*` sends it later
+    WANDB_MODE=offline camshaft ... # no account, no network; upload with `wandb sync <folder>/wandb/offline-run-*`
 
-The library's files are in `<folder>/wandb`. The id of the run is kept in the run's folder: a run that resumes continues
-the same one. Steps that the killed run logged after its last checkpoint stay as they were logged.
+The library's files are in `<folder>/wandb`. The run id is saved in the run's folder, so that a resumed run continues
+the same wandb run. Steps that a killed run logged after its last checkpoint are kept.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 
 import wandb
-import wandb.sdk  # not there in a folder of that name, which runs leave behind and which Python takes for a package
+import wandb.sdk  # fails if `wandb` is a folder that a run left behind, which Python imports as a namespace package
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 from camshaft.tracking.bounded import FINISH_SECONDS
 
 _EXIT_CODE: dict[Ending, int] = {"finished": 0, "failed": 1, "stopped": 255}
-"""wandb shows 255, with which it ends at Ctrl-C, as killed."""
+"""wandb shows exit code 255, which it uses for Ctrl-C, as killed."""
 
 logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """Leaves the screen alone: where the run can be seen is a line of our own."""
+    """Log to wandb without its console output; the run's URL is logged instead."""
 
     @classmethod
     def check(cls) -> None:
-        """Without a key the library would ask for one on the screen."""
+        """Raise ConfigError if no API key is configured; the library would prompt for one."""
         settings = wandb.setup(settings=_settings()).settings
         if settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
             raise ConfigError(
-                "the tracker 'wandb' has no account to log to. Type `wandb login`, or set WANDB_API_KEY; with "
-                "WANDB_MODE=offline the run is kept on this machine, and `wandb sync` sends it later"
+                "the tracker 'wandb' has no account. Run `wandb login` or set WANDB_API_KEY, or use "
+                "WANDB_MODE=offline to store the run locally and upload it later with `wandb sync`"
             )
 
     def __init__(self, run: RunInfo):
         self.check()
         self._exit_code = _EXIT_CODE["finished"]
-        kept = run.kept_id("wandb")
+        saved_id = run.kept_id("wandb")
         self._run = wandb.init(
             project=run.project,
             name=run.experiment,
-            id=kept,
+            id=saved_id,
             resume="allow",
             dir=run.place(""),
             config=dict(run.config),
@@ -67,6 +67,6 @@ class WandbTracker(Tracker):
 
 
 def _settings() -> wandb.Settings:
-    """Half of the time that the end of a run has is for the upload, and none is spent when Python exits."""
+    """Limit the final upload to half of FINISH_SECONDS, so that it does not delay the interpreter's exit."""
     limit = FINISH_SECONDS / 2
     return wandb.Settings(silent=True, console="off", finish_timeout=limit, finish_timeout_raises=True)

@@ -103,27 +103,27 @@ def test_a_tracker_gets_all_steps_in_order(here, log, caplog):
 
 
 @pytest.mark.parametrize("name", ["FullDisk", "AtOnce"])
-def test_a_tracker_that_fails_is_told_once_and_tried_again(here, log, caplog, name):
+def test_a_failing_tracker_is_logged_once_and_called_again(here, log, caplog, name):
     log(name, 6)
     assert here.taken == [2, 4, 6]
     assert caplog.messages == [
-        f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. The run goes on; the next "
-        "step is tried again",
+        f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. The run continues and logs the "
+        "next step",
         f"the tracker 'faulty:{name}' failed in 3 of 6 calls",
     ]
 
 
-def test_a_tracker_that_hangs_is_told_once_and_left_behind(here, log, caplog, monkeypatch):
+def test_a_hanging_tracker_is_logged_once_and_abandoned(here, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("Hanging", 30, pause=0.01)
     assert here.taken == []
     slow, left = caplog.messages
-    assert "'faulty:Hanging' has not answered for 0 s. The run goes on; its metrics wait" in slow
-    assert "'faulty:Hanging' did not take everything within 0.2 s of the end and is left behind" in left
+    assert "'faulty:Hanging' has not answered for 0 s. The run continues; its metrics are queued" in slow
+    assert "'faulty:Hanging' did not finish within 0.2 s of the end of the run and is abandoned" in left
 
 
-def test_what_waits_is_taken_when_a_tracker_answers_again(here, tmp_path):
+def test_queued_calls_run_when_the_tracker_answers_again(here, tmp_path):
     tracking = Tracking(["faulty:Hanging"], RunInfo("p", "e", tmp_path, total_steps=9))
     for step in range(1, 10):
         tracking.log({"x": 1.0}, step)
@@ -132,27 +132,27 @@ def test_what_waits_is_taken_when_a_tracker_answers_again(here, tmp_path):
     assert [*range(1, 10)] == here.taken
 
 
-def test_what_waits_is_bounded(log, caplog, monkeypatch):
+def test_the_queue_is_bounded(log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "WAITING", 3)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.1)
     log("Hanging", 30)
-    told = [message for message in caplog.messages if "too far behind" in message]
+    told = [message for message in caplog.messages if "is full" in message]
     assert len(told) == 1
-    assert "'faulty:Hanging' is too far behind: from step" in told[0]
+    assert "the queue of the tracker 'faulty:Hanging' is full: metrics from step" in told[0]
 
 
 def test_closing_is_bounded(here, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("NeverClosing", 2)
     assert here.taken == [1, 2]
-    assert "left behind" in caplog.text
+    assert "is abandoned" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [("NeverStarting", "no answer within 0.2 s"), ("NoServer", "the server did not answer")],
 )
-def test_starting_is_bounded_and_a_failure_ends_the_run_before_it_begins(log, monkeypatch, name, why):
+def test_startup_is_bounded_and_errors_are_raised(log, monkeypatch, name, why):
     monkeypatch.setattr(bounded, "START_SECONDS", 0.2)
     with pytest.raises(ConfigError, match=rf"'faulty:{name}' did not start: TimeoutError: {why}.*trainer\.logger"):
         log(name, 1)

@@ -39,13 +39,13 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path, clock):
     assert out.getvalue() == "step 1/100  reward 0.5312  kl 0.001235  tok/s 18,402  left 0:03:18\n"
 
 
-def test_what_is_not_measured_is_not_shown(tmp_path, clock):
+def test_missing_metrics_are_not_shown(tmp_path, clock):
     tracker, out = make(tmp_path, clock)
     tracker.log({"val/reward/mean": 0.25}, step=0)
     assert out.getvalue() == "step 0/100  val 0.25  left ?\n"
 
 
-def test_the_time_left_is_that_of_the_last_steps(tmp_path, clock):
+def test_remaining_time_is_estimated_from_recent_steps(tmp_path, clock):
     tracker, out = make(tmp_path, clock)
     for step in range(1, 51):
         clock.now += 10 if step <= 25 else 1  # the slow beginning is forgotten

@@ -59,7 +59,7 @@ def test_a_resumed_run_has_each_step_once(start):
     assert after.path.read_text() == text
 
 
-def test_a_line_that_a_killed_run_left_unfinished_is_dropped(start):
+def test_an_incomplete_last_line_is_dropped(start):
     before = start()
     before.log({"x": 1.0}, 1)
     with open(before.path, "a") as file:
@@ -75,7 +75,7 @@ def test_resuming_without_a_file_begins_one(start):
     assert steps(tracker.path) == [5]
 
 
-def test_a_run_from_the_start_puts_an_older_file_aside(start):
+def test_a_new_run_renames_an_existing_file(start):
     for value in (1.0, 2.0, 3.0):
         tracker = start()
         tracker.log({"x": value}, step=1)
@@ -85,7 +85,7 @@ def test_a_run_from_the_start_puts_an_older_file_aside(start):
     assert [read_metrics(folder / f"metrics.{n}.jsonl")[0]["x"] for n in (1, 2)] == [1.0, 2.0]
 
 
-def test_what_a_full_disk_did_not_take_follows_when_there_is_room(start):
+def test_lines_lost_to_a_full_disk_are_written_later(start):
     tracker = start()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 5):
@@ -102,7 +102,7 @@ def test_what_a_full_disk_did_not_take_follows_when_there_is_room(start):
     assert tracker.path.read_text() == "".join(f'{{"step": {step}, "x": {step}.0}}\n' for step in range(1, 5))
 
 
-def test_a_folder_that_cannot_be_made_is_told_by_name(tmp_path):
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="the tracker 'jsonl' did not start"):
         Tracking(["jsonl"], RunInfo("p", "e", tmp_path / "file" / "folder", total_steps=1))

@@ -57,7 +57,7 @@ def test_a_run_has_its_names_config_and_metrics(tmp_path, capfd):
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError, "FAILED"), (SystemExit, "FAILED"), (KeyboardInterrupt, "KILLED")]
 )
-def test_a_run_shows_how_it_ended_until_it_goes_on(error, status, tmp_path):
+def test_run_status_shows_the_ending_until_it_resumes(error, status, tmp_path):
     with pytest.raises(error), Tracking(["mlflow"], info(tmp_path)):
         raise error
     _, (run,) = runs(tmp_path / "mlruns")
@@ -77,7 +77,7 @@ def test_values_that_are_not_finite_are_kept(tmp_path):
     assert second == math.inf
 
 
-def test_a_run_that_resumes_continues_the_same_one_and_has_each_step_once(tmp_path):
+def test_a_resumed_run_keeps_its_id_and_logs_steps_once(tmp_path):
     log(tmp_path, [1, 2, 3, 4])
     log(tmp_path, [3, 4, 5], resumed_step=2)
     assert history(tmp_path / "mlruns") == [(step, float(step)) for step in range(1, 6)]
@@ -103,12 +103,12 @@ def test_the_store_is_the_one_of_the_environment(tmp_path, monkeypatch):
     assert not (tmp_path / "run" / "mlruns").exists()
 
 
-def test_names_that_mlflow_refuses_are_written_in_others():
+def test_invalid_mlflow_names_are_converted():
     assert metric_name("val-aux/open ai/gsm8k/maj@4/mean") == "val-aux/open ai/gsm8k/maj_at_4/mean"
     assert metric_name("a,b(c)\u00e9") == "a_b_c__"
 
 
-def test_a_server_that_is_not_there_is_told_in_bounded_time(tmp_path, monkeypatch):
+def test_an_unreachable_server_is_an_error_in_bounded_time(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{free.getsockname()[1]}")

@@ -54,14 +54,14 @@ def test_a_run_that_resumes_has_each_step_once(tmp_path):
     assert scalars(tmp_path / "tensorboard") == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0), (5, 50.0)]
 
 
-def test_a_run_from_the_start_puts_older_files_aside(tmp_path):
+def test_a_new_run_renames_an_existing_folder(tmp_path):
     log(tmp_path, [1, 2])
     log(tmp_path, [1], value=lambda step: 7.0)
     assert scalars(tmp_path / "tensorboard") == [(1, 7.0)]
     assert scalars(tmp_path / "tensorboard.1") == [(1, 1.0), (2, 2.0)]
 
 
-def test_config_and_responses_are_texts_that_are_not_read_as_markdown(tmp_path):
+def test_config_and_responses_are_markdown_code_blocks(tmp_path):
     run = RunInfo("p", "e", tmp_path, total_steps=9, config={"actor": {"lr": 1e-6}})
     with Tracking(["tensorboard"], run) as tracking:
         tracking.log_generations([ROW, ROW], step=4)

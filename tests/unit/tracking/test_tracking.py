@@ -96,14 +96,14 @@ def test_finishing_twice_is_finishing_once(run, events):
     assert events.count(("finish",)) == 1
 
 
-def test_a_tracker_that_does_not_start_is_named_and_the_others_are_finished(run, events):
+def test_a_startup_error_names_the_tracker_and_finishes_others(run, events):
     with pytest.raises(ConfigError, match=r"'recorders:Absent' did not start: OSError: no login. .*trainer\.logger"):
         Tracking(["recorders:Recorder", "recorders:Absent"], run)
     assert events == [("start", "e"), ("finish",)]
 
 
 @pytest.mark.parametrize("name", ["Told", "ToldInItsThread"])
-def test_a_tracker_is_told_how_the_run_ended(name, run, events):
+def test_trackers_receive_the_ending_of_the_run(name, run, events):
     def ending(error: BaseException | None = None, stopped: bool = False) -> str:
         events.clear()
         with contextlib.suppress(BaseException), Tracking([f"recorders:{name}"], run) as tracking:
@@ -119,7 +119,7 @@ def test_a_tracker_is_told_how_the_run_ended(name, run, events):
     assert ending(KeyboardInterrupt()) == "stopped"
 
 
-def test_a_tracker_beside_one_that_does_not_start_has_failed(run, events):
+def test_trackers_end_as_failed_if_another_cannot_start(run, events):
     with pytest.raises(ConfigError):
         Tracking(["recorders:Told", "recorders:Absent"], run)
     assert events == [("start", "e"), ("ended", "failed"), ("finish",)]

@@ -37,7 +37,7 @@ def calls(monkeypatch):
     sys.modules.pop("camshaft.tracking.trackio", None)
 
 
-def test_a_run_goes_to_the_library_and_the_screen_is_left_alone(tmp_path, calls, capsys):
+def test_a_run_is_logged_without_console_output(tmp_path, calls, capsys):
     with Tracking(["trackio"], info(tmp_path)) as tracking:
         tracking.log_generations([ROW], step=1)
         tracking.log({"critic/score/mean": 0.5}, step=1)
@@ -60,7 +60,7 @@ def test_a_run_that_resumes_continues_the_same_one(tmp_path, calls):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")
-def test_the_library_takes_it(tmp_path, monkeypatch, capfd):
+def test_the_real_library_accepts_the_calls(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     for resumed, steps in ((None, (1, 2)), (2, (3,))):
         with Tracking(["trackio"], info(tmp_path / "run", resumed)) as tracking:
