@@ -107,8 +107,8 @@ def test_a_failing_tracker_is_logged_once_and_called_again(here, log, caplog, na
     log(name, 6)
     assert here.taken == [2, 4, 6]
     assert caplog.messages == [
-        f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. The run continues and logs the "
-        "next step",
+        f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. "
+        "The run continues and logs the next step",
         f"the tracker 'faulty:{name}' failed in 3 of 6 calls",
     ]
 
