@@ -4,7 +4,7 @@ engine = SGLangEngine(config)
 digests = engine.load(weights)         # names and tensors, validated by the caller
 responses = engine.generate(requests, sampling, stop_ids)
 
-It requires a process of its own; see `rollout.py`.
+It requires a separate process; see `rollout.py`.
 """
 
 from __future__ import annotations
