@@ -1,32 +1,32 @@
-"""The mathematics of the step: pure tensor functions that import torch and nothing else of the package.
+"""Algorithms as pure functions on tensors, independent of the rest of the package.
 
-    masked.py      sums, means, variances over the tokens that count
-    kl.py          distance to the reference policy, and the controllers of its weight
+    masked.py      masked sums, means and variances
+    kl.py          KL estimators for the reference policy, and KL controllers
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
-    policy.py      log-probs and advantages -> the loss of the policy; on the workers, flat (N,) tokens of a micro-batch
-    losses.py      the other losses, and how tokens become one number; likewise
-    preference.py  scores of two answers -> a loss; on the workers, (B,) pairs of a micro-batch
-    mismatch.py    the rollout's log-probs against the trainer's: a report, weights, rejection; on the driver
-    at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; on plain numbers
-    partition.py   rows -> groups of equal cost, for micro-batches; on plain numbers
+    policy.py      log-probs and advantages -> policy loss; on the workers, flat (N,) tokens of a micro-batch
+    losses.py      value, entropy, KL and SFT losses, and loss aggregation; on the workers, flat (N,) tokens
+    preference.py  scores of preference pairs -> loss; on the workers, (B,) pairs of a micro-batch
+    mismatch.py    rollout log-probs against trainer log-probs: statistics, weights, rejection; on the driver
+    at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; plain numbers
+    partition.py   balanced partitions of rows for micro-batches; plain numbers
 
-Add a variant by writing a function with the same parameters, one line in its dict (ESTIMATORS, POLICY_LOSSES,
-KL_PENALTIES, AGGREGATIONS) and its name among those that the config takes (config/part_names.py, fields.py).
+To add a variant, write a function with the same parameters and add it to its dict (ESTIMATORS, POLICY_LOSSES,
+KL_PENALTIES, AGGREGATIONS) and to the names that the config accepts (config/part_names.py, fields.py).
 
-Glossary, for names and formulas alike:
+Glossary of names and formulas:
 
-    B, T, N, V, H   sequences, response tokens, tokens of a flat batch, vocabulary, hidden size
+    B, T, N, V, H   sequences, response tokens, tokens of a flat batch, vocabulary size, hidden size
     G               rows of one group: the responses to one prompt
-    m_t             the mask: 1 at tokens that the policy chose
-    r_t, R          the reward of a token; of a row, the sum of its r_t
-    V_t, V_old      the critic's value, now and before the update
-    A_t, G_t        the advantage; the reward-to-go
-    pi, pi_old, pi_ref      the policy that is trained, that which sampled, that which is not left far behind
+    m_t             mask: 1 at tokens that the policy sampled
+    r_t, R          reward of a token; reward of a row, the sum of its r_t
+    V_t, V_old      value of the critic, current and before the update
+    A_t, G_t        advantage; reward-to-go
+    pi, pi_old, pi_ref      trained policy, sampling policy, reference policy
     d               log pi - log pi_ref of the sampled token
     ratio           pi / pi_old of the sampled token
-    beta            the weight of the KL penalty
-    gamma, lam      the discount; GAE's trade of bias for variance
-    share           a part of a mini-batch's mean, divided by the counts of the whole
+    beta            KL coefficient
+    gamma, lam      discount factor; GAE lambda
+    share           contribution of a micro-batch to a mini-batch mean: its sum divided by the mini-batch count
 """
 
 from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator

@@ -1,14 +1,13 @@
-"""Advantages: how much better each token did than expected. Called by the trainer, once a step.
+"""Advantage estimators. Called by the trainer once per step.
 
     estimator = ESTIMATORS["grpo"]
     advantages, returns = estimator(AdvantageInputs(rewards, mask, groups=groups), AdvantageOptions())
 
-Grids are (B, T): a row per sequence, its response from the left. `mask` (B, T) is true at the tokens that
-the policy chose; what stands at other tokens (padding, the output of a tool), rewards included, is never
-read. Results are 0 there. `groups` (B,) int64 is equal for the rows of one prompt.
+Grids are (B, T): one row per sequence, left-aligned responses. `mask` (B, T) is true at the tokens that the policy
+sampled. Values at other tokens (padding, tool output), including rewards, are never read, and results are 0 there.
+`groups` (B,) int64 is equal for the rows of one prompt.
 
-`returns` is what a critic would learn: the discounted reward-to-go under GAE's value estimate, or the
-plain one where there is no critic.
+`returns` is the regression target of a critic: advantages plus values for GAE, otherwise the reward-to-go.
 """
 
 from collections.abc import Callable
@@ -24,23 +23,23 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """What a batch has to offer; an estimator says which of the optional parts it needs."""
+    """Inputs of an estimator; `Estimator` declares which optional ones it needs."""
 
     rewards: Tensor
     """(B, T) float"""
     mask: Tensor
     """(B, T) bool"""
     values: Tensor | None = None
-    """(B, T) the critic's"""
+    """(B, T) values of the critic"""
     groups: Tensor | None = None
     """(B,) int64"""
     baselines: Tensor | None = None
-    """(B,) the reward of the greedy response to each row's prompt"""
+    """(B,) reward of the greedy response to each row's prompt"""
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """What the config chooses; an estimator reads those that its formula has."""
+    """Hyperparameters from the config; an estimator reads those of its formula."""
 
     gamma: float = 1.0
     lam: float = 1.0
@@ -50,7 +49,7 @@ class AdvantageOptions:
 
 @dataclass(frozen=True)
 class Estimator:
-    """`estimator(inputs, options) -> (advantages, returns)`, and what must be there before it is called."""
+    """An estimator, `estimator(inputs, options) -> (advantages, returns)`, with its required inputs."""
 
     fn: Callable[[AdvantageInputs, AdvantageOptions], Result]
     needs_critic: bool = False
@@ -66,12 +65,12 @@ class Estimator:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Result:
-    """Generalised advantage estimation, from right to left over the tokens that count:
+    """Generalized advantage estimation, from right to left over the masked-in tokens:
 
     delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}
 
-    t+1 is the next counted token: V and A pass through the others unchanged. `returns` = A + V; only then
-    is A whitened over all counted tokens of the batch. (B, T) in and out.
+    t+1 is the next masked-in token: V and A pass through other tokens unchanged. `returns` = A + V; afterwards A is
+    whitened over all masked-in tokens of the batch. (B, T) in and out.
     Schulman et al., arXiv:1506.02438.
     """
     advantages = torch.zeros_like(values)
@@ -90,9 +89,9 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
 
 @torch.no_grad()
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Result:
-    """REINFORCE++: A = G whitened over all counted tokens of the batch; returns = G.
+    """REINFORCE++: A = G whitened over all masked-in tokens of the batch; returns = G.
 
-    G_t = r_t + gamma G_{t+1}, where t+1 is the next counted token. (B, T) in and out.
+    G_t = r_t + gamma G_{t+1}, where t+1 is the next masked-in token. (B, T) in and out.
     Hu et al., arXiv:2501.03262.
     """
     returns = _reward_to_go(rewards, mask, gamma)
@@ -111,8 +110,8 @@ def remax(rewards: Tensor, mask: Tensor, baselines: Tensor) -> Result:
 
 
 # -- with a group of responses to one prompt --------------------------------------------------------
-# One number per row, R = sum of its rewards, spread over the row's tokens; returns = R. A group of one
-# has nothing to compare with: its baseline is 0 and its standard deviation 1.
+# Each row has one advantage, computed from R = sum of its rewards and broadcast to its tokens; returns = R. A group of
+# one row has baseline 0 and standard deviation 1.
 
 
 @torch.no_grad()
@@ -122,16 +121,16 @@ def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = T
     (B, T) grids and (B,) groups in, (B, T) out. Shao et al., arXiv:2402.03300; Liu et al., arXiv:2503.20783.
     """
     totals, members = _totals(rewards, mask), _Groups(groups)
-    centred = totals - members.mean(totals)
+    centered = totals - members.mean(totals)
     if norm_by_std:
-        std = (members.sum(centred.square()) / (members.size - 1).clamp(min=1)).sqrt()
-        centred = centred / (torch.where(members.size > 1, std, 1.0) + 1e-6)
-    return _spread(centred, totals, rewards, mask)
+        std = (members.sum(centered.square()) / (members.size - 1).clamp(min=1)).sqrt()
+        centered = centered / (torch.where(members.size > 1, std, 1.0) + 1e-6)
+    return _spread(centered, totals, rewards, mask)
 
 
 @torch.no_grad()
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """RLOO: A = R - (the mean R of the other rows of the group).
+    """RLOO: A = R - mean R of the other rows of the group.
 
     (B, T) grids and (B,) groups in, (B, T) out. Ahmadian et al., arXiv:2402.14740.
     """
@@ -142,7 +141,7 @@ def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """REINFORCE++ with a baseline: R - mean_g, whitened over all counted tokens of the batch.
+    """REINFORCE++ with a baseline: R - mean_g, whitened over all masked-in tokens of the batch.
 
     (B, T) grids and (B,) groups in, (B, T) out. Hu et al., arXiv:2501.03262.
     """
@@ -153,7 +152,7 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) 
 
 @torch.no_grad()
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """OPO: A = R - b_g with b_g = sum_g len R / sum_g len, len being the row's number of counted tokens.
+    """OPO: A = R - b_g with b_g = sum_g len R / sum_g len, where len is the number of masked-in tokens of a row.
 
     (B, T) grids and (B,) groups in, (B, T) out. Hao et al., arXiv:2505.23585.
     """
@@ -164,7 +163,7 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
 
 
 class _Groups:
-    """Statistics of (B,) numbers over the rows of the same group, given back per row: (B,)."""
+    """Group statistics of (B,) tensors, broadcast back to rows: (B,)."""
 
     def __init__(self, groups: Tensor):
         names, self._inverse = torch.unique(groups, return_inverse=True)
@@ -175,46 +174,46 @@ class _Groups:
         return x.new_zeros(self._num_groups).index_add(0, self._inverse, x)[self._inverse]
 
     def mean(self, x: Tensor) -> Tensor:
-        """0 for a group of one."""
+        """Mean over the group; 0 for a group of one."""
         return torch.where(self.size > 1, self.sum(x) / self.size, 0.0)
 
 
 def _totals(rewards: Tensor, mask: Tensor) -> Tensor:
-    """(B,) in float64: equal rewards in a group must cancel, for what is left is divided by their spread."""
+    """Sum rewards per row (B,) in float64, so that equal rewards of a group cancel exactly before normalization."""
     return masked_sum(rewards.double(), mask, dim=1)
 
 
 def _spread(advantages: Tensor, totals: Tensor, rewards: Tensor, mask: Tensor) -> Result:
-    """(B,) numbers as (B, T) grids of the dtype of the rewards."""
+    """Broadcast (B,) values to masked (B, T) grids in the dtype of the rewards."""
     grids = [torch.where(mask, row[:, None].to(rewards.dtype), 0) for row in (advantages, totals)]
     return grids[0], grids[1]
 
 
 def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     returns = torch.zeros_like(rewards)
-    carried = rewards.new_zeros(len(rewards))
+    running = rewards.new_zeros(len(rewards))
     for t in reversed(range(rewards.shape[1])):
-        carried = torch.where(mask[:, t], rewards[:, t] + gamma * carried, carried)
-        returns[:, t] = carried
+        running = torch.where(mask[:, t], rewards[:, t] + gamma * running, running)
+        returns[:, t] = running
     return torch.where(mask, returns, 0)
 
 
-def _given(tensor: Tensor | None, name: str) -> Tensor:
+def _require(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
-        raise ValueError(f"this advantage estimator needs `{name}`; give it as AdvantageInputs(..., {name}=...)")
+        raise ValueError(f"this advantage estimator needs `{name}`; pass AdvantageInputs(..., {name}=...)")
     return tensor
 
 
 def _values(x: AdvantageInputs) -> Tensor:
-    return _given(x.values, "values")
+    return _require(x.values, "values")
 
 
 def _groups(x: AdvantageInputs) -> Tensor:
-    return _given(x.groups, "groups")
+    return _require(x.groups, "groups")
 
 
 def _baselines(x: AdvantageInputs) -> Tensor:
-    return _given(x.baselines, "baselines")
+    return _require(x.baselines, "baselines")
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -246,4 +245,4 @@ ESTIMATORS: dict[str, Estimator] = {
         needs_groups=True,
     ),
 }
-"""By the name that `algorithm.adv_estimator` takes."""
+"""Values of `algorithm.adv_estimator`."""

@@ -1,11 +1,11 @@
-"""How far the policy is from the reference, and how hard to pull it back.
+"""KL penalties with respect to the reference policy, and controllers of the KL coefficient.
 
     kl = kl_penalty(old_log_probs, ref_log_prob, "low_var_kl")      # any shape, elementwise
     rewards = scores - controller.coef * kl
     controller.update(mean_kl, num_sequences)
 
-`kl_penalty` estimates the divergence from the sampled tokens alone; exactly, over the vocabulary, it is the output
-`full_kl` of an engine. The trainer holds the controller and checkpoints its state.
+`kl_penalty` estimates the divergence from sampled tokens. The exact KL over the vocabulary is the engine output
+`full_kl`. The trainer owns the controller and checkpoints its state.
 """
 
 import math
@@ -38,50 +38,49 @@ KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "mse": _k2,
     "low_var_kl": _k3,
 }
-"""What each kind makes of d = log pi - log pi_ref."""
+"""Estimators as functions of d = log pi - log pi_ref."""
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Per token, from d = log pi(token) - log pi_ref(token); any shape, nothing masked.
+    """Estimate the KL per token from d = log pi(token) - log pi_ref(token); any shape, without a mask.
 
-    kl          d                       unbiased, of either sign
+    kl          d                       unbiased, can be negative
     abs         |d|
-    mse         d^2 / 2                 never negative, small variance, biased
-    low_var_kl  exp(-d) + d - 1         never negative, small variance, unbiased;
+    mse         d^2 / 2                 non-negative, low variance, biased
+    low_var_kl  exp(-d) + d - 1         non-negative, low variance, unbiased;
                                         d is clamped to +-20 and the result to +-10
 
-    Schulman, "Approximating KL divergence", 2020 (there k1, k2 and k3).
+    Schulman, "Approximating KL divergence", 2020 (kl, mse and low_var_kl are k1, k2 and k3).
     """
     if kind not in KL_PENALTIES:
         raise ValueError(
-            f"there is no KL penalty '{kind}' of sampled tokens; known: {', '.join(KL_PENALTIES)} "
-            "(the exact KL over the vocabulary is an engine's output, `full_kl`)"
+            f"unknown KL penalty '{kind}'; use one of {', '.join(KL_PENALTIES)} "
+            "(the exact KL over the vocabulary is the engine output `full_kl`)"
         )
     return KL_PENALTIES[kind](log_probs - ref_log_probs)
 
 
 class FixedKL:
-    """beta stays what the config says; there is no state, so that a resumed run takes a changed config."""
+    """Constant beta. It has no state, so a resumed run uses the current config."""
 
     def __init__(self, coef: float):
         self.coef = coef
 
     def update(self, current_kl: float, num_sequences: int) -> None:
-        """Called once a step with the mean KL of its batch."""
+        """Update beta after a step with the mean KL of its batch; constant here."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave."""
+        """Restore a `state_dict`."""
 
 
 class AdaptiveKL(FixedKL):
-    """beta follows a target: beta <- beta (1 + clip(KL / target - 1, +-0.2) n / horizon).
+    """Adaptive beta: beta <- beta (1 + clip(KL / target - 1, +-0.2) n / horizon).
 
-    n is the number of sequences of the step, so `horizon` counts sequences. A KL that is not a number says
-    nothing and leaves beta alone. beta is checkpointed; target and horizon are the config's. Ziegler et al.,
-    arXiv:1909.08593.
+    n is the number of sequences of the step, so `horizon` counts sequences. A NaN KL leaves beta unchanged. beta is
+    checkpointed; target and horizon come from the config. Ziegler et al., arXiv:1909.08593.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -99,5 +98,5 @@ class AdaptiveKL(FixedKL):
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """What `state_dict` gave; what a `FixedKL` gave is empty, and leaves beta where the config starts."""
+        """Restore beta; the empty state of a `FixedKL` leaves the initial value of the config."""
         self.coef = state.get("coef", self.coef)

@@ -1,15 +1,15 @@
-"""What the generator said of its tokens against what the trainer says of them, and what to do about a difference.
+"""Mismatch between the log-probs of rollout and trainer: statistics, importance weights and rejection.
 
-    found = mismatch(old_log_probs, rollout_log_probs, mask, lengths)          # numbers for every step
+    metrics = mismatch(old_log_probs, rollout_log_probs, mask, lengths)
     weights = importance_weights(old_log_probs, rollout_log_probs, mask, lengths, level="token", threshold=2.0)
     kept = accepted(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
 
-Called by the trainer on all rows of a step, those of every rank, so that means, largest values and effective sample
-sizes are those of the whole batch. Tokens are flat, (N,), one row after the other; `lengths` (B,) says how many belong
-to each row. What stands outside the mask is never read. Everything is computed in float64 and without a gradient.
+Called by the trainer on all rows of a step, so that means, maxima and effective sample sizes cover the whole batch.
+Tokens are flat, (N,), with rows concatenated; `lengths` (B,) contains the tokens per row. Values outside the mask are
+never read. Computation is in float64 and without gradients.
 
-With d = log pi_train - log pi_rollout of a sampled token, exp(d) is the weight that makes the rollout's sample one of
-the trainer's policy; of a whole row it is exp(sum_t d).
+With d = log pi_train - log pi_rollout of a sampled token, exp(d) is the importance weight of the token with respect to
+the trainer's policy, and exp(sum_t d) that of a whole row.
 """
 
 from collections.abc import Callable
@@ -18,28 +18,28 @@ import torch
 from torch import Tensor
 
 ABOVE = 0.1
-"""Rounding of bfloat16 rarely moves a log-prob so far; what does is worth a look."""
+"""Threshold of `log_prob_diff_above_0.1`; bfloat16 rounding rarely changes a log-prob by this much."""
 
 BOUND = 20.0
 """Log-weights are clamped to +- this before they are exponentiated: exp(20) is 485 million."""
 
 
-# -- the report -----------------------------------------------------------------------------------
+# -- statistics -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """How far two computations of the same log-probs are apart. (N,) each, (B,) lengths -> names to scalars:
+    """Compare two computations of the same log-probs. (N,) each, (B,) lengths -> dict of scalars:
 
-    log_prob_diff_max        the largest |d| of a counted token
-    log_prob_diff_mean       the mean |d|
-    log_prob_diff_above_0.1  the share of the counted tokens with |d| > 0.1
-    kl_k1                    the mean of -d: KL(rollout || train), unbiased, of either sign
-    kl_k3                    the mean of exp(d) - d - 1: the same, never negative; d is clamped to +-20
-    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with w = exp(sum_t d) of each row: 1 if all rows count the
-                             same, 1/B if one of them counts for all
+    log_prob_diff_max        maximum |d| of a masked-in token
+    log_prob_diff_mean       mean |d|
+    log_prob_diff_above_0.1  fraction of masked-in tokens with |d| > 0.1
+    kl_k1                    mean of -d: KL(rollout || train), unbiased, can be negative
+    kl_k3                    mean of exp(d) - d - 1: the same, non-negative; d is clamped to +-20
+    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with w = exp(sum_t d) of each row: 1 for equal weights, 1/B if
+                             one row has all the weight
 
-    Nothing counted: no difference. k1 and k3: Schulman, "Approximating KL divergence", 2020.
+    An empty mask yields zero difference. k1 and k3: Schulman, "Approximating KL divergence", 2020.
     """
     difference = _differences(train, rollout, mask)
     counted = difference[mask]
@@ -58,7 +58,7 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
 
 
 def effective_share(weights: Tensor) -> Tensor:
-    """(sum w)^2 / (n sum w^2) of (n,) weights: the share of the samples that is left once they are weighted."""
+    """Compute the relative effective sample size (sum w)^2 / (n sum w^2) of (n,) weights."""
     return weights.sum().square() / (weights.square().sum() * len(weights))
 
 
@@ -76,18 +76,18 @@ def importance_weights(
     threshold: float,
     normalize: bool = False,
 ) -> Tensor:
-    """Truncated importance weights, float32, 0 outside the mask. (N,) each, (B,) lengths -> (N,).
+    """Compute truncated importance weights, float32, 0 outside the mask. (N,) each, (B,) lengths -> (N,).
 
     token      w_t = min(exp(d_t), threshold)
     sequence   w_t = min(exp(sum_s d_s), threshold), the same for all tokens of a row
 
-    `normalize` divides by their mean over the counted tokens (over the rows for `sequence`), after the truncation, so
-    that the size of the update stays what it was. Truncation bounds the variance and costs a bias towards the rollout's
-    policy: Ionides, "Truncated importance sampling", 2008; for generators: Yao et al., "Your efficient RL framework
-    secretly brings you off-policy RL training", 2025.
+    `normalize` divides by the mean over masked-in tokens (over rows for `sequence`) after truncation, which preserves
+    the scale of the update. Truncation bounds the variance at the cost of a bias towards the rollout policy: Ionides,
+    "Truncated importance sampling", 2008; for generators: Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training", 2025.
     """
     if level not in ("token", "sequence"):
-        raise ValueError(f"there are no importance weights per '{level}'; known: token, sequence")
+        raise ValueError(f"unknown level '{level}' of importance weights; use token or sequence")
     difference = _differences(train, rollout, mask)
     log_weights = difference if level == "token" else _row_sums(difference, lengths)
     weights = log_weights.clamp(-BOUND, BOUND).exp().clamp(max=threshold)
@@ -111,7 +111,7 @@ def _k2(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    """Near 0 it is d^2 / 2, which exp(d) - 1 would lose to rounding."""
+    """Compute exp(d) - 1 - d with expm1, which is accurate near 0."""
     return torch.expm1(d) - d
 
 
@@ -122,20 +122,20 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3":
 def accepted(
     train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, rule: str, bounds: tuple[float, float]
 ) -> Tensor:
-    """The counted tokens that one rule keeps. (N,) each, (B,) lengths -> (N,) bool, false outside the mask.
+    """Return the tokens that a rejection rule keeps. (N,) each, (B,) lengths -> (N,) bool, False outside the mask.
 
-    `rule` names what is looked at and how much of it: `token` looks at each token alone; `seq_sum`, `seq_mean` and
-    `seq_max` look at a row as a whole and keep or reject all of it.
+    `rule` combines a scope and an estimator. Scope `token` tests each token; `seq_sum`, `seq_mean` and `seq_max` test
+    the aggregate of a row and keep or reject the whole row.
 
-    k1  exp(d), exp(sum d) or exp(mean d) must lie within `bounds`: ratios, 1 where nothing differs
-    k2  d^2 / 2             likewise summed, averaged or the largest of a row; at most bounds[1]
-    k3  exp(d) - d - 1      the same; never negative, its mean is KL(rollout || train)
+    k1  exp(d), exp(sum d) or exp(mean d) must be within `bounds`; a ratio, 1 without a difference
+    k2  d^2 / 2             per token, or the sum, mean or maximum of a row; at most bounds[1]
+    k3  exp(d) - d - 1      the same; non-negative, its mean is KL(rollout || train)
 
     d is clamped to +-20. Masking instead of weighting: Liu et al., "When speed kills stability", 2025.
     """
     scope, _, estimate = rule.rpartition("_")
     if scope not in ("token", "seq_sum", "seq_mean", "seq_max") or estimate not in _ESTIMATES or rule == "seq_max_k1":
-        raise ValueError(f"there is no rejection rule '{rule}'; it is token, seq_sum, seq_mean or seq_max with k1..k3")
+        raise ValueError(f"unknown rejection rule '{rule}'; use token, seq_sum, seq_mean or seq_max with k1, k2 or k3")
     difference = _differences(train, rollout, mask).clamp(-BOUND, BOUND)
     value = _ESTIMATES[estimate](difference)
     if scope == "seq_max":
@@ -150,7 +150,7 @@ def accepted(
 
 
 def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """d of each counted token, 0 elsewhere, float64."""
+    """Compute d of each masked-in token in float64; 0 elsewhere."""
     return torch.where(mask, train.double() - rollout.double(), 0)
 
 
@@ -163,5 +163,5 @@ def _row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _spread(rows: Tensor, lengths: Tensor) -> Tensor:
-    """(B,) values as (N,): each as often as its row has tokens."""
+    """Repeat (B,) row values for each token of the row: (N,)."""
     return torch.repeat_interleave(rows, lengths)

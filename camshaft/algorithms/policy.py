@@ -1,11 +1,11 @@
-"""Losses of the policy, by the name that `actor.policy_loss.loss_mode` takes. Called once per micro-batch.
+"""Policy losses, selected by `actor.policy_loss.loss_mode`. Called once per micro-batch.
 
     loss, metrics = POLICY_LOSSES["gspo"](
         log_probs, old_log_probs, advantages, counts, clip=Clip(3e-4, 4e-4), mode="seq-mean-token-mean"
     )
 
-Flat tokens, shares and masks as in `losses.py`; a row of tokens is whole here, however the ranks shared the work of its
-forward pass. One of the user's own has the same parameters and is named `package.module:function`.
+Flat tokens, shares and masks follow `losses.py`. Rows are complete, also under sequence parallelism. A custom loss has
+the same parameters and is selected by `package.module:function`.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from camshaft.algorithms.losses import Counts, LossAndMetrics, aggregate, known, row_sums, share
+from camshaft.algorithms.losses import Counts, LossAndMetrics, aggregate, row_sums, share, zero_masked
 
 
 class Clip(NamedTuple):
-    """How far the ratio may move: within [1 - low, 1 + high]; `dual` bounds the loss for A < 0."""
+    """Clip range [1 - low, 1 + high] of the ratio; `dual` bounds the loss for A < 0."""
 
     low: float
     high: float
@@ -35,28 +35,28 @@ def policy_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """PPO with separate clips and a dual clip. (N,) each -> (loss (), shares of metrics).
+    """Clipped PPO loss with separate clip ranges and a dual clip. (N,) each -> (loss (), shares of metrics).
 
     ratio = exp(log pi - log pi_old), the difference clamped to +-20
     l     = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));     for A < 0:  l = min(l, -A dual)
 
-    `weights` multiply l once it is clipped: the importance weights of samples that another policy than pi_old drew
-    (`mismatch.py`), which have no gradient.
+    `weights` multiply l after clipping: importance weights of samples from a policy other than pi_old (`mismatch.py`),
+    without gradient.
 
-    Metrics: `pg_clipfrac`, tokens where the clip raised the loss; `pg_clipfrac_lower`, tokens where the dual
-    clip lowered it; `ppo_kl`, the mean of log pi_old - log pi.
+    Metrics: `pg_clipfrac`, fraction of tokens where clipping increases the loss; `pg_clipfrac_lower`, fraction of
+    tokens where the dual clip decreases it; `ppo_kl`, mean of log pi_old - log pi.
     Schulman et al., arXiv:1707.06347; dual clip: Ye et al., arXiv:1912.09729.
     """
-    log_probs, old_log_probs, advantages = known(counts, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
     difference = (log_probs - old_log_probs).clamp(-20, 20)
     ratio = difference.exp()
-    plain = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
-    pessimistic = torch.maximum(plain, clipped)
+    pessimistic = torch.maximum(unclipped, clipped)
     ceiling = -advantages * clip.dual
     per_token = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
     metrics = {
-        "pg_clipfrac": share(clipped > plain, counts),
+        "pg_clipfrac": share(clipped > unclipped, counts),
         "pg_clipfrac_lower": share((advantages < 0) & (pessimistic > ceiling), counts),
         "ppo_kl": share(-difference, counts),
     }
@@ -73,29 +73,30 @@ def gspo_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """GSPO: one ratio for a whole response, clipped as one. (N,) each -> (loss (), shares of metrics).
+    """GSPO loss with one clipped ratio per response. (N,) each -> (loss (), shares of metrics).
 
-    s     = exp(mean_t (log pi - log pi_old)), over the counted tokens of the row; the mean is clamped to +-20
-    s_t   = sg(s) pi / sg(pi), sg being what has no gradient: its value is s, its gradient that of token t alone
+    s     = exp(mean_t (log pi - log pi_old)), over the masked-in tokens of the row; the mean is clamped to +-20
+    s_t   = sg(s) pi / sg(pi), where sg stops the gradient: its value is s, its gradient is that of token t
     l     = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-    With `mode` seq-mean-token-mean and one advantage for all tokens of a row, this is the objective of the paper and
-    has its gradient; with an advantage for each token it is GSPO-token. s stays much closer to 1 than a token's ratio,
-    so that the clip takes values of some 1e-4; there is no dual clip.
+    With `mode` seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper; with an
+    advantage per token it is GSPO-token. s stays much closer to 1 than a token's ratio, so typical clip ranges are
+    about 1e-4. There is no dual clip.
 
-    Metrics: `pg_clipfrac`, tokens of rows where the clip raised the loss; `ppo_kl`, the mean of log pi_old - log pi.
+    Metrics: `pg_clipfrac`, fraction of tokens in rows where clipping increases the loss; `ppo_kl`, mean of
+    log pi_old - log pi.
     Zheng et al., arXiv:2507.18071.
     """
-    log_probs, old_log_probs, advantages = known(counts, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
     difference = (log_probs - old_log_probs).detach()
     sizes = row_sums(counts.mask.to(difference.dtype), counts.lengths).clamp(min=1)
     means = row_sums(difference, counts.lengths) / sizes
     spread = torch.repeat_interleave(means, counts.lengths, output_size=len(difference))
     ratio = (log_probs - log_probs.detach() + spread).clamp(-20, 20).exp()
-    plain = -advantages * ratio
+    unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
-    per_token = torch.maximum(plain, clipped)
-    metrics = {"pg_clipfrac": share(clipped > plain, counts), "ppo_kl": share(-difference, counts)}
+    per_token = torch.maximum(unclipped, clipped)
+    metrics = {"pg_clipfrac": share(clipped > unclipped, counts), "ppo_kl": share(-difference, counts)}
     return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
 
 
@@ -109,17 +110,17 @@ def cispo_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """CISPO: every token keeps its gradient, with a bounded weight. (N,) each -> (loss (), shares of metrics).
+    """CISPO loss, in which every token keeps its gradient with a clipped weight. (N,) each -> (loss (), shares).
 
     ratio = exp(log pi - log pi_old), the difference clamped to +-20
-    l     = -sg(clip(ratio, 1 - low, 1 + high)) A log pi, sg being what has no gradient
+    l     = -sg(clip(ratio, 1 - low, 1 + high)) A log pi, where sg stops the gradient
 
-    `low` of 1 or more is no lower bound, as in the paper.
+    `low` of 1 or more disables the lower bound, as in the paper.
 
-    Metrics: `pg_clipfrac`, tokens whose weight was clipped; `ppo_kl`, the mean of log pi_old - log pi.
+    Metrics: `pg_clipfrac`, fraction of tokens with a clipped weight; `ppo_kl`, mean of log pi_old - log pi.
     MiniMax, arXiv:2506.13585.
     """
-    log_probs, old_log_probs, advantages = known(counts, log_probs, old_log_probs, advantages)
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
     difference = (log_probs - old_log_probs).detach().clamp(-20, 20)
     ratio = difference.exp()
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
@@ -129,11 +130,11 @@ def cispo_loss(
 
 
 def _weighted(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
-    return per_token if weights is None else per_token * known(counts, weights.detach())[0]
+    return per_token if weights is None else per_token * zero_masked(counts, weights.detach())[0]
 
 
 PolicyLoss = Callable[..., LossAndMetrics]
-"""What has the parameters of `policy_loss` and returns (loss (), shares of metrics)."""
+"""A function with the parameters of `policy_loss` that returns (loss (), shares of metrics)."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
-"""By name."""
+"""Values of `actor.policy_loss.loss_mode`."""

@@ -65,7 +65,7 @@ def test_gae_with_lambda_one_learns_from_the_plain_return():
 
 
 def test_gae_of_one_token_cannot_be_whitened():
-    with pytest.raises(ValueError, match="at least 2 counted tokens"):
+    with pytest.raises(ValueError, match="at least 2 masked-in tokens"):
         gae(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), gamma=1.0, lam=1.0)
 
 
@@ -183,7 +183,7 @@ def test_an_estimator_says_what_it_needs():
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_what_an_estimator_says_it_needs_is_what_it_fails_without(name):
+def test_estimators_fail_without_their_declared_inputs(name):
     estimator = ESTIMATORS[name]
     bare = AdvantageInputs(REWARDS, MASK)
     needs = {
@@ -324,7 +324,7 @@ def test_rows_may_come_in_any_order(name, batch, seed):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_results_have_the_dtype_and_shape_of_the_rewards_and_no_gradient(name):
+def test_results_match_the_rewards_in_dtype_and_shape(name):
     whole = inputs_of(REWARDS.float(), MASK)
     inputs = AdvantageInputs(whole.rewards, MASK, whole.values.requires_grad_(), whole.groups, whole.baselines)
     for grid in ESTIMATORS[name](inputs, AdvantageOptions()):

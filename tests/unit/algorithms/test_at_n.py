@@ -35,7 +35,7 @@ def test_majority_by_hand() -> None:
     assert majority_of(scores, answers, 4) == 1
 
 
-def test_an_answer_scores_what_its_responses_do_on_average_and_no_answer_is_one_too() -> None:
+def test_an_answer_scores_the_mean_of_its_responses() -> None:
     # One answer, of which the reward says different things (its form, say).
     assert majority_of([1.0, 0.5], ["7", "7"], 2) == pytest.approx(0.75)
     assert majority_of([0.0, 0.0, 1.0], [None, None, "7"], 3) == 0
@@ -52,7 +52,7 @@ def test_a_response_of_two_prompts_by_hand() -> None:
     }
 
 
-def test_one_response_has_a_mean_and_nothing_else_and_without_answers_there_is_no_majority() -> None:
+def test_one_response_has_only_a_mean() -> None:
     assert at_n([[1.0], [0.0]], [["a"], ["b"]]) == {"mean@1": 0.5}
     assert not any("maj" in name for name in at_n([[1.0, 0.0]]))
 
@@ -111,7 +111,7 @@ def test_many_responses_with_many_answers_agree_with_simulated_draws() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
-def test_pass_at_k_is_the_share_of_draws_in_which_one_passes(k: int) -> None:
+def test_pass_at_k_is_the_fraction_of_passing_draws(k: int) -> None:
     scores = [0.0, 0.5, 1.0, 0.9, 0.2]
     for least in (0.1, 0.5, 0.95, 2.0):
         every = list(combinations(scores, k))

@@ -41,7 +41,7 @@ def test_variance_is_that_of_torch_without_a_mask():
 @pytest.mark.parametrize("count", [0, 1])
 def test_variance_of_fewer_than_two_is_an_error(count):
     mask = torch.arange(4) < count
-    with pytest.raises(ValueError, match=f"the mask counts {count}"):
+    with pytest.raises(ValueError, match=f"the mask has {count}"):
         masked_var(torch.ones(4), mask)
 
 

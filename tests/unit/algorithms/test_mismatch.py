@@ -96,7 +96,7 @@ def test_no_difference_is_zero_and_nothing_counted_is_no_difference():
         assert [float(value) for value in found.values()] == [0.0] * 5
 
 
-def test_a_share_of_one_for_equal_weights_and_of_one_row_where_one_counts_for_all():
+def test_effective_share_of_equal_and_degenerate_weights():
     assert float(effective_share(torch.tensor([0.3, 0.3, 0.3]))) == pytest.approx(1.0)
     assert float(effective_share(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == pytest.approx(0.25)
 
@@ -135,7 +135,7 @@ def test_weights_are_detached_and_finite_whatever_differs():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="known: token, sequence"):
+    with pytest.raises(ValueError, match="use token or sequence"):
         importance_weights(*FLAT, level="turn", threshold=2.0)
 
 
@@ -207,5 +207,5 @@ def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
 
 def test_a_rule_that_does_not_exist_is_refused():
     for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
-        with pytest.raises(ValueError, match="no rejection rule"):
+        with pytest.raises(ValueError, match="unknown rejection rule"):
             accepted(*FLAT, rule, (0.5, 2.0))

@@ -57,7 +57,7 @@ def test_what_makes_no_sense_is_refused(costs: list[float], count: int) -> None:
 
 
 @given(COSTS, st.integers(1, 8))
-def test_every_row_is_in_one_group_and_the_heaviest_comes_first(costs: list[int], count: int) -> None:
+def test_every_row_is_in_one_group_heaviest_first(costs: list[int], count: int) -> None:
     groups = karmarkar_karp(costs, count)
     assert len(groups) == count
     assert sorted(row for rows in groups for row in rows) == list(range(len(costs)))

@@ -122,7 +122,7 @@ def test_cispo_keeps_the_gradient_of_clipped_tokens():
     assert float(metrics["pg_clipfrac"]) == 1
 
 
-def test_cispo_with_a_low_of_one_or_more_has_no_lower_bound():
+def test_cispo_with_low_of_one_has_no_lower_bound():
     log_probs = torch.tensor([-3.0], dtype=F64, requires_grad=True)
     counts = Counts(torch.tensor([True]), torch.tensor([1]), 1.0, 1.0)
     one, zero = torch.ones(1, dtype=F64), torch.zeros(1, dtype=F64)
