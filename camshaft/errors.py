@@ -8,7 +8,6 @@ our own are plain `assert`s; errors of libraries travel unchanged.
         return tell(error)          # what every entry point does: one message, an exit status, no trace
 """
 
-import signal
 import sys
 
 
@@ -55,11 +54,3 @@ def tell(error: CamshaftError) -> int:
         return 2
     sys.stderr.write(f"camshaft: {type(error).__name__}: {error}\n")
     return 1
-
-
-def how_it_ended(code: int | None) -> str:
-    """What the exit code of a process says, for messages."""
-    if code is None or code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    return f"{name}, which is what the kernel sends when memory runs out" if name == "SIGKILL" else name

@@ -1,4 +1,4 @@
-"""The controller: one driver program calls roles that live on one or many ranks.
+"""The controller: one driver program calls roles that run on one or many ranks.
 
     from camshaft.controller import Dispatch, Worker, register, spawn, shutdown
 
@@ -6,16 +6,23 @@
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def scale(self, batch: DataProto) -> DataProto: ...
 
-    scaler = spawn(Scaler, world_size=2)      # for a type checker this is a Scaler
+    scaler = spawn(Scaler, world_size=2)      # a WorkerGroup; for a type checker, a Scaler
     out = scaler.scale(batch)                 # split by seat, run on both ranks, merged in order
-    later = submit(scaler.scale, batch)       # the same, without waiting: later.result(), or later.parts()
+    later = submit(scaler.scale, batch)       # returns at once: later.result(), or later.parts()
     shutdown(scaler)
 
-`dispatch.py` splits and merges (pure functions of the ranks' seats), `worker.py` is the base class of roles, `group.py`
-the proxy. `pool.py` says what a pool of processes is, `resources.py` what it asks of the machines, `processes.py` how
-requests and answers go and what is done when something goes wrong, `host.py` how a worker process answers. There are
-two backends: `local.py` for one machine (`serve.py` and `wire.py` are its worker process and its socket) and `ray.py`
-for a cluster. Nothing here knows of reinforcement learning.
+    group.py           pools, worker groups, `spawn` and `submit`
+    dispatch.py        splits arguments and merges results, as pure functions of the ranks' seats
+    worker.py          the base class of roles, the placement of a rank, the process group
+    resources.py       the resources of a pool, compared with those of the machines
+    process_pool.py    base class of pools of processes: requests, answers, time limits, errors
+    executor.py        executes requests in a worker process
+    local.py           the backend for one machine
+    ray.py             the backend for a Ray cluster
+    port_monitor.py    detects dead machines of a cluster
+    stacks.py          stack dumps of other processes
+
+Nothing in this package depends on reinforcement learning.
 """
 
 from camshaft.controller.dispatch import Dispatch, register

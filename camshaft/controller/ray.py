@@ -1,24 +1,27 @@
-"""Pools on a Ray cluster: a placement group for each, an actor for each rank.
+"""The backend `ray`: pools on a Ray cluster, one placement group per pool and one actor per rank.
 
     BACKENDS["ray"] = "camshaft.controller.ray:start"
 
-Ray places the processes, moves the bytes and says who died. A request goes as one list of a small pickle and flat
-buffers; a large one is put into the object store once for all ranks that get the same, and read there without a copy
-(a batch makes itself writable again when it is rebuilt). Before anything is asked for, what all pools need is held
-against what the cluster has (`resources.py`). While an answer is awaited, the cluster's own daemons are watched as
-well: their ports are tried, which tells in a second what the cluster itself notices in fifteen.
+Ray places the processes, transfers the messages and reports deaths. A request is a list of a small pickle and its
+buffers. A large one is put into the object store once for all ranks with the same request, and read without a copy (a
+rebuilt batch copies what it writes to). Before the pools are requested, `resources.py` compares their needs with the
+resources of the cluster. While an answer is awaited, `port_monitor.py` connects to the daemons of the cluster, which
+detects a dead machine within seconds; Ray needs fifteen.
 
-Without a cluster to join (`ray_init.address`, RAY_ADDRESS, or one that runs on this machine) one is started here. It
-is told that it has as many CPUs as the pools ask for, so that on a small machine ranks share the cores.
+Without a cluster to join (`ray_init.address`, RAY_ADDRESS, or a cluster on this machine), a cluster is started on this
+machine. It is declared with at least as many CPUs as the pools request: on a small machine, ranks share the cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
 import signal
+import socket
+import struct
 import sys
 import threading
 import time
@@ -39,57 +42,60 @@ from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import Options, Pool
-from camshaft.controller.host import Host, log_to_file, set_environment
-from camshaft.controller.machine import interface_of, lead_group, read_stacks, stack_file, stacks_on_signal
-from camshaft.controller.processes import COLLECTIVE_EXTRA_SECONDS, Inbox, Link, Processes
+from camshaft.controller.port_monitor import PortMonitor, accepts_connections
+from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import Node, PoolSpec, shortage
-from camshaft.controller.watch import Watch, answers
-from camshaft.controller.wire import Frames
+from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.stop import outlive_stop_signals
+from camshaft.subprocesses import Frames, guard_group, kill_group
 
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 64 * 1024
-"""Smaller requests travel in the call itself; larger ones through the object store."""
+"""Requests of this size or more are sent through the object store."""
 RELEASE_SECONDS = 10.0
-"""How long what is in use is waited for: it may be a run that has just ended."""
+"""Time to wait for resources that are in use, for example by a run that has just ended."""
 PLACEMENT_SECONDS = 60.0
-"""How long a place that the cluster has may take to be given."""
+"""Time limit for a placement group that the cluster has resources for."""
 HEAD_SECONDS = 30.0
-"""How long the head of a cluster may take to come up."""
+"""Time limit for the head of a cluster to answer."""
 STACK_SECONDS = 10.0
-"""How long a machine may take to read the stacks of one of its processes."""
+"""Time limit for a machine to read the stacks of one of its processes."""
 
-CARRIED = re.compile(
+_SIOCGIFADDR = 0x8915
+
+FORWARDED = re.compile(
     r"(CAMSHAFT|HF|TRANSFORMERS|TOKENIZERS|TORCH|TORCHINDUCTOR|NCCL|GLOO|OMP|MKL|VLLM|SGLANG|SGL|WANDB|MLFLOW|CUBLAS)_"
     r"|TMPDIR$|PYTORCH_|PYTHONHASHSEED$"
 )
-"""The driver's variables that workers on other machines get too. For others see `ray_init.runtime_env`."""
+"""Environment variables of the driver that are forwarded to all workers; for others see `ray_init.runtime_env`."""
 
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+    """Start all pools or none; raises `ConfigError` if the cluster is too small."""
     connect(specs, options.ray_init)
-    told = shortage(specs, _nodes())
+    problem = shortage(specs, _nodes())
     deadline = time.monotonic() + RELEASE_SECONDS
-    while told is not None and time.monotonic() < deadline and shortage(specs, _emptied(_nodes())) is None:
+    while problem is not None and time.monotonic() < deadline and shortage(specs, _idle(_nodes())) is None:
         time.sleep(0.2)
-        told = shortage(specs, _nodes())
-    if told is not None:
+        problem = shortage(specs, _nodes())
+    if problem is not None:
         raise ConfigError(
-            f"{told}\n\nType less for trainer.nnodes and trainer.n_gpus_per_node (or for the pool of "
-            "trainer.resource_pools), or a smaller trainer.cpus_per_rank; or wait for what is in use"
+            f"{problem}\n\nReduce trainer.nnodes and trainer.n_gpus_per_node (or those of the pool in "
+            "trainer.resource_pools) or trainer.cpus_per_rank, or wait until the resources are free"
         )
     pools: list[RayPool] = []
     ranks = sum(spec.world_size for spec in specs)
     try:
         for spec in specs:
             pools.append(RayPool(spec, options, other_ranks=ranks - spec.world_size))
-            pools[-1].begin()
+            pools[-1].start()
         for pool in pools:
-            pool.meet()
+            pool.join_ranks()
     except BaseException:
         for pool in pools:
             pool.shutdown()
@@ -97,37 +103,37 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     return list(pools)
 
 
-def connect(specs: Sequence[PoolSpec], asked: Mapping[str, Any]) -> None:
-    """Join the cluster, or start one on this machine that has room for `specs`."""
+def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
+    """Join the cluster, or start one on this machine with enough CPUs for `specs`."""
     if ray.is_initialized():
         return
-    init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **asked}
-    address = init.pop("address", None) or os.environ.get("RAY_ADDRESS") or _running_here()
+    init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **ray_init}
+    address = init.pop("address", None) or os.environ.get("RAY_ADDRESS") or _local_cluster()
     _check_address(address)
     try:
         if address in (None, "local"):
-            os.environ.setdefault("RAY_worker_niceness", "0")  # else workers yield to everything else on the machine
+            os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise Ray lowers the priority of workers
             cpus = sum(spec.cpus_per_rank * spec.world_size for spec in specs)
             cores = len(os.sched_getaffinity(0))
             if cpus > cores and "num_cpus" not in init:
-                logger.info("%g CPUs are asked for and this machine has %d: the ranks share them", cpus, cores)
+                logger.info("the pools request %g CPUs and this machine has %d: the ranks share them", cpus, cores)
             ray.init(address="local", **{"num_cpus": max(cores, int(-(-cpus // 1))), **init})
         else:
-            init.pop("num_cpus", None)  # a running cluster has what it has
+            init.pop("num_cpus", None)  # only valid for a new cluster
             ray.init(address=address, **init)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
-        raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. See ray_kwargs.ray_init") from error
+        raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
 
 
 def _check_address(address: str | None) -> None:
-    """Ray itself tries for minutes, in silence, where nobody is."""
+    """Raise unless the head of the cluster answers; Ray itself would retry silently for minutes."""
     if address is not None and "://" in address:
         raise ConfigError(
-            f"the cluster's address is {address}, and a run joins one at <host>:<port>, from one of its machines, not "
-            "through an API. Type that address there, or start the run with `ray job submit -- camshaft ppo ...`"
+            f"the cluster's address is {address}; a run joins a cluster at <host>:<port>, from one of its machines. "
+            "Set that address, or start the run with `ray job submit -- camshaft ppo ...`"
         )
     deadline = time.monotonic() + HEAD_SECONDS
-    while not _answers(address):
+    while not _head_may_answer(address):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"no Ray cluster answers at {address} (ray_kwargs.ray_init.address, or RAY_ADDRESS in the environment) "
@@ -136,18 +142,18 @@ def _check_address(address: str | None) -> None:
         time.sleep(0.2)
 
 
-def _answers(address: str | None) -> bool:
-    """False if the address names a place where nobody is."""
+def _head_may_answer(address: str | None) -> bool:
+    """Return False if the address has a port that accepts no connection."""
     host, _, port = (address or "").rpartition(":")
-    return not port.isdigit() or answers(host.strip("[]"), int(port))
+    return not port.isdigit() or accepts_connections(host.strip("[]"), int(port))
 
 
-def _running_here() -> str | None:
-    """The address of a cluster that was started on this machine and still answers."""
+def _local_cluster() -> str | None:
+    """Return the address of a cluster that was started on this machine, if it answers."""
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(temporary) / "ray" / "ray_current_cluster"
     address = file.read_text(encoding="utf-8").strip() if file.exists() else None
-    return address if address and _answers(address) else None
+    return address if address and _head_may_answer(address) else None
 
 
 def _nodes() -> list[Node]:
@@ -159,8 +165,8 @@ def _nodes() -> list[Node]:
     ]
 
 
-def _emptied(nodes: Sequence[Node]) -> list[Node]:
-    """The machines without anybody else on them."""
+def _idle(nodes: Sequence[Node]) -> list[Node]:
+    """Return the machines as if all of their resources were free."""
     return [replace(node, free=node.total) for node in nodes]
 
 
@@ -170,72 +176,73 @@ def _head() -> tuple[str, int]:
 
 
 def _head_answers() -> bool:
-    """Asked before what would wait for a dead one: `ray.kill` does, for a minute, and nothing is to be given back."""
-    return answers(*_head())
+    """Check the head before calls such as `ray.kill`, which wait a minute for a dead one."""
+    return accepts_connections(*_head())
 
 
-def _watched(watch: Watch, names: set[str]) -> None:
-    """Watch the cluster's head and the daemons of these nodes, and of the one that this process is on."""
+def _monitor_cluster(monitor: PortMonitor, node_ids: set[str]) -> None:
+    """Monitor the head of the cluster, and the daemons of these nodes and of the driver's node."""
     context = ray.get_runtime_context()
-    watch.add("the head of the Ray cluster", *_head())
+    monitor.add("the head of the Ray cluster", *_head())
     for node in ray.nodes():
-        if node["NodeID"] in names | {context.get_node_id()}:
+        if node["NodeID"] in node_ids | {context.get_node_id()}:
             host = node["NodeManagerAddress"]
-            watch.add(f"the Ray daemon of machine {host}", host, node["NodeManagerPort"])
+            monitor.add(f"the Ray daemon of machine {host}", host, node["NodeManagerPort"])
 
 
-class RayPool(Processes):
-    """Actors on a placement group with one bundle for each machine."""
+class RayPool(ProcessPool):
+    """Actors on a placement group with one bundle per machine."""
 
     def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
         super().__init__(spec, options)
-        # Of a cluster of several machines it is not known which pools meet on one.
+        # With several machines it is unknown which pools share one.
         self._other_ranks = other_ranks if len(_nodes()) == 1 else 0
         self._group: PlacementGroup | None = None
-        self._watch = Watch()
+        self._monitor = PortMonitor()
 
-    def start(self) -> None:
+    def create_processes(self) -> None:
         spec = self.spec
         strategy = "STRICT_SPREAD" if spec.nnodes > 1 else "STRICT_PACK"
-        name = f"camshaft/{spec.name}/{uuid.uuid4().hex[:8]}"  # a name is taken but once in a cluster
+        name = f"camshaft/{spec.name}/{uuid.uuid4().hex[:8]}"  # names are unique in a cluster
         self._group = placement_group([spec.per_node()] * spec.nnodes, strategy=strategy, name=name)
         if not self._group.wait(PLACEMENT_SECONDS):
             raise WorkerError(
-                f"pool '{spec.name}': Ray gave no place within {PLACEMENT_SECONDS:g} s, though the cluster has one; "
-                "another job may have taken it meanwhile. Look at `ray status`"
+                f"pool '{spec.name}': Ray created no placement group within {PLACEMENT_SECONDS:g} s, although the "
+                "resources were free; another job may have taken them. Check `ray status`"
             )
         for rank in range(self.world_size):
-            self.links.append(RayLink(self._rank_info(rank), self._options(rank), self.inbox, self._watch))
+            process = ActorProcess(self._rank_info(rank), self._options(rank), self.inbox, self._monitor)
+            self.processes.append(process)
 
-    def meet(self) -> None:
-        super().meet()
-        _watched(self._watch, {link.node() for link in self.links if isinstance(link, RayLink)})
+    def join_ranks(self) -> None:
+        super().join_ranks()
+        _monitor_cluster(self._monitor, {one.node() for one in self.processes if isinstance(one, ActorProcess)})
 
     def rendezvous(self) -> str:
-        return self.ask("__init__", ("open_rendezvous",), ranks={0})[0]
+        return self.request("__init__", ("open_rendezvous",), ranks={0})[0]
 
-    def parcel(self, frames: Frames) -> Any:
+    def payload(self, frames: Frames) -> Any:
         arrays = as_arrays(frames)
         return arrays if sum(map(len, frames)) < INLINE_BYTES else ray.put(arrays)
 
-    def sendable(self, role_class: type[Worker]) -> Any:
-        # Of the driver's script a worker knows nothing, so what it defines travels whole.
-        return _Whole(role_class) if role_class.__module__ == "__main__" else role_class
+    def portable_class(self, role_class: type[Worker]) -> Any:
+        # Workers cannot import the driver's script, so its classes are sent with their code.
+        return _PickledClass(role_class) if role_class.__module__ == "__main__" else role_class
 
-    def troubled(self) -> str | None:
-        return self._watch.trouble()
+    def cluster_error(self) -> str | None:
+        return self._monitor.error()
 
-    def tidy(self) -> None:
-        if self._group is not None and ray.is_initialized() and not self.troubled() and _head_answers():
+    def release(self) -> None:
+        if self._group is not None and ray.is_initialized() and not self.cluster_error() and _head_answers():
             remove_placement_group(self._group)
-        self._watch.end()
+        self._monitor.stop()
 
     def _rank_info(self, rank: int) -> RankInfo:
         spec = self.spec
         return RankInfo(
             rank,
             self.world_size,
-            "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray shows it no other
+            "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray makes only this device visible
             self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
             local_rank=rank % spec.ranks_per_node,
             local_world=spec.ranks_per_node,
@@ -257,111 +264,113 @@ class RayPool(Processes):
         }
 
 
-class RayLink(Link):
+class ActorProcess(WorkerProcess):
     """One actor."""
 
-    def __init__(self, rank_info: RankInfo, options: Mapping[str, Any], inbox: Inbox, watch: Watch):
+    def __init__(self, rank_info: RankInfo, options: Mapping[str, Any], inbox: Inbox, monitor: PortMonitor):
         self.rank = rank_info.rank
-        self._inbox, self._watch = inbox, watch
-        self._gone: str | None = None
-        self._coming: deque[Future[Frames]] = deque()
-        self._arriving = threading.Lock()
-        carried = {name: value for name, value in os.environ.items() if CARRIED.match(name)}
-        found = [entry for entry in sys.path if entry]
-        self._actor = _ACTOR.options(**options).remote(rank_info, carried, found, os.getcwd())
+        self._inbox, self._monitor = inbox, monitor
+        self._death: str | None = None
+        self._answers: deque[Future[Frames]] = deque()
+        self._lock = threading.Lock()
+        variables = {name: value for name, value in os.environ.items() if FORWARDED.match(name)}
+        path = [entry for entry in sys.path if entry]
+        self._actor = _ACTOR.options(**options).remote(rank_info, variables, path, os.getcwd())
         self._node = self._actor.node.remote()
 
     def node(self) -> str:
-        """The cluster's name of the machine that it is on."""
+        """Return the id of its node in the cluster."""
         return ray.get(self._node, timeout=STACK_SECONDS)
 
-    def post(self, parcel: Any) -> None:
-        answer = self._actor.answer.remote(parcel).future()
-        self._coming.append(answer)
-        answer.add_done_callback(self._arrived)
+    def post(self, payload: Any) -> None:
+        answer = self._actor.answer.remote(payload).future()
+        self._answers.append(answer)
+        answer.add_done_callback(self._deliver)
 
-    def _arrived(self, _: Future[Frames]) -> None:
-        """In a thread of Ray's, which tells of a small answer before a large one that was given earlier."""
-        with self._arriving:
-            while self._coming and self._coming[0].done():
-                answer = self._coming.popleft()
+    def _deliver(self, _: Future[Frames]) -> None:
+        """Deliver answers in the order of requests; Ray calls this early for a small answer behind a large one."""
+        with self._lock:
+            while self._answers and self._answers[0].done():
+                answer = self._answers.popleft()
                 error = answer.exception()
                 if error is not None:
-                    self._gone = self._gone or how_it_died(error)
+                    self._death = self._death or how_it_died(error)
                 self._inbox.put((self.rank, None if error is not None else answer.result()))
 
     def ended(self) -> str | None:
-        return self._gone
+        return self._death
 
     def stacks(self) -> str:
         if self.pid is None:
             return ""
-        if self._is_here():
+        if self._is_local():
             return read_stacks(self.pid, stack_file(self.pid))
-        with contextlib.suppress(ray.exceptions.RayError):  # the machine does not answer either
-            there = NodeAffinitySchedulingStrategy(self.node(), soft=False)
-            task = ray.remote(_stacks_there).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        with contextlib.suppress(ray.exceptions.RayError):  # the machine may not answer either
+            node = NodeAffinitySchedulingStrategy(self.node(), soft=False)
+            task = ray.remote(_read_local_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
             return ray.get(task.remote(self.pid), timeout=STACK_SECONDS)
         return ""
 
     def stop(self) -> None:
-        """A process that has answered everything may as well be killed."""
+        """Do nothing: an idle actor can be killed."""
 
     def kill(self) -> None:
-        if self.pid is not None and self._is_here():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # Ray gives a process five seconds, a frozen one too
-        if not self._watch.trouble() and _head_answers():
+        if self.pid is not None and self._is_local():
+            kill_group(self.pid)  # Ray waits five seconds for a process, even a stopped one
+        if not self._monitor.error() and _head_answers():
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
 
     def join(self, seconds: float) -> None:
-        """Its group ends with it; nobody waits for a process of another machine."""
+        """Do nothing: its group ends with it, and a process of another machine cannot be awaited."""
 
-    def _is_here(self) -> bool:
+    def _is_local(self) -> bool:
         try:
             return self.node() == ray.get_runtime_context().get_node_id()
         except ray.exceptions.RayError:
             return False
 
 
-class ActorHost:
-    """A rank: the `Host` of `host.py` in an actor. Its methods run in the main thread, one after the other."""
+class ActorExecutor:
+    """The executor of a rank in an actor. Its methods run one by one in the main thread."""
 
     def __init__(self, rank_info: RankInfo, environment: dict[str, str], path: list[str], folder: str):
-        lead_group()
-        stacks_on_signal(stack_file(os.getpid()))
+        pid = os.getpid()
+        if os.getpgid(0) != pid:
+            os.setpgid(0, 0)
+        self._guard = guard_group(pid, stack_file(pid))
+        dump_stacks_on_signal(stack_file(pid))
         outlive_stop_signals(signal.SIGTERM)
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
-        with contextlib.suppress(OSError):  # another machine may not have it
+        with contextlib.suppress(OSError):  # it may not exist on another machine
             os.chdir(folder)
         rank_info = replace(rank_info, address=get_node_ip_address())
         interface = interface_of(rank_info.address)
         if interface is not None and rank_info.world > rank_info.local_world:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        chosen = ray.get_runtime_context().runtime_env.env_vars()  # these win over what the driver happens to have
-        environment.update({name: os.environ[name] for name in chosen if name in os.environ})
+        explicit = ray.get_runtime_context().runtime_env.env_vars()  # these override the variables of the driver
+        environment.update({name: os.environ[name] for name in explicit if name in os.environ})
         set_environment(rank_info, environment)
         log_to_file(rank_info)
-        self._host = Host(rank_info)
+        self._executor = Executor(rank_info)
 
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
     def answer(self, frames: Frames) -> list[Any]:
-        return as_arrays(self._host.answer(frames))
+        return as_arrays(self._executor.answer(frames))
 
 
-_ACTOR = ray.remote(ActorHost)
+_ACTOR = ray.remote(ActorExecutor)
 
 
-def _stacks_there(pid: int) -> str:
-    """Of a process of the machine that this runs on, which knows where its files are."""
+def _read_local_stacks(pid: int) -> str:
+    """Read stacks on the machine of the process, where the path of its stack file is known."""
     return read_stacks(pid, stack_file(pid))
 
 
-class _Whole:
-    """A class that is pickled with its code."""
+class _PickledClass:
+    """A class, pickled with its code."""
 
     def __init__(self, role_class: type):
         self._code = cloudpickle.dumps(role_class)  # pyright: ignore[reportPrivateImportUsage]
@@ -370,14 +379,27 @@ class _Whole:
         return cloudpickle.loads, (self._code,)
 
 
+def interface_of(address: str) -> str | None:
+    """Return the network interface with this address, which gloo must be told by name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None
+
+
 def as_arrays(frames: Frames) -> list[Any]:
-    """The pickle as bytes and its buffers as arrays, which the object store takes as they lie in memory."""
+    """Convert a message to bytes and arrays; the object store takes arrays without a copy."""
     head, *buffers = frames
     return [bytes(head), *(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers)]
 
 
 def how_it_died(error: BaseException) -> str:
-    """What Ray knows, without the lines that repeat themselves in each of its errors."""
+    """Describe the death of an actor from the error of Ray, without its boilerplate."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"Ray killed it because memory ran out: {text.splitlines()[0]}"
@@ -386,5 +408,5 @@ def how_it_died(error: BaseException) -> str:
     if "creation task" in text:
         return f"it could not be built: {text}"
     if "End of file" in text:
-        return "without a word, as after SIGKILL, which is what the kernel sends when memory runs out"
+        return "without an exit status, as after SIGKILL, which the kernel sends when memory runs out"
     return " ".join(text.split())

@@ -15,12 +15,11 @@ import logging
 import multiprocessing
 import os
 import signal
-import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +34,7 @@ from camshaft.data.chat import Prompt, encode_prompts, with_progress
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
+from camshaft.subprocesses import end_with_parent
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +43,6 @@ _MIN_PARALLEL_ROWS = 10_000
 """Minimum number of rows for parallel processes and the cache (`benchmarks/results/tokenising.md`)."""
 _MAX_WORKERS = 16
 _CHUNK = 1000
-_WATCH_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -122,14 +121,7 @@ def _begin(work: _Work, driver: int) -> None:
     _WORK = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already has one process per CPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    threading.Thread(target=_end_with, args=(driver,), daemon=True).start()
-
-
-def _end_with(driver: int) -> None:
-    """Exit when the driver is killed, which the pool does not detect."""
-    while os.getppid() == driver:
-        time.sleep(_WATCH_SECONDS)
-    os._exit(1)
+    end_with_parent(driver, partial(os._exit, 1))  # the pool itself does not detect that the driver was killed
 
 
 def _ids(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ that it found in the response. One that takes `data_sources, solution_strs, grou
 for the whole batch and returns a list of these. `@register_reward("name")` gives it another name than its own.
 
 `manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `loading.py` how a
-function is found there, `wire.py` the messages between, `failed.py` the list of samples that were not scored. The
+function is found there, `messages.py` the messages between, `failed.py` the list of samples that were not scored. The
 functions to choose by name are in the modules that `REWARDS` lists. This file is imported in each worker and must stay
 free of torch.
 """

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from camshaft.errors import CamshaftError
 from camshaft.plugins import find, import_attribute, names
 from camshaft.rewards import GROUP, REGISTERED, REWARDS
-from camshaft.rewards.wire import Sample, Spec
+from camshaft.rewards.messages import Sample, Spec
 
 ARGUMENTS = Sample._fields
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")

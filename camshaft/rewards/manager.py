@@ -31,8 +31,8 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.rewards.last_token import on_last_token
+from camshaft.rewards.messages import Sample, Spec
 from camshaft.rewards.pool import Job, Outcome, WorkerPool
-from camshaft.rewards.wire import Sample, Spec
 
 Decode = Callable[[list[list[int]]], list[str]]
 

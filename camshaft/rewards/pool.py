@@ -19,19 +19,17 @@ import os
 import queue
 import signal
 import subprocess
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Pipe, wait
-from pathlib import Path
 from typing import Any, Literal
 
-import camshaft
 from camshaft.errors import RewardError
-from camshaft.rewards.wire import Answer, FrameReader, Loaded, Sample, Spec, pack
+from camshaft.rewards.messages import Answer, Loaded, Sample, Spec
+from camshaft.subprocesses import MessageReader, kill_group, pack, send, start_python
 
 Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
 Rows = tuple[int, ...]
@@ -238,23 +236,15 @@ class _Worker:
 
     def __init__(self, spec: Spec):
         self._timeout = spec.timeout
-        self._frames = FrameReader()
+        self._reader = MessageReader()
         self.calls: deque[Rows] = deque()
         """Calls without an answer; the first one is running."""
         self.ready = self.batched = False
         self.since = time.monotonic()
         """Start time of the current call."""
         self.deadline = self.since + LOAD_SECONDS
-        home = str(Path(camshaft.__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), home]))
-        self._process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "camshaft.rewards.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": paths},
-            start_new_session=True,  # allows killing it with its children
-        )
+        pipe = subprocess.PIPE
+        self._process = start_python(["-u", "-m", "camshaft.rewards.worker"], stdin=pipe, stdout=pipe, bufsize=0)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -269,7 +259,7 @@ class _Worker:
     def receive(self, job: Job) -> bool:
         """Read and handle messages; return False if the process closed its pipe."""
         data = os.read(self.outbox, 1 << 20)
-        for message in self._frames.feed(data):
+        for message in self._reader.feed(data):
             self._take(message, job)
         return bool(data)
 
@@ -287,11 +277,9 @@ class _Worker:
         self.deadline = self.since + self._timeout
 
     def _send(self, message: Any) -> None:
-        data = memoryview(pack(message))
         # The process died while it was idle; the next wait detects the end of its output.
         with contextlib.suppress(BrokenPipeError):
-            while data:
-                data = data[os.write(self._stdin.fileno(), data) :]
+            send(self._stdin.fileno(), pack(message))
 
     @property
     def is_dead(self) -> bool:
@@ -306,8 +294,7 @@ class _Worker:
         if patience:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(patience)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
         self._stdin.close()
         self._stdout.close()

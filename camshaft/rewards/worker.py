@@ -1,6 +1,6 @@
 """Worker process for reward functions: load a function and call it with each received sample or batch.
 
-    python -m camshaft.rewards.worker        # started by pool.py; exchanges wire.py messages on stdin and stdout
+    python -m camshaft.rewards.worker        # started by pool.py; exchanges messages.py messages on stdin and stdout
 
 User code has an empty stdin, and its stdout is redirected to stderr, so that it cannot corrupt the messages. A forked
 child that returns to this module exits silently. User code runs in the main thread, where `signal` works. A second
@@ -9,6 +9,7 @@ children.
 """
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 import math
@@ -26,8 +27,9 @@ from camshaft import plugins
 from camshaft.errors import CamshaftError
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, load_function, title
-from camshaft.rewards.wire import Answer, FrameReader, Loaded, Reply, Sample, pack
+from camshaft.rewards.messages import Answer, Loaded, Reply, Sample
 from camshaft.stop import outlive_stop_signals
+from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
 ANSWER = "pred"
 """Entry of a dict result with the extracted answer; validation compares the answers to one prompt."""
@@ -177,24 +179,21 @@ def _take_over_pipes() -> tuple[int, int]:
 
 
 def _read(inbox: int, messages: "queue.SimpleQueue[Any]") -> None:
-    frames = FrameReader()
-    while data := os.read(inbox, 1 << 16):
-        for message in frames.feed(data):
-            messages.put(message)
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            messages.put(unpack(receive(inbox)))
     messages.put(None)
     time.sleep(_FAREWELL_SECONDS)
     # The main thread is still in a call. If the pool started this process, the process group contains only it and
     # its children.
     if os.getpgrp() == os.getpid():
-        os.killpg(os.getpid(), signal.SIGKILL)
+        kill_own_group()
     os._exit(1)
 
 
 def _send(outbox: int, message: Any) -> None:
-    data = memoryview(pack(message))
     try:
-        while data:
-            data = data[os.write(outbox, data) :]
+        send(outbox, pack(message))
     except BrokenPipeError:
         os._exit(0)  # the driver exited
 

@@ -10,7 +10,7 @@ from camshaft.algorithms import mismatch
 from camshaft.config import reference_page
 from camshaft.contracts.engine.suite import RULES
 from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES
-from camshaft.controller.ray import CARRIED
+from camshaft.controller.ray import FORWARDED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
 from camshaft.parity.diagnosis import FindingKind
@@ -74,7 +74,7 @@ def test_the_page_on_clusters_shows_the_message_of_a_cluster_that_is_too_small()
 
 def test_the_page_on_clusters_names_every_variable_that_is_carried_over() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
-    names = re.findall("[A-Z]+", CARRIED.pattern)
+    names = re.findall("[A-Z]+", FORWARDED.pattern)
     assert "NCCL" in names
     for name in names:
         assert f"`{name}_`" in page or f"`{name}`" in page, name

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
-    {"errors", "config", "seat", "stop", "storage", "fetch", "plugins"},
+    {"errors", "config", "seat", "stop", "storage", "fetch", "plugins", "subprocesses"},
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
@@ -150,7 +150,15 @@ def test_algorithms_import_nothing_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["camshaft", "camshaft.config", "camshaft.cli", "camshaft.columns", "camshaft.rewards.worker"]
+    "module",
+    [
+        "camshaft",
+        "camshaft.config",
+        "camshaft.cli",
+        "camshaft.columns",
+        "camshaft.rewards.worker",
+        "camshaft.subprocesses",
+    ],
 )
 def test_light_modules_leave_torch_out(module: str) -> None:
     run(f"import sys, {module}; heavy = {{'torch', 'transformers', 'pyarrow'}} & set(sys.modules); assert not heavy")

@@ -24,7 +24,7 @@ from support.namespaces import ROOT, Machine, two_bare_machines, why_not
 from support.ppo_runs import ppo_words
 from support.processes import MARK, marked, still_running
 
-from camshaft.controller.watch import answers
+from camshaft.controller.port_monitor import accepts_connections
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
@@ -78,7 +78,7 @@ def a_head(folder: Path, num_cpus: int) -> Iterator[str]:
     try:
         finished(["ray", "start", "--head", *ports, *size], environment(**{MARK: mark}), folder, 60)
         until = time.monotonic() + 60
-        while not answers("127.0.0.1", dashboard) and time.monotonic() < until:
+        while not accepts_connections("127.0.0.1", dashboard) and time.monotonic() < until:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{dashboard}"
     finally:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
-from camshaft.controller.local import LocalPool, processes
+from camshaft.controller.local import LocalPool, process_pool
 from camshaft.errors import WorkerError
 
 # A test module is known as tests.unit....; ranks find it under that name from the root of the checkout.
@@ -50,7 +50,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         try:
             if world_size not in self._pools:
                 options = Options(timeout=timeout, preload=(__name__,))
-                self._pools[world_size] = processes(PoolSpec(function.__name__, ranks_per_node=world_size), options)
+                self._pools[world_size] = process_pool(PoolSpec(function.__name__, ranks_per_node=world_size), options)
             runner = spawn(_Runner, pool=self._pools[world_size], name=function.__name__, timeout=timeout)
             return runner.run([function] * world_size, [args] * world_size)
         except WorkerError as error:

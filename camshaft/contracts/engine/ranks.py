@@ -16,7 +16,7 @@ from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.engine.suite import RULES, construction_problem
 from camshaft.contracts.rules import Finding, Rule, Violation
 from camshaft.controller import Dispatch, Options, Pool, PoolSpec, Worker, register, spawn
-from camshaft.controller.local import processes
+from camshaft.controller.local import process_pool
 from camshaft.engine import BaseEngine
 from camshaft.errors import WorkerError
 
@@ -45,7 +45,7 @@ class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
                 self._end()
             if self._pool is None:
                 self._checked = 0
-                self._pool = processes(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
+                self._pool = process_pool(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
                 self._checker = spawn(_Checker, pool=self._pool, name=self._spec.name, timeout=SECONDS)
             self._checked += 1
             self._checker.check(rule, engine_class, folder, self._device, dict(always or {}))

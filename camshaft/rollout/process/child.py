@@ -11,15 +11,9 @@ dies, and kills every process that it started.
 
 from __future__ import annotations
 
-import os
-import pickle
-import signal
 import sys
-import threading
-import time
 import traceback
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -33,17 +27,13 @@ from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
 from camshaft.stop import outlive_stop_signals
-
-WATCH_SECONDS = 0.5
-"""Interval between two checks that the parent is alive."""
-
-Reply = tuple[str, Any]
+from camshaft.subprocesses import end_with_parent, kill_own_group, pack, receive, send, unpack
 
 
 class RequestHandler:
     """The rollout of this process, with one method per kind of request."""
 
-    def __init__(self, connection: Connection):
+    def __init__(self, connection: int):
         self._connection = connection
 
     def start(self, name: str, config: str) -> None:
@@ -64,9 +54,9 @@ class RequestHandler:
     def _received_weights(self, handle: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         device = torch.device(self._rollout.config.device)
         receiver, assembler = open_receiver(handle, device=device), Assembler(device)
-        _send(self._connection, ("result", None))
+        send(self._connection, pack(("result", None)))
         while True:
-            message, *arguments = pickle.loads(self._connection.recv_bytes())
+            message, *arguments = unpack(receive(self._connection))
             if message == "abort":
                 raise RolloutError("the sender aborted the weight sync")
             if message == "end":
@@ -78,7 +68,7 @@ class RequestHandler:
             else:
                 pieces, used = arguments
                 yield from assembler.take(pieces, receiver.pull(used))
-            _send(self._connection, ("result", reply))
+            send(self._connection, pack(("result", reply)))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:
         return self._rollout.weights_version, dict(self._rollout.weight_digests())
@@ -105,7 +95,7 @@ class RequestHandler:
         self._rollout.wake_up()
 
 
-def serve(connection: Connection) -> None:
+def serve(connection: int) -> None:
     """Answer requests until the connection closes."""
     handler = RequestHandler(connection)
     methods = {
@@ -116,36 +106,26 @@ def serve(connection: Connection) -> None:
         )
     }  # fmt: skip
     while True:
-        request, *arguments = pickle.loads(connection.recv_bytes())
+        request, *arguments = unpack(receive(connection))
         try:
             reply = ("result", methods[request](*arguments))
         except CamshaftError as error:
             reply = ("error", str(error))
-        except (EOFError, BrokenPipeError):
+        except BrokenPipeError:
             raise
         except Exception:
             reply = ("traceback", traceback.format_exc().rstrip())
-        _send(connection, reply)
-
-
-def _send(connection: Connection, reply: Reply) -> None:
-    connection.send_bytes(pickle.dumps(reply))
-
-
-def _end_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_SECONDS)
-    os.killpg(0, signal.SIGKILL)
+        send(connection, pack(reply))
 
 
 def main(file: int, parent: int) -> None:
     """Serve requests on file descriptor `file` until the connection or the process `parent` ends."""
     outlive_stop_signals()
-    threading.Thread(target=_end_with_parent, args=(parent,), daemon=True).start()
+    end_with_parent(parent)
     try:
-        serve(Connection(file))
-    except (EOFError, ConnectionError):
-        os.killpg(0, signal.SIGKILL)  # the parent is gone; also kill what the rollout started
+        serve(file)
+    except ConnectionError:
+        kill_own_group()  # the parent is gone; also kill what the rollout started
 
 
 if __name__ == "__main__":

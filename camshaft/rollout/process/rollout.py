@@ -13,30 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
-import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
-from pathlib import Path
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import camshaft
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here
-from camshaft.errors import RolloutError, how_it_ended
+from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
+from camshaft.subprocesses import describe_exit, kill_group, pack, receive, send, start_python, unpack
 
 POLL_SECONDS = 0.2
 """Interval between two checks that the child is alive; a reply or a closed connection is noticed at once."""
@@ -147,20 +143,13 @@ class _Child:
     """The child process and the connection to it."""
 
     def __init__(self, timeout: float) -> None:
-        parent_end, child_end = socket.socketpair()
+        self._socket, child_end = socket.socketpair()
         # A stopped process reads nothing, so a send without a timeout would block forever.
-        parent_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         self._timeout = timeout
-        package_root = str(Path(camshaft.__file__).resolve().parent.parent)
-        paths = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), package_root]))
         with child_end:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "camshaft.rollout.process.child", str(child_end.fileno()), str(os.getpid())],
-                pass_fds=[child_end.fileno()],
-                env=os.environ | {"PYTHONPATH": paths},
-                start_new_session=True,  # to kill it together with its children
-            )
-        self._connection = Connection(parent_end.detach())
+            descriptor, module = child_end.fileno(), "camshaft.rollout.process.child"
+            self._process = start_python(["-m", module, str(descriptor), str(os.getpid())], pass_fds=[descriptor])
         self._ended = ""
         self._owner = os.getpid()
 
@@ -172,8 +161,7 @@ class _Child:
         if self._ended:
             raise RolloutError(f"{self} has ended ({self._ended}); build the rollout again, or resume the run")
         try:
-            # `Connection.send` would move tensors into shared memory.
-            self._connection.send_bytes(pickle.dumps((request, *arguments)))
+            send(self._socket.fileno(), pack((request, *arguments)))
         except BlockingIOError as error:
             self.end(f"it did not read {request}")
             raise RolloutError(
@@ -190,8 +178,8 @@ class _Child:
         """Return the reply to a request; kill the process if none arrives in time."""
         deadline = time.monotonic() + timeout
         try:
-            while not self._connection.poll(POLL_SECONDS):
-                if self._process.poll() is not None and not self._connection.poll(0):
+            while not wait([self._socket], POLL_SECONDS):
+                if self._process.poll() is not None and not wait([self._socket], 0):
                     raise self._died(request)
                 if time.monotonic() > deadline:
                     self.end(f"no answer to {request}")
@@ -199,8 +187,8 @@ class _Child:
                         f"{self} has not answered {request} for {timeout:g} s and was killed; increase "
                         "engine_kwargs.timeout if it is only slow"
                     )
-            return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
+            return unpack(receive(self._socket.fileno()))
+        except OSError as error:
             raise self._died(request) from error
         except BaseException:
             self.end(f"{request} was interrupted")  # a late reply would be read as the reply to the next request
@@ -208,7 +196,7 @@ class _Child:
 
     def _died(self, request: str) -> RolloutError:
         self.end(f"it died in {request}")
-        how = how_it_ended(self._process.returncode)
+        how = describe_exit(self._process.returncode)
         return RolloutError(f"{self} died in {request} ({how}); resume the run from its last checkpoint")
 
     def end(self, why: str = "it was closed") -> None:
@@ -216,11 +204,10 @@ class _Child:
         if self._ended or os.getpid() != self._owner:
             return
         self._ended = why
-        self._connection.close()
+        self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(POLL_SECONDS)  # it may be exiting with a status that the error reports
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         self._process.wait()
 
 

@@ -14,28 +14,24 @@ import json
 import os
 import secrets
 import shlex
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import camshaft
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here
 from camshaft.errors import RolloutError
 from camshaft.rollout.external import reject_reserved
-from camshaft.rollout.server import guard
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.vllm.engine import engine_arguments
 from camshaft.rollout.vllm.installed import MISSING
+from camshaft.subprocesses import describe_exit, guard_group, kill_group, start_python
 
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
@@ -84,21 +80,18 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server runs
-        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
+        server = ["-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
         server += [
             "--served-model-name",
             self._name,
             "--disable-uvicorn-access-log",
             *command_line_options(config, arguments),
         ]
-        self._guard = subprocess.Popen(
-            [sys.executable, "-P", str(Path(guard.__file__)), str(os.getpid()), *server],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            env=_environment(config.device),
-            start_new_session=True,
+        environment = _environment(config.device)
+        self._server = start_python(
+            server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
+        self._guard = guard_group(self._server.pid)
 
     def wait(self, timeout: float) -> None:
         """Wait until the server answers; stop it and raise an error after `timeout` seconds."""
@@ -125,9 +118,9 @@ class ServerProcess:
     def ended(self) -> str:
         """Return a report with the last lines of the log if the server has ended, else an empty string."""
         with self._lock:
-            if not self._ended and self._guard.poll() is not None:
+            if not self._ended and (code := self._server.poll()) is not None:
                 self.end()
-                self._ended = f"has ended. {self._last_lines()}"
+                self._ended = f"has ended ({describe_exit(code)}). {self._last_lines()}"
             return self._ended
 
     def end(self) -> None:
@@ -135,9 +128,10 @@ class ServerProcess:
         if self._ended or os.getpid() != self._owner:
             return
         self._ended = "was stopped"
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._guard.pid, signal.SIGKILL)
+        kill_group(self._server.pid)
+        self._guard.kill()
         self._guard.wait()
+        self._server.wait()
 
     def _last_lines(self) -> str:
         size = os.fstat(self._log.fileno()).st_size
@@ -153,10 +147,8 @@ def _free_port() -> int:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Return the environment of the server, with this package importable and without the trainer's ranks."""
+    """Return the environment of the server, without the trainer's ranks."""
     environment = {name: value for name, value in os.environ.items() if name not in TRAINER_VARIABLES}
-    home = str(Path(camshaft.__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), home]))
     environment[DEV_MODE] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")

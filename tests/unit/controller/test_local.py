@@ -15,7 +15,7 @@ from support.command_line import hear_ctrl_c
 from support.processes import still_running
 from support.toy_roles import Toy
 
-from camshaft.controller import Worker, processes, shutdown, spawn, workers
+from camshaft.controller import Worker, process_pool, shutdown, spawn, workers
 from camshaft.errors import WorkerError
 
 ROOT = Path(__file__).parents[3]
@@ -26,7 +26,7 @@ from camshaft.controller import local, spawn
 from support.toy_roles import Toy
 
 if __name__ == "__main__":
-    local.PRELOAD[:] = ["camshaft.controller.serve"]  # each of these drivers starts a fork server of its own
+    local.PRELOAD[:] = ["camshaft.controller.local"]  # each of these drivers starts a fork server of its own
     toy = spawn(Toy, world_size=2, timeout=60)
     print(*toy.pids(), *toy.start_child(), flush=True)
     {then}
@@ -112,7 +112,7 @@ def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch, caplo
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
     with workers(Toy, world_size=2), workers(Toy, world_size=1):
         (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"OMP_NUM_THREADS={cores + 1}: 2 ranks have {2 * cores + 2} threads in all, and there are")
+    assert told.startswith(f"OMP_NUM_THREADS={cores + 1}: 2 ranks have {2 * cores + 2} threads on {cores} cores")
     assert told.endswith(f"or set OMP_NUM_THREADS={max(1, cores // 2)}")
     caplog.clear()
     for enough in ("1", ""):
@@ -122,7 +122,7 @@ def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(processes, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(process_pool, "NOTICE_SECONDS", 0.3)
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
         toy.stall(1, seconds=1.0)
     told = [record.getMessage() for record in caplog.records]

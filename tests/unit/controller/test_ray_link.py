@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from camshaft.controller import ray as on_ray
-from camshaft.controller.processes import Inbox
-from camshaft.controller.watch import Watch
+from camshaft.controller.port_monitor import PortMonitor
+from camshaft.controller.process_pool import Inbox
 from camshaft.controller.worker import RankInfo
 
 
@@ -19,7 +19,7 @@ class Actor:
     def __init__(self, answers: list[Future[Any]]):
         coming = iter(answers)
         self.node = SimpleNamespace(remote=lambda: "node")
-        self.answer = SimpleNamespace(remote=lambda parcel: SimpleNamespace(future=lambda: next(coming)))
+        self.answer = SimpleNamespace(remote=lambda payload: SimpleNamespace(future=lambda: next(coming)))
 
     def options(self, **_: Any) -> Any:
         return SimpleNamespace(remote=lambda *_: self)
@@ -41,7 +41,7 @@ def arrived(inbox: Inbox) -> list[Any]:
 
 def test_answers_keep_their_order_and_a_death_is_told_after_them(answers: list[Future[Any]]) -> None:
     inbox: Inbox = queue.SimpleQueue()
-    link = on_ray.RayLink(RankInfo(3, 4, "cpu", 60.0), {}, inbox, Watch())
+    link = on_ray.ActorProcess(RankInfo(3, 4, "cpu", 60.0), {}, inbox, PortMonitor())
     answers[0].set_result([b"at once"])
     for number in range(4):
         link.post(number)
@@ -52,4 +52,4 @@ def test_answers_keep_their_order_and_a_death_is_told_after_them(answers: list[F
     assert link.ended() is None
     answers[1].set_result([b"large"])
     assert arrived(inbox) == [(3, [b"large"]), (3, [b"small"]), (3, None)]
-    assert "without a word" in (link.ended() or "")
+    assert "without an exit status" in (link.ended() or "")

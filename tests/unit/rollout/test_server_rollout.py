@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from camshaft.config.schema.server import ServerOptions
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
-from camshaft.rollout.server import guard
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import ServerProcess, command_line_options
 
@@ -268,13 +266,13 @@ def test_missing_vllm_is_an_error() -> None:
 
 
 def guarded(*code: str) -> subprocess.Popen[bytes]:
-    """Start a trainer that starts the guard, which starts a server that prints its process id."""
-    server = [sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); " + code[0]]
+    """Start a trainer that starts a server and its guard; the server prints its process id."""
+    server = ["-c", "import os, time; print(os.getpid(), flush=True); " + code[0]]
     trainer = (
-        "import os, subprocess, sys, time; subprocess.Popen([sys.executable, sys.argv[1], str(os.getpid()), "
-        "*sys.argv[2:]], start_new_session=True); time.sleep(600)"
+        "import sys, time; from camshaft.subprocesses import guard_group, start_python; "
+        "guard = guard_group(start_python(sys.argv[1:]).pid); time.sleep(600)"
     )
-    return subprocess.Popen([sys.executable, "-c", trainer, str(Path(guard.__file__)), *server], stdout=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-c", trainer, *server], stdout=subprocess.PIPE)
 
 
 def test_server_ends_with_a_killed_trainer() -> None:

@@ -14,7 +14,7 @@ from support.ranks import _Runner, run_ranks
 from camshaft import storage
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.controller import Options, PoolSpec, spawn
-from camshaft.controller.local import processes
+from camshaft.controller.local import process_pool
 from camshaft.engine.fsdp import FSDPEngine
 from camshaft.errors import CheckpointError, WorkerError
 
@@ -52,7 +52,7 @@ def _newest(run: Path) -> int:
 
 def _killed(folder: Path, in_background: bool, pause: float) -> None:
     """Start training and kill all ranks `pause` seconds after the third save has begun."""
-    pool = processes(PoolSpec("killed", ranks_per_node=2), Options(timeout=60.0))
+    pool = process_pool(PoolSpec("killed", ranks_per_node=2), Options(timeout=60.0))
     runner = spawn(_Runner, pool=pool, name="killed", timeout=60.0)
 
     def kill() -> None:

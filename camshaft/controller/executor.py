@@ -1,11 +1,11 @@
-"""What one process of a pool holds, and how it answers the driver: several roles by number, one request at a time.
+"""Execute the driver's requests in a worker process, which holds several roles and runs one request at a time.
 
-    host = Host(rank_info)
-    frames = host.answer(frames)            # the request's and the answer's, see `wire.py`
+    executor = Executor(rank_info)
+    answer = executor.answer(request)       # frames of a message, see `camshaft.subprocesses`
 
-Every backend whose ranks are processes runs one of these in each. A request is the name of a method of `Host` with
-its arguments; an exception becomes a `Failure`, which is an answer like any other. While a role is at work its name
-and rank stand in each line that it logs (`log_to_file`).
+All backends whose ranks are processes run one executor per process. A request is the name of a method of `Executor`
+with its arguments; an exception is returned as a `Failure`. The log shows the name and rank of the running role in
+each line (`log_to_file`).
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from camshaft.controller.wire import Frames, pack, unpack
 from camshaft.controller.worker import RankInfo, Worker, build_worker, init_process_group, open_store
 from camshaft.seat import Seat
+from camshaft.subprocesses import Frames, pack, unpack
 
-LINE = "%(asctime)s %(levelname)s %(role)s %(name)s: %(message)s"
-"""A line of a worker's log; `role` is "critic/3" for rank 3 of the critic."""
+LOG_FORMAT = "%(asctime)s %(levelname)s %(role)s %(name)s: %(message)s"
+"""Format of a worker's log; `role` is "critic/3" for rank 3 of the critic."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a role, on its way to the driver."""
+    """An exception of a role, as sent to the driver."""
 
     summary: str
     traceback: str
     at: float
-    """Wall clock, to tell which rank failed first."""
+    """Wall clock time, which orders the failures of several ranks."""
     pickled: bytes | None
-    """The exception itself, if it can be sent."""
+    """The exception, if it can be pickled."""
 
     def original(self) -> BaseException | None:
+        """Return the exception, if it can be unpickled here."""
         if self.pickled is None:
             return None
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # its class exists on the worker alone; the text tells it all the same
+        except Exception:  # its class exists only on the worker; the text has its message
             return None
 
 
-class Host:
+class Executor:
     """The roles of this process."""
 
     def __init__(self, rank_info: RankInfo):
@@ -62,7 +63,7 @@ class Host:
         self._store: TCPStore | None = None
 
     def answer(self, frames: Frames) -> Frames:
-        """What the driver asked for, or why it cannot be had."""
+        """Run a request; returns its result or its failure."""
         try:
             request, *rest = unpack(frames)
             return pack((True, methodcaller(request, *rest)(self)))
@@ -75,18 +76,18 @@ class Host:
         return os.getpid()
 
     def open_rendezvous(self) -> str:
-        """Where the ranks can meet: a store in this process, on a port that the system chose."""
+        """Start a rendezvous store on a free port; returns its address."""
         self._store, address = open_store(self._rank_info)
         return address
 
     def join(self, rendezvous: str) -> None:
-        """Meet the other ranks."""
+        """Join the process group of the pool."""
         init_process_group(self._rank_info, rendezvous, self._store)
 
     def build(
         self, key: int, name: str, role_class: type[Worker], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        _Role.now = f"{name}/{self._rank_info.rank}"
+        _RoleFilter.role = f"{name}/{self._rank_info.rank}"
         self._roles[key] = name, build_worker(role_class, self._rank_info, args, kwargs)
 
     def seat_for(self, key: int, method: str) -> Seat:
@@ -94,20 +95,20 @@ class Host:
 
     def call(self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
         name, role = self._roles[key]
-        _Role.now = f"{name}/{self._rank_info.rank}"
+        _RoleFilter.role = f"{name}/{self._rank_info.rank}"
         result = methodcaller(method, *args, **kwargs)(role)
         return result if keep else None
 
     def drop(self, key: int) -> None:
-        """Let go of a role; its memory is free for the others."""
+        """Delete a role and free its memory."""
         del self._roles[key]
         gc.collect()
 
 
 def _failure(error: BaseException) -> Failure:
-    own_files = {__file__, build_worker.__code__.co_filename}
+    internal_files = {__file__, build_worker.__code__.co_filename}
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in own_files:
+    while frames is not None and frames.tb_frame.f_code.co_filename in internal_files:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     summary = "".join(traceback.format_exception_only(error)).strip()
@@ -117,26 +118,26 @@ def _failure(error: BaseException) -> Failure:
 def _pickled(error: BaseException) -> bytes | None:
     try:
         data = pickle.dumps(error)
-        pickle.loads(data)  # many exceptions can be written but not read back
+        pickle.loads(data)  # many exceptions can be pickled but not unpickled
     except Exception:
         return None
     return data
 
 
-class _Role(logging.Filter):
-    """Adds to each record which role is at work."""
+class _RoleFilter(logging.Filter):
+    """Adds the running role to log records."""
 
-    now = "-"
+    role = "-"
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.role = _Role.now
+        record.role = _RoleFilter.role
         return True
 
 
 def log_to_file(rank_info: RankInfo) -> None:
-    """All that this process and its children write goes to the file of its rank from now on, in one format."""
+    """Redirect the output of this process and its children to the log file of its rank."""
     file = log_file(rank_info)
-    _Role.now = f"{rank_info.pool}/{rank_info.rank}"
+    _RoleFilter.role = f"{rank_info.pool}/{rank_info.rank}"
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -147,12 +148,13 @@ def log_to_file(rank_info: RankInfo) -> None:
     os.dup2(descriptor, 2)
     os.close(descriptor)
     handler = logging.StreamHandler()
-    handler.addFilter(_Role())
-    handler.setFormatter(logging.Formatter(LINE))
+    handler.addFilter(_RoleFilter())
+    handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def log_file(rank_info: RankInfo) -> Path | None:
+    """Return the log file of a rank."""
     return (
         None
         if rank_info.log_folder is None
@@ -161,7 +163,7 @@ def log_file(rank_info: RankInfo) -> Path | None:
 
 
 def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
-    """The driver's variables, and where this rank is; the cores of the machine are shared by its ranks."""
+    """Set the driver's environment variables and those of torchrun; share the cores among the ranks of the machine."""
     os.environ.update(environment)
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
@@ -170,5 +172,5 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
         environment.get("OMP_NUM_THREADS") or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
     )
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # torch was imported before this and has read the variable of that time.
+    # torch was imported earlier and has read the previous value.
     torch.set_num_threads(threads)

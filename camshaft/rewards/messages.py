@@ -1,8 +1,4 @@
-"""Messages between the reward manager and its workers: length-prefixed pickles.
-
-    os.write(fd, pack([[sample.packed() for sample in call] for call in calls]))
-    frames = FrameReader()
-    for message in frames.feed(os.read(fd, 65536)): ...
+"""Messages between the reward pool and its workers.
 
 To a worker: one `Spec`, then lists of calls. A call is a list of packed `Sample`s: one sample, or a batch for batched
 functions. From a worker: `Loaded`, then one `Answer` per call, in order. Each sample is pickled separately, so that a
@@ -12,11 +8,7 @@ imports this module.
 """
 
 import pickle
-import struct
-from collections.abc import Iterator
 from typing import Any, NamedTuple
-
-_HEAD = struct.Struct("<Q")
 
 
 class Spec(NamedTuple):
@@ -74,27 +66,3 @@ class Answer(NamedTuple):
 
     replies: list[Reply]
     seconds: float
-
-
-def pack(message: Any) -> bytes:
-    """Serialize a message with its length prefix."""
-    body = pickle.dumps(message, protocol=5)
-    return _HEAD.pack(len(body)) + body
-
-
-class FrameReader:
-    """Reassemble messages from received bytes."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[Any]:
-        """Add received bytes and yield complete messages."""
-        self._buffer += data
-        while len(self._buffer) >= _HEAD.size:
-            end = _HEAD.size + _HEAD.unpack_from(self._buffer)[0]
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_HEAD.size : end])
-            del self._buffer[:end]
-            yield pickle.loads(body)

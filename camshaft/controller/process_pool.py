@@ -1,0 +1,399 @@
+"""Base class of the pools whose ranks are processes: requests, answers, time limits and errors.
+
+    class LocalPool(ProcessPool):
+        def create_processes(self): ...       # one WorkerProcess per rank
+        def payload(self, frames): ...        # the form in which a request is sent, built once for all equal requests
+
+Each rank answers its requests in order. All waits have a time limit. If a rank raises, dies or does not answer, the
+whole pool ends with one `WorkerError` that names rank and method and shows the stack: the state of the other ranks
+after a broken collective is useless. For an exception, `__cause__` is the exception itself. While the driver waits for
+one pool, it monitors the others as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from camshaft.controller.dispatch import Call
+from camshaft.controller.executor import Failure
+from camshaft.controller.group import Options, Pool, RoleSpec
+from camshaft.controller.resources import PoolSpec
+from camshaft.controller.worker import Worker
+from camshaft.errors import WorkerError
+from camshaft.seat import Seat
+from camshaft.subprocesses import Frames, pack, unpack
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+"""Interval at which the driver checks that all processes are alive; answers wake it at once."""
+GRACE_SECONDS = 0.3
+"""After a rank has failed, time to wait for the failure of another rank that may be its cause."""
+START_SECONDS = 180.0
+"""Minimum time limit for processes to start and import their modules."""
+END_SECONDS = 5.0
+"""Time for a process to exit before it is killed."""
+NOTICE_SECONDS = 60.0
+"""Age of a request at which the log first reports it; then at twice the age, and so on."""
+COLLECTIVE_EXTRA_SECONDS = 60.0
+"""Added to the time limit of collectives, so that the driver reports a timeout before a collective does."""
+
+Inbox = queue.SimpleQueue[tuple[int, Frames | None]]
+
+
+class WorkerProcess(ABC):
+    """The driver's handle of one process of a pool. Its answers arrive in the inbox of the pool, with its rank."""
+
+    rank: int
+    pid: int | None = None
+
+    @abstractmethod
+    def post(self, payload: Any) -> None:
+        """Send a request without waiting. (rank, None) in the inbox means that no more answers will arrive."""
+
+    @abstractmethod
+    def ended(self) -> str | None:
+        """Describe how the process ended; None while it runs."""
+
+    @abstractmethod
+    def stacks(self) -> str:
+        """Return the stacks of the process' threads, also after a crash; "" if they cannot be read."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Ask the process to exit after it has answered all requests."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the process and its children."""
+
+    @abstractmethod
+    def join(self, seconds: float) -> None:
+        """Wait until the process has ended, at most `seconds`."""
+
+
+class Request:
+    """A request to some ranks, and their answers so far. Iteration waits for the answers."""
+
+    def __init__(self, pool: ProcessPool, role: str, method: str, timeout: float, ranks: set[int]):
+        self._pool, self.role, self.method, self.timeout = pool, role, method, timeout
+        self.num_ranks, self.waiting = len(ranks), ranks
+        self.answers: dict[int, Any] = {}
+        """By rank, in the order of arrival."""
+        self.notice = NOTICE_SECONDS
+        """Age of the request at which the log reports it next."""
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self._pool.answers(self)
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.method}"
+
+
+class ProcessPool(Pool):
+    """A pool whose ranks are processes in one process group."""
+
+    def __init__(self, spec: PoolSpec, options: Options):
+        super().__init__(spec)
+        self.options = options
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.processes: list[WorkerProcess] = []
+        self._ended = ""
+        self._lock = threading.RLock()
+        self._requests: list[deque[Request]] = [deque() for _ in range(self.world_size)]
+        self._since = [0.0] * self.world_size
+        self._roles: dict[int, RoleSpec] = {}
+        self._next_key = 0
+
+    def start(self) -> None:
+        """Start the processes without waiting for their imports."""
+        _LIVE.add(self)
+        try:
+            self.create_processes()
+        except BaseException:
+            self._terminate("it could not be started")
+            raise
+
+    def join_ranks(self) -> None:
+        """Wait until all processes have joined the process group."""
+        try:
+            for process, pid in zip(self.processes, self.request("__init__", ("pid",)), strict=True):
+                process.pid = pid
+            self.request("__init__", ("join", self.rendezvous()))
+        except BaseException:
+            self._terminate("it could not be started")
+            raise
+
+    # -- implemented by a backend -----------------------------------------------------------------
+
+    @abstractmethod
+    def create_processes(self) -> None:
+        """Append one process per rank to `processes`."""
+
+    @abstractmethod
+    def rendezvous(self) -> str:
+        """Return the init_method of torch.distributed for the ranks."""
+
+    def payload(self, frames: Frames) -> Any:
+        """Convert a request for `WorkerProcess.post`; called once for all ranks that get the same request."""
+        return frames
+
+    def portable_class(self, role_class: type[Worker]) -> Any:
+        """Return an object that unpickles to the class in a worker process."""
+        return role_class
+
+    def cluster_error(self) -> str | None:
+        """Return a message if a machine of the pool is dead; called while an answer is awaited."""
+        return None
+
+    def release(self) -> None:
+        """Release everything other than the processes, which have ended."""
+
+    # -- the interface of pools -------------------------------------------------------------------
+
+    def build(self, role: RoleSpec) -> int:
+        self._next_key += 1
+        key = self._next_key
+        message = ("build", key, role.name, self.portable_class(role.role_class), role.args, role.kwargs)
+        self._wait(self._send(role.name, "__init__", role.timeout, [message] * self.world_size))
+        self._roles[key] = role
+        return key
+
+    def seats(self, key: int, method: str) -> list[Seat]:
+        role = self._role(key, method)
+        message = ("seat_for", key, method)
+        return self._wait(self._send(role.name, f"seat_for({method})", role.timeout, [message] * self.world_size))
+
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Request:
+        role = self._role(key, method)
+        # Ranks with the same call share one message, so that it is pickled once.
+        shared: dict[tuple[int, bool], tuple[Any, ...]] = {}
+        messages: list[tuple[Any, ...] | None] = []
+        for call, kept in zip(calls, keep, strict=True):
+            if call is not None:
+                shared.setdefault((id(call), kept), ("call", key, method, *call, kept))
+            messages.append(None if call is None else shared[id(call), kept])
+        return self._send(role.name, method, role.timeout, messages)
+
+    def drop(self, key: int) -> None:
+        role = self._roles.pop(key, None)
+        if role is not None and not self._ended:
+            self._wait(self._send(role.name, "drop", role.timeout, [("drop", key)] * self.world_size))
+
+    def shutdown(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            deadline = time.monotonic() + END_SECONDS
+            for process in self.processes:
+                process.stop()
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            self._terminate("it was shut down")
+
+    def _role(self, key: int, method: str) -> RoleSpec:
+        if key not in self._roles:
+            raise WorkerError(f"{self.spec.name}.{method}: the role was shut down; spawn it again")
+        return self._roles[key]
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def request(self, method: str, message: tuple[Any, ...], ranks: set[int] | None = None) -> list[Any]:
+        """Send a request that concerns no role to all ranks, or to `ranks`, and wait for the answers."""
+        messages = [message if ranks is None or rank in ranks else None for rank in range(self.world_size)]
+        timeout = max(self.options.timeout, START_SECONDS)
+        return self._wait(self._send(self.spec.name, method, timeout, messages))
+
+    def _send(self, role: str, method: str, timeout: float, messages: Sequence[tuple[Any, ...] | None]) -> Request:
+        with self._lock:
+            self._check_running(f"{role}.{method}")
+            payloads = self._payloads(f"{role}.{method}", messages)
+            ranks = {rank for rank, message in enumerate(messages) if message is not None}
+            request = Request(self, role, method, timeout, ranks)
+            for process, message in zip(self.processes, messages, strict=True):
+                if message is not None:
+                    if not self._requests[process.rank]:
+                        self._since[process.rank] = time.monotonic()
+                    self._requests[process.rank].append(request)
+                    process.post(payloads[id(message)])
+            return request
+
+    def _payloads(self, request: str, messages: Sequence[tuple[Any, ...] | None]) -> dict[int, Any]:
+        payloads: dict[int, Any] = {}
+        for message in messages:
+            if message is None or id(message) in payloads:
+                continue
+            try:
+                payloads[id(message)] = self.payload(pack(message))
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise WorkerError(
+                    f"{request}: an argument cannot be sent to a worker process: {error}. "
+                    "Define functions and classes that are sent at the top level of an importable module"
+                ) from error
+        return payloads
+
+    def _wait(self, request: Request) -> list[Any]:
+        """Wait for the answers of all ranks; None for ranks without the request."""
+        answers = dict(request)
+        return [answers.get(rank) for rank in range(self.world_size)]
+
+    def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
+        """Yield (rank, answer) in the order of arrival; an error ends the pool."""
+        num_yielded = 0
+        while num_yielded < request.num_ranks:
+            with self._lock:
+                if len(request.answers) == num_yielded:
+                    self._check_running(str(request))
+                    with self._terminate_on_error(request):
+                        self._poll(POLL_SECONDS)
+                arrived = list(request.answers.items())[num_yielded:]
+            num_yielded += len(arrived)
+            yield from arrived
+            for other in list(_LIVE):
+                if other is not self:
+                    other._poll_if_unattended()
+
+    def _check_running(self, request: str) -> None:
+        if self._ended:
+            raise WorkerError(f"{request}: its workers have ended ({self._ended}); spawn it again")
+
+    @contextlib.contextmanager
+    def _terminate_on_error(self, request: Request) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._terminate(f"{request.method} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
+            raise
+
+    def _poll_if_unattended(self) -> None:
+        """Poll this pool for a wait on another pool, unless another thread waits for this one."""
+        pending = next((requests[0] for requests in self._requests if requests), None)
+        if pending is None or not self._lock.acquire(blocking=False):
+            return
+        try:
+            if not self._ended:
+                with self._terminate_on_error(pending):
+                    self._poll(0.0)
+        finally:
+            self._lock.release()
+
+    def _poll(self, seconds: float) -> None:
+        """Wait up to `seconds` for an answer, store all that have arrived, and check processes and time limits."""
+        answer = self._next(seconds)
+        while answer is not None:
+            rank, request, (succeeded, value) = answer
+            if not succeeded:
+                self._raise_first(request, {rank: value})
+            request.answers[rank] = value
+            answer = self._next(0.0)
+        self._check_alive()
+        self._check_times()
+
+    def _next(self, seconds: float) -> tuple[int, Request, tuple[bool, Any]] | None:
+        """Return the next answer of any rank; None if none arrived or a connection broke."""
+        try:
+            rank, frames = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
+        except queue.Empty:
+            return None
+        if frames is None:
+            self.processes[rank].join(END_SECONDS)
+            return None
+        request = self._requests[rank].popleft()
+        self._since[rank] = time.monotonic()
+        request.waiting.discard(rank)
+        return rank, request, unpack(frames)
+
+    # -- errors -----------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        for process in self.processes:
+            exit_status = process.ended()
+            if exit_status is not None:
+                raise self._death(process, exit_status)
+        request = next((requests[0] for requests in self._requests if requests), None)
+        error = self.cluster_error()
+        if request is not None and error is not None:
+            raise WorkerError(f"{request}: {error}")
+
+    def _check_times(self) -> None:
+        now = time.monotonic()
+        for request in {requests[0] for requests in self._requests if requests}:
+            late = [rank for rank in request.waiting if self._requests[rank][0] is request]
+            age = now - min(self._since[rank] for rank in late)
+            if age > request.timeout:
+                raise self._timeout(request, sorted(late), age)
+            if age > request.notice:
+                ranks = ", ".join(str(rank) for rank in sorted(late))
+                logger.warning("%s: rank(s) %s have not answered for %.0f s", request, ranks, age)
+                request.notice *= 2
+
+    def _raise_first(self, request: Request, failures: dict[int, Failure]) -> NoReturn:
+        """Raise the error of the rank that failed first; the other ranks may have failed as a consequence."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while request.waiting and (left := deadline - time.monotonic()) > 0:
+            answer = self._next(left)
+            self._check_alive()
+            if answer is not None and answer[1] is request and not answer[2][0]:
+                failures[answer[0]] = answer[2][1]
+        rank, failure = min(failures.items(), key=lambda item: item[1].at)
+        raise WorkerError(
+            f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}\n\n"
+            f"On rank {rank}:\n{failure.traceback}"
+        ) from failure.original()
+
+    def _death(self, process: WorkerProcess, exit_status: str) -> WorkerError:
+        requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
+        role, method = (requests[0].role, requests[0].method) if requests else (self.spec.name, "between two calls")
+        hint = ""
+        if method == "__init__":
+            hint = ". A script that starts workers must do so under `if __name__ == '__main__':`"
+        stacks = process.stacks()
+        return WorkerError(
+            f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
+            f"died in {method} ({exit_status}){hint}" + (f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else "")
+        )
+
+    def _timeout(self, request: Request, late: list[int], age: float) -> WorkerError:
+        missing = "(no stack: the process did not react to a signal)"
+        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or missing}" for rank in late)
+        ranks = ", ".join(str(rank) for rank in late)
+        return WorkerError(
+            f"{request}: rank(s) {ranks} of {self.world_size} have not answered for {age:.1f} s. "
+            f"If the call is only slow, increase spawn(..., timeout={request.timeout:g})\n\n{stacks}"
+        )
+
+    def _terminate(self, reason: str) -> None:
+        """Kill all processes; calling it again has no effect."""
+        if self._ended:
+            return
+        self._ended = reason
+        _LIVE.discard(self)
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(END_SECONDS)
+        self.release()
+
+
+_LIVE: set[ProcessPool] = set()
+
+
+@atexit.register
+def _terminate_all() -> None:
+    for pool in list(_LIVE):
+        pool._terminate("the driver ended")
+
+
+# A forked child of the driver does not own its workers.
+os.register_at_fork(after_in_child=_LIVE.clear)

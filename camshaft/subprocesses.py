@@ -1,0 +1,167 @@
+"""Child processes: start them, exchange messages with them, and end them together with their parent.
+
+    process = start_python(["-m", "camshaft.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    send(descriptor, pack(value))              # and in the child: value = unpack(receive(descriptor))
+    kill_group(process.pid)                    # the child and everything that it started
+
+    end_with_parent(parent)                    # in the child: ends even if the parent is killed
+    guard_group(process.pid)                   # for programs that cannot call `end_with_parent`
+
+Used by the local and Ray backends of the controller, reward workers, generators in a process or behind a server, and
+the tokenizing pool. Imports only the standard library: some children must not import torch.
+"""
+
+import contextlib
+import mmap
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+WATCH_SECONDS = 0.5
+"""Interval at which a child checks that its parent is alive."""
+
+_MAPPED_BYTES = 2**20
+_GUARD = 'read _; kill -s KILL -- "-$0"; [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"'
+"""Waits until the pipe from the guarding process breaks; files of the group stay readable for ten more seconds."""
+
+
+def start_python(
+    arguments: Sequence[str], env: dict[str, str] | None = None, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a Python process that leads a process group and can import this package; options as for `Popen`."""
+    environment = dict(os.environ if env is None else env)
+    root = str(Path(__file__).resolve().parent.parent)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    return subprocess.Popen[bytes]([sys.executable, *arguments], env=environment, start_new_session=True, **options)
+
+
+def describe_exit(code: int | None) -> str:
+    """Describe an exit code of `Popen` or `multiprocessing` for an error message."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    name = signal.Signals(-code).name
+    return f"{name}, which the kernel sends when memory runs out" if name == "SIGKILL" else name
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+def kill_group(group: int) -> None:
+    """Send SIGKILL to a process group; a group that has ended, or does not exist yet, is ignored."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def kill_own_group() -> NoReturn:
+    """Kill this process and the rest of its group."""
+    os.killpg(0, signal.SIGKILL)
+    raise AssertionError("SIGKILL returned")
+
+
+def end_with_parent(parent: int, end: Callable[[], object] = kill_own_group) -> None:
+    """Start a thread that calls `end` once `parent`, the process id of the parent, has ended for any reason."""
+    threading.Thread(target=_watch_parent, args=(parent, end), name="parent-watch", daemon=True).start()
+
+
+def _watch_parent(parent: int, end: Callable[[], object]) -> None:
+    while os.getppid() == parent:
+        time.sleep(WATCH_SECONDS)
+    end()
+
+
+def without_watcher(stacks: str) -> str:
+    """Remove the thread of `end_with_parent` from a dump of all threads."""
+    return "\n\n".join(block for block in stacks.split("\n\n") if _watch_parent.__name__ not in block)
+
+
+def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:
+    """Kill a process group when this process ends, even by SIGKILL, and later delete `files`.
+
+    The guard is a shell in a separate session. It reads from a pipe that breaks when this process ends, or when the
+    returned object is garbage collected. To end the guard without killing the group, kill it.
+    """
+    command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
+    silent = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+Frames = Sequence[bytes | memoryview]
+"""A message: a pickle and its out-of-band buffers. On a pipe, the number and sizes of the frames precede them."""
+
+
+def pack(value: Any) -> Frames:
+    """Pickle `value`; the buffers of its tensors and arrays are not copied."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    return [head, *(buffer.raw() for buffer in buffers)]
+
+
+def unpack(frames: Frames) -> Any:
+    """Rebuild the value of a message; its tensors and arrays share memory with the frames."""
+    return pickle.loads(frames[0], buffers=frames[1:])
+
+
+def send(descriptor: int, frames: Frames) -> None:
+    """Write a message to a blocking pipe or socket."""
+    sizes = [len(frame) for frame in frames]
+    for part in (struct.pack(f"!Q{len(sizes)}Q", len(sizes), *sizes), *frames):
+        view = memoryview(part)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+
+def receive(descriptor: int) -> Frames:
+    """Read the next message from a pipe or socket; raises `BrokenPipeError` if the other end is closed."""
+    (count,) = struct.unpack("!Q", _read(descriptor, 8))
+    return [_read(descriptor, size) for size in struct.unpack(f"!{count}Q", _read(descriptor, 8 * count))]
+
+
+def _read(descriptor: int, size: int) -> memoryview:
+    # An anonymous mapping is zero-filled on first access; a large bytearray would be filled with zeros in advance.
+    large = size >= _MAPPED_BYTES
+    view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if large else bytearray(size))
+    filled = 0
+    while filled < size:
+        count = os.readv(descriptor, [view[filled:]])
+        if not count:
+            raise BrokenPipeError("the other end of the connection is closed")
+        filled += count
+    return view
+
+
+class MessageReader:
+    """Assembles messages from chunks of bytes, for a reader that waits for several processes at once."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """Yield the values of the messages that `data` completes."""
+        self._buffer += data
+        while (frames := self._next()) is not None:
+            yield unpack(frames)
+
+    def _next(self) -> Frames | None:
+        count = struct.unpack_from("!Q", self._buffer)[0] if len(self._buffer) >= 8 else 0
+        end = 8 + 8 * count
+        if len(self._buffer) < end:
+            return None
+        sizes = struct.unpack_from(f"!{count}Q", self._buffer, 8)
+        if len(self._buffer) < end + sum(sizes):
+            return None
+        frames = []
+        for size in sizes:
+            frames.append(bytes(self._buffer[end : end + size]))
+            end += size
+        del self._buffer[:end]
+        return frames

@@ -1,0 +1,37 @@
+"""Ports that stop answering."""
+
+import socket
+import time
+
+import pytest
+
+from camshaft.controller import port_monitor
+from camshaft.controller.port_monitor import PortMonitor
+
+
+def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_not():
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as leaving:
+        monitor = PortMonitor()
+        monitor.add("the one that stays", *there.getsockname())
+        monitor.add("the one that leaves", *leaving.getsockname())
+        time.sleep(3 * port_monitor.HEARTBEAT_SECONDS)
+        assert monitor.error() is None
+        leaving.close()
+        until = time.monotonic() + 10
+        while monitor.error() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "the one that leaves (127.0.0.1:" in (monitor.error() or "")
+        monitor.stop()
+
+
+@pytest.mark.alone
+def test_one_missed_heartbeat_is_none():
+    with socket.create_server(("127.0.0.1", 0)) as there:
+        place = there.getsockname()
+    monitor = PortMonitor()
+    monitor.add("late", *place)
+    time.sleep(port_monitor.HEARTBEAT_SECONDS * 0.6)
+    with socket.create_server(place, reuse_port=False):
+        time.sleep(4 * port_monitor.HEARTBEAT_SECONDS)
+        assert monitor.error() is None
+        monitor.stop()

@@ -1,0 +1,37 @@
+"""Stacks of another process, and the network interface of an address."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from camshaft.controller.ray import interface_of
+from camshaft.controller.stacks import read_stacks, stack_file
+
+PROGRAM = """
+import os, time
+from camshaft.controller.stacks import dump_stacks_on_signal, stack_file
+dump_stacks_on_signal(stack_file(os.getpid()))
+print(flush=True)
+def waits_here():
+    time.sleep(60)
+waits_here()
+"""
+
+
+def test_stacks_of_a_running_and_a_crashed_process_are_read():
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.2)
+        assert "waits_here" in read_stacks(process.pid, stack_file(process.pid))
+        os.kill(process.pid, signal.SIGSEGV)
+        process.wait(10)
+        assert "Segmentation fault" in read_stacks(process.pid, stack_file(process.pid))
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") in {name for _, name in socket.if_nameindex()}
+    assert interface_of("203.0.113.7") is None

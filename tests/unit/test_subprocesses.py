@@ -1,0 +1,157 @@
+"""Messages between processes, and children that end with their parent."""
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from support.processes import still_running
+
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.subprocesses import (
+    MessageReader,
+    describe_exit,
+    kill_group,
+    pack,
+    receive,
+    send,
+    start_python,
+    unpack,
+    without_watcher,
+)
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+def through_a_socket(value: object) -> object:
+    parent, child = socket.socketpair()
+    with parent, child:
+        thread = threading.Thread(target=send, args=(parent.fileno(), pack(value)))
+        thread.start()
+        received = unpack(receive(child.fileno()))
+        thread.join()
+    return received
+
+
+def test_a_batch_survives_a_message():
+    tokens = Ragged.from_rows([[1, 2, 3], [], [4]])
+    batch = DataProto.from_dict(
+        {"tokens": tokens, "half": torch.ones(3, 2, dtype=torch.bfloat16), "uid": ["a", None, {"b": 1}]}, {"step": 3}
+    )
+    received = through_a_socket(batch)
+    assert isinstance(received, DataProto)
+    assert torch.equal(received["tokens"].values, tokens.values)
+    assert received["tokens"].lengths.tolist() == [3, 0, 1]
+    assert torch.equal(received["half"], batch["half"])
+    assert list(received["uid"]) == ["a", None, {"b": 1}]
+    assert received.meta_info == {"step": 3}
+
+
+def test_messages_may_exceed_the_buffer_of_a_socket():
+    values = np.random.default_rng(0).standard_normal(3_000_000)
+    received = through_a_socket({"values": values, "none": np.empty(0)})
+    assert isinstance(received, dict)
+    assert np.array_equal(received["values"], values)
+    assert received["none"].size == 0
+
+
+@pytest.mark.parametrize("size", [2, 1_000_000])
+def test_received_arrays_are_writable(size: int):
+    received = through_a_socket([np.zeros(size), DataProto.from_dict({"x": torch.zeros(size)})])
+    assert isinstance(received, list)
+    received[0][0] = 1.0
+    received[1]["x"][0] = 1.0
+    assert received[0][:2].tolist() == [1.0, 0.0]
+
+
+def test_pack_does_not_copy_buffers():
+    values = np.zeros(1000)
+    _, buffer = pack(values)
+    values[0] = 5.0
+    assert np.frombuffer(buffer)[0] == 5.0
+
+
+def test_a_slice_is_sent_without_the_rest():
+    batch = DataProto.from_dict({"x": torch.zeros(1000, 100)}).chunk(10)[3]
+    assert sum(len(frame) for frame in pack(batch)) < 1000 * 100 * 4 / 10 + 2000
+
+
+def test_a_closed_connection_is_an_error():
+    parent, child = socket.socketpair()
+    with child:
+        parent.sendall(b"\0\0\0")
+        parent.close()
+        with pytest.raises(BrokenPipeError):
+            receive(child.fileno())
+
+
+@pytest.mark.parametrize("size", [1, 3, 8, 1000])
+def test_a_reader_assembles_messages_from_any_chunks(size: int):
+    messages = [{"score": 1.0}, ["x" * 100], None, np.arange(50)]
+    data = b"".join(message_bytes(message) for message in messages)
+    reader = MessageReader()
+    received = [message for i in range(0, len(data), size) for message in reader.feed(data[i : i + size])]
+    assert received[:3] == messages[:3]
+    assert np.array_equal(received[3], messages[3])
+
+
+def message_bytes(value: object) -> bytes:
+    parent, child = socket.socketpair()
+    with parent, child:
+        send(parent.fileno(), pack(value))
+        return child.recv(2**16)
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+WATCHES = f"import sys; from camshaft.subprocesses import end_with_parent; end_with_parent(int(sys.argv[1])); {SLEEPS}"
+PARENT = """
+import os, sys, time
+from camshaft.subprocesses import guard_group, start_python
+process = start_python(["-c", sys.argv[1], str(os.getpid())])
+guard = guard_group(process.pid) if sys.argv[2] == "guard" else None
+print(process.pid, flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("child", "guard"), [(WATCHES, ""), (SLEEPS, "guard")], ids=["watching", "guarded"])
+def test_a_child_and_its_children_end_with_a_killed_parent(child: str, guard: str):
+    command = [sys.executable, "-c", PARENT, child, guard]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        assert still_running(pids, 0) == pids
+        process.kill()
+        assert still_running(pids, 5) == []
+
+
+def test_a_killed_group_includes_grandchildren():
+    with start_python(["-c", SLEEPS], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        grandchild = int(process.stdout.readline())
+        kill_group(process.pid)
+        assert process.wait(5) == -signal.SIGKILL
+        assert still_running([grandchild], 5) == []
+    kill_group(process.pid)  # a group that has ended is no error
+
+
+def test_exit_codes_are_described():
+    assert describe_exit(3) == "exit code 3"
+    assert describe_exit(-signal.SIGSEGV) == "SIGSEGV"
+    assert describe_exit(-signal.SIGKILL) == "SIGKILL, which the kernel sends when memory runs out"
+
+
+def test_the_watching_thread_is_left_out_of_stacks():
+    stacks = "Thread 1:\n  File x in _watch_parent\n\nThread 2:\n  File y in train"
+    assert without_watcher(stacks) == "Thread 2:\n  File y in train"
+
+
+def test_the_module_needs_only_the_standard_library():
+    code = "import sys, camshaft.subprocesses; assert not {'numpy', 'torch', 'pydantic'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
