@@ -1,11 +1,11 @@
-"""A transformers model that takes packed rows and gives the numbers reinforcement learning asks for.
+"""A transformers model on packed rows with the outputs that reinforcement learning needs.
 
     model = PackedModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED), "causal_lm")
     out = model(tokens, Packing([5, 3]), at=torch.tensor([3, 4, 7]), outputs=("log_probs", "entropy"))
-    out["log_probs"]            # (3,): of tokens[3], tokens[4], tokens[7], each given the tokens before it
+    out["log_probs"]            # (3,): log-probs of tokens[3], tokens[4], tokens[7], each given the tokens before it
 
-Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a folder. Weights keep the names that
-transformers gives them: `model.hf.named_parameters()`.
+Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a folder. Weights keep their names in
+`transformers`: `model.hf.named_parameters()`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
-from camshaft.models.cpu.rms_norm import fuse_norms
-from camshaft.models.cpu.rotary import fuse_rotations
+from camshaft.models.cpu.rms_norm import replace_norms
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
@@ -36,7 +35,7 @@ OUTPUTS: dict[Head, tuple[str, ...]] = {
     "value": ("values",),
     "reward": ("scores",),
 }
-"""What each head can give."""
+"""Outputs of each head."""
 
 LOGIT_FACTORS = {
     "cohere": ("logit_scale", 1),
@@ -45,27 +44,26 @@ LOGIT_FACTORS = {
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),
 }
-"""Model types that multiply (1) or divide (-1) their logits by a number, and the config key that has it."""
+"""Model types that multiply (1) or divide (-1) their logits by a number, and its config key."""
 
 CHANGES_LOGITS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
 """Config keys by which a model changes its logits after the output head."""
 
 NUMBER_HEADS = ("score", "classifier")
-"""What transformers calls the layer that reads a number off the hidden states."""
+"""Names in `transformers` of the layer that maps hidden states to one number."""
 
 
 class Untouched:
-    """A tensor that comes to a model as it is: FSDP moves those that it sees to the device, and casts them to what it
-    computes in."""
+    """Hides a tensor argument from FSDP, which moves tensors to the device and casts them to the compute dtype."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 class PackedModel(nn.Module):
-    """A transformers model with one of three heads, called on rows packed side by side.
+    """A transformers model with one of three heads, called on packed rows.
 
-    With `sequence` set, the ranks of its group share the work of each call: see `sequence.py`.
+    With `sequence` set, the ranks of its group split the tokens of each call (`sequence.py`).
     """
 
     sequence: SequenceSplit | None = None
@@ -74,23 +72,27 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.head: Head = head
-        _refuse_model(hf)
-        fuse_norms(hf)
-        fuse_rotations(hf)
+        _check_model(hf)
+        replace_norms(hf)
         output = output_layer(hf, head)
         if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
             raise EngineError(
-                f"a {head} head gives one number, but that of {type(hf).__name__} gives {output.out_features}; "
+                f"a {head} head has one output, but that of {type(hf).__name__} has {output.out_features}; "
                 "load it with num_labels=1"
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
 
     def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
-        """Compute each layer again in the backward pass (in train mode): from its input alone, or, where `mode` is
-        selective, with the results of matrix products and attention kept."""
+        """Recompute layers in the backward pass (in train mode).
+
+        Mode "full" keeps only the input of each layer, "selective" also the results of matrix products and attention.
+        """
         if not self.hf.supports_gradient_checkpointing:
-            raise EngineError(f"{type(self.hf).__name__} has no gradient checkpointing; turn it off for this model")
+            raise EngineError(
+                f"{type(self.hf).__name__} does not support gradient checkpointing; set "
+                "enable_gradient_checkpointing=False"
+            )
         self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
 
     def forward(
@@ -104,32 +106,33 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
-        "log_probs", "entropy" and "values" are (M,) and come from the hidden state before each of these tokens,
-        so `at` never holds the first token of a row. "scores" are (B,), from the last token of each row; they
-        do not look at `at`. All are float32, or float64 for a float64 model. "distribution" is (M, V): the log-probs of
-        all words, without gradient. "full_kl" is (M,): the divergence from `log_q` (N, V), the distributions that
-        another model gives for the same tokens; rows that `at` does not name are not read.
+        - "log_probs", "entropy" and "values" are (M,), computed from the hidden state before each token, so `at` must
+          not hold the first token of a row.
+        - "scores" are (B,), from the last token of each row; they ignore `at`.
+        - "distribution" is (M, V): the log-probs of the whole vocabulary, without gradient.
+        - "full_kl" is (M,): the KL divergence from `log_q` (N, V), the distributions of another model for the same
+          tokens. Only the rows `at` of `log_q` are read.
 
-        `at` may be on the CPU wherever the tokens are, and its values are checked there only: elsewhere a check
-        would wait for the device. A call with `sequence` set needs it there, and a sharded model `Untouched`.
+        All are float32, or float64 for a float64 model. Keep `at` on the CPU: its values are checked only there, since
+        a check on another device would wait for it. Sequence parallelism requires it, a sharded model `Untouched`.
         """
-        at, log_q = _bare(at), None if log_q is None else _bare(log_q)
+        at, log_q = _unwrap(at), None if log_q is None else _unwrap(log_q)
         self._check(tokens, packing, at, outputs)
         split = self.sequence
         before = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
-            read = self._hidden(tokens, packing, before)
-            return self._numbers(read, tokens, at, outputs, temperature, log_q)
+            hidden = self._hidden(tokens, packing, before)
+            return self._outputs(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
-        read = self._hidden(*split.padded(tokens, packing), share.local)
-        spoken_of = at if self.head == "reward" else at[share.mine]
-        found = self._numbers(read, tokens, spoken_of, outputs, temperature, log_q)
-        wide = {name: split.gather(share, found.pop(name))[0] for name in outputs if name == "distribution"}
-        together = split.gather(share, *found.values()) if found else []
-        return dict(zip(found, together, strict=True)) | wide
+        hidden = self._hidden(*split.padded(tokens, packing), share.local)
+        local_at = at if self.head == "reward" else at[share.mine]
+        local = self._outputs(hidden, tokens, local_at, outputs, temperature, log_q)
+        wide = {name: split.gather(share, local.pop(name))[0] for name in outputs if name == "distribution"}
+        gathered = split.gather(share, *local.values()) if local else []
+        return dict(zip(local, gathered, strict=True)) | wide
 
     def _hidden(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
-        """The last hidden states of these rows of what this rank computes: all tokens, or its chunk of them."""
+        """Return the last hidden states at offsets `rows` of the tokens that this rank computes: all, or its chunk."""
         inputs = packed_kwargs(packing, tokens.device)
         if self.sequence is not None:
             own = self.sequence.own(len(tokens))
@@ -138,7 +141,7 @@ class PackedModel(nn.Module):
         hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
         return hidden.index_select(0, to_device(rows, tokens.device))
 
-    def _numbers(
+    def _outputs(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -147,50 +150,50 @@ class PackedModel(nn.Module):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
-        """The outputs that the head gives for these hidden states, of which there may be none.
+        """Apply the head to hidden states (M, H).
 
-        Every parameter takes part all the same, so that ranks which exchange gradients have the same ones.
+        M may be 0. All parameters take part in the graph then too, so that all ranks reduce the same gradients.
         """
         output = output_layer(self.hf, self.head)
         if self.head != "causal_lm":
             return {OUTPUTS[self.head][0]: _one_number(output, hidden)}
         if not isinstance(output, nn.Linear):
             raise EngineError(
-                f"the projection on the vocabulary is a {type(output).__name__}, not a plain nn.Linear; "
-                "leave lm_head out of the layers that an adapter or a quantiser replaces"
+                f"the output layer is a {type(output).__name__}, not a plain nn.Linear; "
+                "exclude lm_head from the layers that an adapter or a quantiser replaces"
             )
-        weight, bias, part = _rows_here(output)
+        weight, bias, part = _local_rows(output)
         temperature /= self.logit_factor
-        found: dict[str, Tensor | None] = {}
+        results: dict[str, Tensor | None] = {}
         if "distribution" in outputs:
-            found["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
+            results["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
         at = to_device(at, tokens.device)
         if "full_kl" in outputs:
-            wanted = (len(tokens), len(output.weight))
-            if log_q is None or log_q.shape != wanted:
-                told = "none" if log_q is None else f"one of shape {tuple(log_q.shape)}"
-                raise EngineError(f"full_kl compares with `log_q` of shape {wanted}, tokens by vocabulary; got {told}")
-            found["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, part=part)
-        if found.keys() != set(outputs):
-            found["log_probs"], found["entropy"] = linear_logprob(
+            shape = (len(tokens), len(output.weight))
+            if log_q is None or log_q.shape != shape:
+                actual = None if log_q is None else tuple(log_q.shape)
+                raise EngineError(f"full_kl needs `log_q` of shape {shape} (tokens, vocabulary), got {actual}")
+            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, part=part)
+        if results.keys() != set(outputs):
+            results["log_probs"], results["entropy"] = linear_logprob(
                 hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, part=part
             )
-        return {name: tensor for name in outputs if (tensor := found[name]) is not None}
+        return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
     def _check(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
         if unknown or not outputs:
             raise EngineError(
-                f"a {self.head} model gives {', '.join(OUTPUTS[self.head])}; asked for {list(outputs)}. "
-                "The head is chosen by EngineModel.head"
+                f"a {self.head} model has outputs {', '.join(OUTPUTS[self.head])}, not {list(outputs)}; "
+                "request one of these, or set another EngineModel.head"
             )
         if tokens.ndim != 1 or packing.size != len(tokens):
-            raise EngineError(f"tokens of shape {tuple(tokens.shape)} are not rows of {packing.size} tokens in all")
-        places = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
-        if at.ndim != 1 or at.dtype != torch.int64 or at.device not in places:
-            where = " or ".join(sorted(str(place) for place in places))
+            raise EngineError(f"tokens of shape {tuple(tokens.shape)} do not match a packing of {packing.size} tokens")
+        devices = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
+        if at.ndim != 1 or at.dtype != torch.int64 or at.device not in devices:
+            names = " or ".join(sorted(str(device) for device in devices))
             raise EngineError(
-                f"`at` must be int64 of shape (M,) on {where}, got {at.dtype} {tuple(at.shape)} on {at.device}"
+                f"`at` must be int64 of shape (M,) on {names}, got {at.dtype} {tuple(at.shape)} on {at.device}"
             )
         if self.head != "reward" and at.device.type == "cpu" and len(at):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
@@ -198,8 +201,8 @@ class PackedModel(nn.Module):
             first = at[torch.isin(at, packing.row_starts)]
             if len(first):
                 raise EngineError(
-                    f"`at` names {int(first[0])}, the first token of a row: nothing comes before it. "
-                    "Clear loss_mask on the first token of each row"
+                    f"`at` contains {int(first[0])}, the first token of a row, which has no predecessor; "
+                    "clear loss_mask on the first token of each row"
                 )
 
 
@@ -216,70 +219,72 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
-    """The layer on top of the hidden states: the projection on the vocabulary, or the one to a single number."""
+    """Return the layer on top of the hidden states: to the vocabulary, or to a single number."""
     if head == "causal_lm":
         output = hf.get_output_embeddings()
         if output is None:
-            raise EngineError(f"{type(hf).__name__} has no projection on the vocabulary; load it as a causal LM")
+            raise EngineError(f"{type(hf).__name__} has no output layer to the vocabulary; load it as a causal LM")
         return output
     for name in NUMBER_HEADS:
         if name in hf._modules:
             return hf.get_submodule(name)
-    raise EngineError(f"{type(hf).__name__} has no layer called 'score' or 'classifier' to read one number from")
+    raise EngineError(
+        f"{type(hf).__name__} has no layer called 'score' or 'classifier'; load it as a classification model"
+    )
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
-    """The number by which a model of this config multiplies its logits; `EngineError` if it does more to them."""
+    """Return the factor that a model of this config applies to its logits; raise `EngineError` for other changes."""
     text = config.get_text_config()
     values = text.to_dict()
-    known, power = LOGIT_FACTORS.get(text.model_type, ("", 1))
+    factor_key, power = LOGIT_FACTORS.get(text.model_type, ("", 1))
     for key, value in values.items():
-        if key != known and CHANGES_LOGITS.search(key) and value not in (None, 1.0):
+        if key != factor_key and CHANGES_LOGITS.search(key) and value not in (None, 1.0):
             raise EngineError(
                 f"{text.model_type} models change their logits after the output head ({key}={value}), "
-                "which the fused log-probs would miss; choose another model family"
+                "which the fused log-probs do not support; choose another model family"
             )
-    return float(values[known]) ** power if known else 1.0
+    return float(values[factor_key]) ** power if factor_key else 1.0
 
 
-def _refuse_model(hf: PreTrainedModel) -> None:
-    """What packed rows would get wrong in this model, read off its config, its class and its weights."""
+def _check_model(hf: PreTrainedModel) -> None:
+    """Raise `EngineError` if the model would compute packed rows wrongly; read its config, class and weights."""
     name = type(hf).__name__
     refuse_unsupported(hf.config)
     if hf._is_stateful:
-        raise EngineError(f"{name} carries a recurrent state, which would leak from one packed row into the next")
+        raise EngineError(f"{name} has a recurrent state, which would leak between packed rows; choose another model")
     if not hf.is_backend_compatible():
-        raise EngineError(f"{name} computes attention by itself and would ignore the borders of packed rows")
+        raise EngineError(f"{name} does not use the attention interface, so it would ignore the boundaries of rows")
     sinks = next((weight for weight, _ in hf.named_parameters() if weight.endswith(".sinks")), None)
     if sinks is not None:
-        raise EngineError(f"{name} has attention sinks ({sinks}), which packed attention would leave out")
+        raise EngineError(f"{name} has attention sinks ({sinks}), which packed attention does not support")
     if hf.config._attn_implementation != PACKED:
         raise EngineError(
             f"{name} was built with attn_implementation='{hf.config._attn_implementation}'; build it with '{PACKED}'"
         )
 
 
-def _bare(given: Tensor | Untouched) -> Tensor:
-    return given.tensor if isinstance(given, Untouched) else given
+def _unwrap(argument: Tensor | Untouched) -> Tensor:
+    return argument.tensor if isinstance(argument, Untouched) else argument
 
 
-def _rows_here(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
-    """Weight and bias of a projection; its rows on this rank, and which they are, where these are cut over ranks."""
+def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
+    """Return weight and bias of the output layer; if its rows are sharded, those of this rank and their offset."""
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):
         return weight, bias, None
     mesh = weight.device_mesh
     if weight.placements != (Shard(0),):
-        raise EngineError(f"the projection on the vocabulary is laid out as {weight.placements} on {mesh}, not by rows")
+        raise EngineError(f"the output layer has placements {weight.placements} on {mesh}; shard it by rows, Shard(0)")
     part = VocabularyPart(mesh.get_group(), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
     return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, part
 
 
 def _one_number(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """One number per row of `hidden`, computed in float32 or wider: half precision would round large values."""
+    """Map each row of `hidden` to one number in float32 or wider; half precision would round large values."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(layer, nn.Linear):
         return layer(hidden).to(wide)[:, 0].clone()
     bias = None if layer.bias is None else layer.bias.to(wide)
-    # Not a view: a caller's in-place operation on one would drop the hooks by which FSDP notices the backward pass.
+    # A copy, since an in-place operation on a view would drop the hooks by which FSDP detects the backward pass.
     return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0].clone()

@@ -1,14 +1,14 @@
-"""The norm of most models as one node of the autograd graph, on a CPU in float32.
+"""RMSNorm as one node of the autograd graph, for float32 on a CPU.
 
-    fuse_norms(hf)          # every RMSNorm of the model that is found to be one computes with it from now on
+    replace_norms(hf)       # number of RMSNorm modules of `hf` that are `FusedRMSNorm` now
 
-With r = 1 / sqrt(mean(x^2) + eps) of each token, and t = x dy:
+With r = 1 / sqrt(mean(x^2) + eps) per token, and t = x dy:
 
     y = x r w        dx = r w dy - x r^3 (t w) / width        dw = sum over tokens of r t
 
-The output has the bits of `transformers`, which writes this as eight operations and autograd as some twelve more,
-each of which reads and writes all activations; here it is four and six. A class is trusted by what it computes, not
-by its name: a probe compares the two. Other devices, formats, layouts and compiled layers run the module's own code.
+The output has the same bits as that of `transformers`. Its module runs eight operators forward and about twelve
+backward, each of which reads and writes all activations; the node runs four and six. `PackedModel` calls
+`replace_norms` when it is built.
 """
 
 from __future__ import annotations
@@ -20,8 +20,37 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-PROBE = 16
-"""Width of the norm that is compared."""
+PROBE_WIDTH = 16
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm with the parameter, and so the state-dict names, of the module that it replaces.
+
+    Other devices and dtypes, sharded weights and compiled layers use the operators of `transformers`.
+    """
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight: Any = norm.weight
+        self.variance_epsilon: Any = norm.variance_epsilon
+        self.train(norm.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps = self.weight, self.variance_epsilon
+        supported = hidden_states.device.type == "cpu" and hidden_states.dtype == weight.dtype == torch.float32
+        if not supported or isinstance(weight, DTensor) or torch.compiler.is_compiling():
+            return rms_norm(hidden_states, weight, eps)
+        return _RMSNorm.apply(hidden_states, weight, eps)  # pyright: ignore[reportReturnType]
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with the operators of `transformers`: normalized in float32, scaled in the input's dtype."""
+    wide = hidden_states.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(hidden_states.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -44,46 +73,32 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.addcmul_(x, along.mul_(scale.pow(3)), value=-1 / width), grad_weight, None
 
 
-class _Fused:
-    """What a norm calls in place of its own code."""
-
-    def __init__(self, norm: nn.Module):
-        self.norm, self.own = norm, norm.forward
-
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        weight: Any = self.norm.weight
-        plain = hidden_states.device.type == "cpu" and hidden_states.dtype == weight.dtype == torch.float32
-        if not plain or isinstance(weight, DTensor) or torch.compiler.is_compiling():
-            return self.own(hidden_states)
-        eps: Any = self.norm.variance_epsilon
-        return _RMSNorm.apply(hidden_states, weight, eps)  # pyright: ignore[reportReturnType]
-
-
-def fuse_norms(model: nn.Module) -> int:
-    """How many norms of the model compute with the fused form now."""
-    trusted: dict[type, bool] = {}
-    count = 0
-    for module in model.modules():
-        kind = type(module)
-        if kind not in trusted:
-            trusted[kind] = kind.__name__.endswith("RMSNorm") and _is_rms_norm(kind)
-        if trusted[kind] and not isinstance(module.forward, _Fused):
-            module.forward = _Fused(module)
-            count += 1
-    return count
+def replace_norms(model: nn.Module) -> int:
+    """Replace the child modules that compute RMSNorm by `FusedRMSNorm`; return their number."""
+    replaced: dict[nn.Module, FusedRMSNorm] = {}
+    is_rms_norm: dict[type, bool] = {FusedRMSNorm: False}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            kind = type(child)
+            if kind not in is_rms_norm:
+                is_rms_norm[kind] = kind.__name__.endswith("RMSNorm") and _computes_rms_norm(kind)
+            if is_rms_norm[kind]:
+                setattr(parent, name, replaced.setdefault(child, FusedRMSNorm(child)))
+    return len(replaced)
 
 
-def _is_rms_norm(kind: type) -> bool:
-    """Does a norm of this class compute what is said above?"""
+def _computes_rms_norm(kind: type) -> bool:
+    """Return True if a module of this class gives the bits of `rms_norm`; names do not tell the variants apart."""
     random = torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.no_grad():  # the model may be one without storage yet
-        rows, weight = torch.randn(3, PROBE, generator=random), torch.randn(PROBE, generator=random)
+    with torch.device("cpu"), torch.no_grad():  # the model may be on the meta device
+        x, weight = torch.randn(3, PROBE_WIDTH, generator=random), torch.randn(PROBE_WIDTH, generator=random)
         try:
-            norm = kind(PROBE, eps=0.3).float()
+            norm = kind(PROBE_WIDTH, eps=0.3)
             norm.weight.copy_(weight)
-            found = norm(rows)
+            equal = [
+                torch.equal(norm.to(dtype)(x.to(dtype)), rms_norm(x.to(dtype), weight.to(dtype), 0.3))
+                for dtype in (torch.float32, torch.bfloat16)
+            ]
         except (TypeError, AttributeError, RuntimeError):
             return False
-        wanted = rows * (rows.square().mean(-1, keepdim=True) + 0.3).rsqrt() * weight
-        same = found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    return same and getattr(norm, "variance_epsilon", None) == 0.3
+    return all(equal) and getattr(norm, "variance_epsilon", None) == 0.3

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from camshaft.errors import EngineError
 from camshaft.models.attention import (
     PACKED,
-    _flash_documents,
+    _attend_flash,
     no_mask,
     packed_attention,
     packed_kwargs,
@@ -65,7 +65,7 @@ def test_the_flash_kernel_takes_the_arguments_it_is_given(window: int | None):
     # Without its device only shapes and arguments can be checked: meta tensors run no kernel.
     query = torch.empty(1, 4, 10, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 2, 10, 16, dtype=torch.bfloat16, device="meta")
-    out = _flash_documents(query, key, key, packed_kwargs(Packing([7, 3]), "meta"), 0.25, window)
+    out = _attend_flash(query, key, key, packed_kwargs(Packing([7, 3]), "meta"), 0.25, window)
     assert out.shape == (1, 10, 4, 16)
 
 
@@ -186,7 +186,7 @@ def test_slots_decode_token_by_token_what_a_whole_forward_gives():
 
 def test_no_mask_without_packing_is_an_error_and_not_attention_to_the_future():
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), attn_implementation=PACKED)
-    with pytest.raises(EngineError, match="was given no_mask"):
+    with pytest.raises(EngineError, match="received no_mask"):
         model(tiny_rows([4])[0][None], attention_mask=no_mask("cpu"))
 
 
