@@ -1,15 +1,15 @@
-"""Finding a class or a function by name: a dict of ours, an entry point of somebody's package, or `module:Class`.
+"""Find a class or a function by name: a built-in name, an entry point of an installed package, or `module:Class`.
 
     load("reference", ENGINES, "camshaft.engines", BaseEngine)
     load_function("my_package.losses:mine", POLICY_LOSSES, "camshaft.policy_losses")
 
-The classes are imported only when they are asked for. A module that needs a library which is not
-installed gives one sentence with the command that installs it.
+A class is imported when it is loaded. If a module needs a library that is not installed, the error names the command
+that installs it.
 """
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
@@ -25,11 +25,32 @@ BROUGHT_BY = {
     "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
     "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
 }  # fmt: skip
-"""What to install for each optional library: an extra of this package, or the library's own name."""
+"""Package to install for each optional library: an extra of camshaft, or the library itself."""
+
+TRACKERS = {
+    "console": "camshaft.tracking.console:ConsoleTracker",
+    "jsonl": "camshaft.tracking.jsonl:JsonlTracker",
+    "mlflow": "camshaft.tracking.mlflow:MLflowTracker",
+    "tensorboard": "camshaft.tracking.tensorboard:TensorBoardTracker",
+    "trackio": "camshaft.tracking.trackio:TrackioTracker",
+    "wandb": "camshaft.tracking.wandb:WandbTracker",
+}
+"""Built-in trackers; packages add theirs as entry points of `camshaft.trackers`."""
+
+REWARDS = {
+    "auto": "camshaft.rewards.auto:compute_score",
+    "exact_match": "camshaft.rewards.exact_match:compute_score",
+    "gsm8k": "camshaft.rewards.gsm8k:compute_score",
+    "math": "camshaft.rewards.math_answer:compute_score",
+    "format": "camshaft.rewards.format:compute_score",
+    "arithmetic": "camshaft.rewards.arithmetic:compute_score",
+    "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
+}
+"""Built-in scoring functions; packages add theirs as entry points of `camshaft.rewards`."""
 
 
 def find(name: str, known: Mapping[str, str], group: str) -> str | None:
-    """The `module:attribute` behind `name`, or None if nobody offers it."""
+    """The `module:attribute` behind `name`, or None if there is none."""
     if ":" in name:
         return name
     if name in known:
@@ -38,46 +59,47 @@ def find(name: str, known: Mapping[str, str], group: str) -> str | None:
 
 
 def names(known: Mapping[str, str], group: str) -> list[str]:
-    """All names that `load` takes."""
+    """All names that `load` accepts."""
     return sorted({*known, *(point.name for point in entry_points(group=group))})
 
 
 def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type[T]:
     """The class called `name`, imported now; it must derive from `base`."""
+    target = target_of(name, known, group)
+    loaded = import_attribute(target)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise ConfigError(f"{target} is not a {base.__name__} class")
+    return loaded
+
+
+def target_of(name: str, known: Mapping[str, str], group: str, kind: str = "Class") -> str:
+    """The `module:attribute` behind `name`; a `ConfigError` with the nearest names if there is none."""
     target = find(name, known, group)
     if target is None:
-        raise _nobody(name, known, group, "Class")
-    found = import_attribute(target)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise ConfigError(f"{target} is not a {base.__name__} class")
-    return found
+        choices = names(known, group)
+        close = difflib.get_close_matches(name, choices, n=1)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        listed = f"{', '.join(choices)}, or package.module:{kind}"
+        raise ConfigError(f"there is no '{name}' in {group}.{hint} Known: {listed}")
+    return target
 
 
 def load_function(name: str, known: Mapping[str, F], group: str) -> F | Callable[..., Any]:
-    """The function called `name`: one of `known` as it is, or somebody's, imported now."""
+    """The function called `name`: an entry of `known`, or a function of another package, imported now."""
     if name in known:
         return known[name]
-    target = find(name, {}, group)
-    if target is None:
-        raise _nobody(name, known, group, "function")
-    found = import_attribute(target)
-    if not callable(found):
-        raise ConfigError(f"{target} is no function but {type(found).__name__}")
-    return found
-
-
-def _nobody(name: str, known: Iterable[str], group: str, kind: str) -> ConfigError:
-    choices = names(dict.fromkeys(known, ""), group)
-    close = difflib.get_close_matches(name, choices, n=1)
-    hint = f" Did you mean '{close[0]}'?" if close else ""
-    return ConfigError(f"there is no '{name}' in {group}.{hint} Known: {', '.join(choices)}, or package.module:{kind}")
+    target = target_of(name, dict.fromkeys(known, ""), group, "function")
+    loaded = import_attribute(target)
+    if not callable(loaded):
+        raise ConfigError(f"{target} is {type(loaded).__name__}, not a function")
+    return loaded
 
 
 def import_attribute(target: str) -> Any:
-    """`package.module:attribute`, with errors that say what to type next."""
+    """Import `package.module:attribute`; a `ConfigError` says how to fix the name."""
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"'{target}' should be package.module:Class, as Python imports it, and no file name")
+        raise ConfigError(f"'{target}' is not importable; write package.module:Class, not a file name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -11,7 +11,7 @@
     partition.py   balanced partitions of rows for micro-batches; plain numbers
 
 To add a variant, write a function with the same parameters and add it to its dict (ESTIMATORS, POLICY_LOSSES,
-KL_PENALTIES, AGGREGATIONS) and to the names that the config accepts (config/part_names.py, fields.py).
+KL_PENALTIES, AGGREGATIONS) and to the names that the config accepts (config/schema/algorithm.py, fields.py).
 
 Glossary of names and formulas:
 

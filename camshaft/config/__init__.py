@@ -24,6 +24,7 @@
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
 """
 
+from camshaft.config.backends import unread_by
 from camshaft.config.command import compose
 from camshaft.config.derive import (
     actor_engine,
@@ -42,7 +43,6 @@ from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
 from camshaft.config.pages import explain, reference_page, show
 from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
-from camshaft.config.readers import unread_by
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.schema.data import DataConfig

@@ -5,9 +5,8 @@ problems = [*algorithm(config)]
 
 from collections.abc import Iterator
 
-from camshaft.config.part_names import ESTIMATORS, POLICY_LOSSES, part_name
-from camshaft.config.problems import Problem
-from camshaft.config.schema.algorithm import GROUP_ESTIMATORS, threshold
+from camshaft.config.problems import Problem, check_name
+from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, threshold
 from camshaft.config.schema.ppo import PPOConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -25,7 +24,7 @@ def algorithm(config: PPOConfig) -> Iterator[Problem]:
 
 def _estimator(config: PPOConfig) -> Iterator[Problem]:
     key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    yield from part_name(key, estimator, ESTIMATORS, "estimators", "module:function")
+    yield from check_name(key, estimator, ESTIMATORS, "estimators", "module:function")
     if estimator in GROUP_ESTIMATORS and n == 1:
         sentence = (
             f"compares the responses to one prompt with each other, and {ROLLOUT}.n=1 makes one."
@@ -51,7 +50,7 @@ def _critic(config: PPOConfig) -> Iterator[Problem]:
 def _policy_loss(config: PPOConfig) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     key, mode = f"{ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode
-    yield from part_name(key, mode, POLICY_LOSSES, "policy_losses", "module:function")
+    yield from check_name(key, mode, POLICY_LOSSES, "policy_losses", "module:function")
     if mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
         where = f"{ACTOR}.loss_agg_mode"
         sentence = f"{key}=gspo is a mean over responses, each weighing the same. Type {where}=seq-mean-token-mean."

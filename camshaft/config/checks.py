@@ -9,21 +9,27 @@ by itself. Batch arithmetic is spelled out in the message.
 from collections.abc import Iterable, Iterator
 
 from camshaft.config.algorithm_checks import algorithm
+from camshaft.config.backend_checks import (
+    adapter_of_rollout,
+    layouts_are_valid,
+    ppo_engines,
+    rollout_problems,
+    supervised_engines,
+)
+from camshaft.config.engine import divisor
 from camshaft.config.files import eval_files, generate_files, ppo_files, supervised_files
-from camshaft.config.part_names import ENGINES, PLAIN_ROLLOUTS, ROLLOUTS, TRACKERS, part_name
 from camshaft.config.place import place_problems
-from camshaft.config.problems import Problem
+from camshaft.config.problems import Problem, check_name
 from camshaft.config.reward_checks import scores, scoring_function
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import CheckpointConfig, OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
-from camshaft.config.schema.server import ServerOptions
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.sharding import ppo_sharding, supervised_sharding
 from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
+from camshaft.plugins import TRACKERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -44,17 +50,19 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         return
     if isinstance(config, SupervisedConfig):
         yield from place_problems(config.trainer, {}, {})
+        yield from supervised_engines(config)
         yield from _supervised(config)
-        yield from supervised_sharding(config)
         yield from supervised_files(config)
         return
     used = {f"{role}.resource_pool": name for role, name in config.pools().items()}
     yield from place_problems(config.trainer, config.trainer.resource_pools, used)
     yield from _names(config)
     yield from scores(config)
-    yield from ppo_sharding(config)
-    yield from _batches(config)
-    yield from _older_micro_batches(config)
+    yield from ppo_engines(config)
+    yield from adapter_of_rollout(config)
+    if layouts_are_valid(config):
+        yield from _batches(config)
+        yield from _older_micro_batches(config)
     yield from _token_budgets(config)
     yield from _lengths(config)
     yield from algorithm(config)
@@ -67,56 +75,25 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
 
 
 def _names(config: PPOConfig) -> Iterator[Problem]:
-    yield from part_name(f"{ACTOR}.strategy", config.actor_rollout_ref.actor.strategy, ENGINES, "engines")
-    if config.needs_critic() and config.critic.strategy != config.actor_rollout_ref.actor.strategy:
-        yield from part_name("critic.strategy", config.critic.strategy, ENGINES, "engines")
     roles = {"actor_rollout_ref": config.actor_rollout_ref.worker_cls, "critic": config.critic.worker_cls}
     for role, name in roles.items():
         if name is not None:
-            yield from part_name(f"{role}.worker_cls", name, (), "roles")
+            yield from check_name(f"{role}.worker_cls", name, (), "roles")
     yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.topology().world_size)
-    for tracker in config.trainer.logger:
-        yield from part_name("trainer.logger", tracker, TRACKERS, "trackers")
+    yield from _trackers(config.trainer.logger)
 
 
-def _generator(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Problem]:
-    """What a generator is called, and what it takes; `section` holds its keys."""
-    yield from part_name(f"{section}.name", rollout.name, ROLLOUTS, "rollouts")
-    if rollout.engine_kwargs and rollout.name in PLAIN_ROLLOUTS:
-        sentence = f"{section}.name={rollout.name} takes no options. Leave the key out, or set it to {{}} in your file."
-        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, sentence, (f"{section}.name",))
+def _trackers(trackers: Iterable[str]) -> Iterator[Problem]:
+    for tracker in trackers:
+        yield from check_name("trainer.logger", tracker, TRACKERS, "trackers")
+
+
+def _generator(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
+    """Name, options and sampling of a rollout; `section` holds its keys."""
+    yield from rollout_problems(section, rollout, world_size)
     if rollout.n > 1 and not rollout.do_sample:
         sentence = f"makes {rollout.n} equal responses with {section}.do_sample=false. Type {section}.do_sample=true."
         yield Problem(f"{section}.n", rollout.n, sentence, (f"{section}.do_sample",))
-    key, parallel = f"{section}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
-    if rollout.name in PLAIN_ROLLOUTS and parallel > 2:  # 2 is the default, for vllm
-        sentence = f"{section}.name={rollout.name} runs on one device. Type {key}=1, or {section}.name=vllm."
-        yield Problem(key, parallel, sentence, (f"{section}.name",))
-    if rollout.name == "vllm" and world % parallel:
-        sentence = f"so many ranks are one generator, which does not divide the run's {world}. Type {key}="
-        sentence += f"{_divisor(world, parallel)}."
-        yield Problem(key, parallel, sentence, WORLD)
-    if rollout.name == "sglang" and parallel > 1 and world > 1:
-        sentence = f"with sglang each of the run's {world} ranks has a generator of its own. Type {key}=1."
-        yield Problem(key, parallel, sentence, WORLD)
-    if rollout.name == "server":
-        yield from _server(section, rollout, world)
-
-
-def _server(section: str, rollout: GeneratorConfig, world: int) -> Iterator[Problem]:
-    """A server of vLLM's own for each rank, which runs already or is started."""
-    try:
-        options = ServerOptions.of(rollout.engine_kwargs, world)
-    except ValueError as error:
-        yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}.", (*WORLD, f"{section}.name"))
-        return
-    key, parallel = f"{section}.tensor_model_parallel_size", rollout.tensor_model_parallel_size
-    if parallel > 1 and not options.vllm_server_base_url:
-        sentence = (
-            f"a server that is started runs on its rank's device alone. Type {key}=1, or start one yourself and type"
-            f" +{section}.engine_kwargs.vllm_server_base_url=http://HOST:PORT."
-        )
-        yield Problem(key, parallel, sentence, (f"{section}.name", f"{section}.engine_kwargs"))
 
 
 # -- batch arithmetic -----------------------------------------------------------------------------
@@ -171,7 +148,7 @@ def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: i
             f"data.train_batch_size={train} prompts x rollout.n={n} = {train * n} sequences;"
             f" {mini} x {n} = {mini * n} per mini-batch;\n"
             f"{train * n} = {whole} x {mini * n} + {rest * n}.\n"
-            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={_divisor(train, mini)}."
+            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={divisor(train, mini)}."
         )
         yield Problem(key, mini, sentence, rests_on)
     if mini * n % dp_size:
@@ -180,11 +157,6 @@ def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: i
             f" = {_ranks(world, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
         )
         yield Problem(key, mini, sentence, (*WORLD, *rests_on))
-
-
-def _divisor(whole: int, most: int) -> int:
-    """The largest divisor of `whole` that is no more than `most`; of numbers that no run has, some divisor."""
-    return next(size for size in range(min(most, 100_000), 0, -1) if whole % size == 0)
 
 
 def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
@@ -331,10 +303,8 @@ def _contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
 
 def _supervised(config: SupervisedConfig) -> Iterator[Problem]:
     data, trainer, world = config.data, config.trainer, config.trainer.world_size
-    dp_size = Topology(world).dp_size(config.ranks_per_row())
-    yield from part_name("strategy", config.strategy, ENGINES, "engines")
-    for tracker in trainer.logger:
-        yield from part_name("trainer.logger", tracker, TRACKERS, "trackers")
+    dp_size = Topology(world).dp_size(config.ranks_per_row()) if layouts_are_valid(config) else 1
+    yield from _trackers(trainer.logger)
     batch = data.train_batch_size
     if batch % dp_size:
         sentence = (

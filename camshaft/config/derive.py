@@ -10,17 +10,12 @@ may take many optimizer steps at one rate; in supervised runs, optimizer steps.
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from camshaft.config.backends import engine_capabilities, select_options
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import DType
 from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
-from camshaft.config.schema.model import (
-    AnyModelConfig,
-    ForwardFSDPConfig,
-    FSDPConfig,
-    OptimSection,
-    ResponsesModelConfig,
-)
+from camshaft.config.schema.model import AnyModelConfig, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import RewardModelConfig
 from camshaft.config.schema.rm import RMConfig
@@ -30,8 +25,8 @@ from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
 
-PLAIN = "reference"
-"""The engine that has no layout, no offloading and no compilation: plain torch in one process."""
+EngineSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig
+"""The section of a role that runs an engine."""
 ALL_LINEAR = "all-linear"
 """LoRA's word for every linear layer but the output head."""
 
@@ -109,10 +104,10 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
     actor, model = section.actor, section.model
     train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
     optim = _optim(actor.optim, max(1, total_steps - config.trainer.critic_warmup))
-    options = training_options(actor.strategy, actor.fsdp_config, actor, model.enable_activation_offload)
+    options = _options(actor.strategy, actor_engine_keys(config), actor)
     return _engine(
         config,
-        _responses_model(model, model.random_init),
+        responses_model(model, model.random_init),
         actor.fsdp_config.model_dtype,
         options,
         infer,
@@ -122,12 +117,18 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
     )
 
 
+def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
+    """`engine_keys` of the actor, whose model has a section beside the actor's."""
+    section = config.actor_rollout_ref
+    return section.actor.engine_keys() | {"activation_offload": section.model.enable_activation_offload}
+
+
 def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """The frozen policy: the actor's model, forward only."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
-    model = _responses_model(section.model, section.model.random_init)
-    options = forward_options(section.actor.strategy, section.ref.fsdp_config, section.ref)
+    model = responses_model(section.model, section.model.random_init)
+    options = _options(section.actor.strategy, section.ref.engine_keys(), section.ref)
     return _engine(config, model, section.ref.fsdp_config.model_dtype, options, infer)
 
 
@@ -136,23 +137,29 @@ def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> En
     critic, fsdp = config.critic, config.critic.model.fsdp_config
     train, infer = critic_train(config, topology), critic_infer(config, topology)
     optim = _optim(critic.optim, total_steps)
-    options = training_options(critic.strategy, fsdp, critic, critic.model.enable_activation_offload)
-    model = _responses_model(critic.model, head="value")
+    options = _options(critic.strategy, critic.engine_keys(), critic)
+    model = responses_model(critic.model, head="value")
     return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
 
 
 def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """The reward model, forward only."""
     reward, fsdp = config.reward_model, config.reward_model.model.fsdp_config
-    model = EngineModel(
-        path=reward.model.path,
-        head="reward",
-        override_config=reward.model.override_config,
-        external_lib=reward.model.external_lib,
-        trust_remote_code=reward.model.trust_remote_code,
-    )
-    options = forward_options(reward.strategy, fsdp, reward)
+    model = model_of_rewards(config)
+    options = _options(reward.strategy, reward.engine_keys(), reward)
     return _engine(config, model, fsdp.model_dtype, options, reward_infer(config, topology))
+
+
+def model_of_rewards(config: PPOConfig) -> EngineModel:
+    """The model of the reward model's engine."""
+    model = config.reward_model.model
+    return EngineModel(
+        path=model.path,
+        head="reward",
+        override_config=model.override_config,
+        external_lib=model.external_lib,
+        trust_remote_code=model.trust_remote_code,
+    )
 
 
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
@@ -233,12 +240,12 @@ def generate_model(config: GenerateConfig) -> EngineModel:
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
     """The model of a supervised run."""
-    return _supervised_engine(config, _model(config.model, config.model.random_init), total_steps)
+    return _supervised_engine(config, model_of(config.model, config.model.random_init), total_steps)
 
 
 def rm_engine(config: RMConfig, total_steps: int) -> EngineConfig:
     """A reward model that is trained, from a model of its kind or from a causal one with a new head."""
-    model = _model(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
+    model = model_of(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
     return _supervised_engine(config, model, total_steps)
 
 
@@ -246,7 +253,7 @@ def _supervised_engine(config: SupervisedConfig, model: EngineModel, total_steps
     """The one model of a run. Its batch sizes are those of one rank already."""
     train, fsdp = supervised_train(config), config.fsdp_config
     optim = _optim(config.optim, total_steps)
-    options = training_options(config.strategy, fsdp, config, config.model.enable_activation_offload)
+    options = _options(config.strategy, config.engine_keys(), config)
     return _engine(config, model, fsdp.model_dtype, options, train, train, optim, config.grad_clip)
 
 
@@ -276,60 +283,19 @@ def _engine(
     )
 
 
-def forward_options(
-    strategy: str,
-    fsdp: FSDPConfig | ForwardFSDPConfig,
-    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig,
-) -> dict[str, Any]:
-    """Layout, memory and speed of an engine; engines of other packages are told what the sharded one is.
-
-    The plain engine has none of it: `sharding.py` refuses what asks it for some.
-    """
-    if strategy == PLAIN:
-        return {}
-    units, numbers = fsdp.wrap_policy, fsdp.mixed_precision
-    return {
-        "wrap_policy": {
-            "transformer_layer_cls_to_wrap": units.transformer_layer_cls_to_wrap,
-            "min_num_params": units.min_num_params,
-        },
-        "mixed_precision": {"param_dtype": numbers.param_dtype},
-        "fsdp_size": fsdp.fsdp_size,
-        "reshard_after_forward": fsdp.reshard_after_forward,
-        "forward_prefetch": fsdp.forward_prefetch,
-        "ulysses_sequence_parallel_size": section.ulysses_sequence_parallel_size,
-        "tensor_parallel_size": fsdp.tensor_parallel_size,
-        "param_offload": fsdp.param_offload,
-        "offload_policy": fsdp.offload_policy,
-        "use_torch_compile": section.use_torch_compile,
-    }
+def _options(strategy: str, keys: dict[str, Any], section: EngineSection) -> dict[str, Any]:
+    """`EngineConfig.options` of a role: the settings that the engine has an option for, and its `engine_kwargs`."""
+    return select_options(engine_capabilities(strategy).options, keys, section.engine_kwargs)
 
 
-def training_options(
-    strategy: str, fsdp: FSDPConfig, section: ActorConfig | CriticConfig | SupervisedConfig, activation_offload: bool
-) -> dict[str, Any]:
-    """The same, and what only training knows."""
-    options = forward_options(strategy, fsdp, section)
-    if not options:
-        return {}
-    numbers = options["mixed_precision"] | {"reduce_dtype": fsdp.mixed_precision.reduce_dtype}
-    return options | {
-        "mixed_precision": numbers,
-        "grad_offload": fsdp.grad_offload,
-        "optimizer_offload": fsdp.optimizer_offload,
-        "activation_offload": activation_offload,
-        "async_save": section.checkpoint.async_save,
-    }
-
-
-def _responses_model(
+def responses_model(
     model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
 ) -> EngineModel:
     """With what only a model that looks at many responses to a prompt is told."""
-    return _model(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
+    return model_of(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
 
 
-def _model(
+def model_of(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
     return EngineModel(

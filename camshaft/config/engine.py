@@ -1,18 +1,25 @@
-"""What one engine needs to know, free of roles: no `ppo_*`, no rollout, no batch columns.
+"""Config of one training engine, free of roles (no `ppo_*`, no rollout, no batch columns), and its capabilities.
 
-Roles derive it from their section of the config (see `config/derive.py`); a program that uses an
-engine alone writes it by hand:
+`config/derive.py` builds an `EngineConfig` from the section of a role. A program that uses an engine without a run
+writes it by hand:
 
     EngineConfig(model=EngineModel(path="models/tiny"), optim=OptimConfig(lr=1e-3))
+
+An engine declares what it supports in `EngineCapabilities` and its options in a subclass of `EngineOptions`.
 """
 
-from typing import Any, Literal
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from camshaft.errors import EngineError
 
 
 class Frozen(BaseModel):
-    """Immutable, and closed to keys that it does not know."""
+    """Immutable; unknown keys are an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -95,3 +102,137 @@ class EngineConfig(Frozen):
     seed: int = 0
     options: dict[str, Any] = Field(default_factory=dict)
     """The backend's own section (fsdp_config, ...), validated by the backend."""
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """A setting that a backend rejects in combination with another one."""
+
+    option: str
+    """Dotted name of the option, `model.` and a field of `EngineModel`, or "" for the backend as a whole."""
+    message: str
+    """Problem and value, without a full stop."""
+    fixes: tuple[str, ...] = ()
+    """Settings that remove the conflict, as `option=value`."""
+
+    def __str__(self) -> str:
+        return f"{self.message}. Set {', or '.join(self.fixes)}" if self.fixes else self.message
+
+
+class EngineOptions(Frozen):
+    """Options of a training engine. A backend with options declares them as the fields of a subclass.
+
+        class PipelineOptions(EngineOptions):
+            pipeline_stages: int = Field(default=1, ge=1)
+
+            def ranks_per_row(self) -> int:
+                return self.pipeline_stages
+
+    Every field has a default. In a run the values come from `engine_kwargs` of the role. A field with the name of a key
+    that every role has takes its value from that key instead: the keys of `fsdp_config`, and
+    `ulysses_sequence_parallel_size`, `use_torch_compile`, `activation_offload` and `async_save`. A run that sets such a
+    key for an engine without a field of that name is rejected.
+    """
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Self:
+        """Validate `options`; an `EngineError` lists every error with the value and the nearest or allowed names."""
+        errors = invalid_options(cls, options)
+        if errors:
+            lines = [f"options.{error.option}={_value(options, error.option)!r}: {error.message}" for error in errors]
+            raise EngineError("\n".join(lines))
+        return cls.model_validate(options)
+
+    def ranks_per_row(self) -> int:
+        """Ranks that compute the same rows together: the product of pipeline, context, sequence and tensor sizes.
+
+        The other ranks are data-parallel: each group of `ranks_per_row` ranks has rows of its own.
+        """
+        return 1
+
+    def layout_conflicts(self, world_size: int) -> Iterator[Conflict]:
+        """Options that do not fit `world_size` ranks."""
+        ranks = self.ranks_per_row()
+        if world_size % ranks:
+            quotient = sum_of(world_size, ranks)
+            yield Conflict("", f"{count_of_ranks(world_size)} not split into groups of {ranks} per row: {quotient}")
+
+    def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
+        """Options that exclude each other, or a setting of the model. Called before the engine is built."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What a training engine supports: the class attribute `capabilities` of `BaseEngine`.
+
+        class MyEngine(BaseEngine):
+            capabilities = EngineCapabilities(options=PipelineOptions, supports_lora=False)
+
+    The config checks read it before a process is started, and the engine's constructor applies the same checks.
+    """
+
+    options: type[EngineOptions] = EngineOptions
+    """Schema of `EngineConfig.options`; the default has no option."""
+    multiple_ranks: bool = True
+    """Runs on more than one rank."""
+    supports_lora: bool = True
+    """Trains adapters (`EngineModel.lora`)."""
+
+    def validate(self, config: EngineConfig) -> EngineOptions:
+        """The validated options of `config`; an `EngineError` lists everything that the engine does not support."""
+        options = self.options.of(config.options)
+        conflicts = [str(conflict) for conflict in options.conflicts(config.model)]
+        if config.model.lora is not None and not self.supports_lora:
+            conflicts.append("the engine does not support LoRA. Set model.lora=None")
+        if conflicts:
+            raise EngineError("\n".join(conflicts))
+        return options
+
+
+def invalid_options(schema: type[BaseModel], options: Mapping[str, Any]) -> list[Conflict]:
+    """Errors of `options` under a schema, with the nearest name and all names for an unknown option."""
+    try:
+        schema.model_validate(options)
+    except ValidationError as error:
+        return [_conflict(schema, item["loc"], item["type"], item["msg"]) for item in error.errors()]
+    return []
+
+
+def _value(options: Mapping[str, Any], option: str) -> Any:
+    value: Any = options
+    for name in option.split("."):
+        value = value[name] if isinstance(value, Mapping) and name in value else None
+    return value
+
+
+def _conflict(schema: type[BaseModel], location: tuple[Any, ...], kind: str, message: str) -> Conflict:
+    name = ".".join(map(str, location))
+    if kind != "extra_forbidden":
+        return Conflict(name, message.removeprefix("Value error, "))
+    for part in location[:-1]:
+        inner = schema.model_fields[part].annotation
+        assert isinstance(inner, type)
+        assert issubclass(inner, BaseModel)
+        schema = inner
+    names = list(schema.model_fields)
+    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    if not names:
+        return Conflict(name, "unknown option; there are none")
+    hint = f"did you mean '{close[0]}'? The" if close else "the"
+    return Conflict(name, f"unknown option; {hint} options are {', '.join(names)}")
+
+
+def count_of_ranks(world_size: int) -> str:
+    """'1 rank does' or '8 ranks do', for messages."""
+    return "1 rank does" if world_size == 1 else f"{world_size} ranks do"
+
+
+def sum_of(total: int, part: int) -> str:
+    """A division with its remainder: '8 = 2 x 3 + 2'."""
+    return f"{total} = {total // part} x {part} + {total % part}"
+
+
+def divisor(total: int, most: int) -> int:
+    """The largest divisor of `total` up to `most`; above 100,000, which no run has, some divisor."""
+    return next(size for size in range(min(most, 100_000), 0, -1) if total % size == 0)

@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from camshaft.config.aliases import rename
+from camshaft.config.backends import rollouts_that_read, unread_by
 from camshaft.config.checks import check
 from camshaft.config.not_yet import refusals
 from camshaft.config.problems import Problem, from_validation, report
-from camshaft.config.readers import READERS, unread_by
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
@@ -334,5 +334,5 @@ def _tell_of_generators(tree: Mapping[str, Any], typed: frozenset[str]) -> None:
     for leaf in sorted(unread_by(str(get(tree, f"{section}.name")))):
         key = f"{section}.{leaf}"
         if key in typed and (leaf, get(tree, key)) != ("tensor_model_parallel_size", 1):
-            value, readers = shown(get(tree, key)), ", ".join(READERS[leaf])
+            value, readers = shown(get(tree, key)), ", ".join(rollouts_that_read(leaf))
             logger.warning("config: %s=%s changes nothing: read by %s.name=%s", key, value, section, readers)

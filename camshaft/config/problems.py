@@ -3,7 +3,8 @@
 raise ConfigError(report([Problem("trainer.seed", "abc", "must be a whole number of 0 or more")]))
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from camshaft.config.tree import (
     overlap,
     shown,
 )
+from camshaft.plugins import find, names
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,25 @@ def grouped(keys: Sequence[str], value: Any, sentence: str) -> Problem:
     """Several keys with one cause as one problem."""
     also = f"\nLikewise {', '.join(keys[1:])}." if keys[1:] else ""
     return Problem(keys[0], value, sentence + also, tuple(keys[1:]))
+
+
+def unknown_name(
+    key: str, name: str, choices: Sequence[str], own: str = "module:Class", rests_on: tuple[str, ...] = ()
+) -> Problem:
+    """A name that is neither built in nor an entry point; `choices` are those that are."""
+    close = difflib.get_close_matches(name, choices, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    listed = f"one of {', '.join(choices)}, or " if choices else ""
+    return Problem(key, name, f"must be {listed}package.{own}.{hint}", rests_on)
+
+
+def check_name(
+    key: str, name: str, built_in: Iterable[str], kind: str, own: str = "module:Class", rests_on: tuple[str, ...] = ()
+) -> Iterator[Problem]:
+    """A problem if `name` is neither built in, nor an entry point of `camshaft.<kind>`, nor `module:attribute`."""
+    known, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
+    if find(name, known, group) is None:
+        yield unknown_name(key, name, names(known, group), own, rests_on)
 
 
 ABSENT = object()
@@ -73,13 +94,13 @@ def from_validation(error: ValidationError, tree: Mapping[str, Any], schema: typ
     known = fields(schema)
     found: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
-        names = [str(part) for part in item["loc"]]
+        parts = [str(part) for part in item["loc"]]
         if item["type"] == "extra_forbidden":
-            key = ".".join(names)
+            key = ".".join(parts)
             for leaf, value in flatten({key: get(tree, key)}, leaf_fields(schema)).items():
                 found[leaf] = unknown(leaf, value, schema)
             continue
-        key = next((part for part in _heads(names) if part in known), ".".join(names))
+        key = next((part for part in _heads(parts) if part in known), ".".join(parts))
         value = get(tree, key) if has(tree, key) else ABSENT
         found[key] = Problem(key, value, f"must be {_expected(key, schema)}")
     return list(found.values())

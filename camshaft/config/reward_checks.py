@@ -9,10 +9,10 @@ known but its name.
 import re
 from collections.abc import Iterator
 
-from camshaft.config.part_names import ENGINES, REWARDS, part_name
-from camshaft.config.problems import Problem
+from camshaft.config.problems import Problem, check_name
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
+from camshaft.plugins import REWARDS
 
 MODEL = "reward_model"
 
@@ -26,10 +26,8 @@ def scores(config: PPOConfig) -> Iterator[Problem]:
     if not reward.enable:
         return
     if reward.worker_cls is not None:
-        yield from part_name(f"{MODEL}.worker_cls", reward.worker_cls, (), "reward_models")
+        yield from check_name(f"{MODEL}.worker_cls", reward.worker_cls, (), "reward_models")
         return
-    if reward.strategy != config.actor_rollout_ref.actor.strategy:
-        yield from part_name(f"{MODEL}.strategy", reward.strategy, ENGINES, "engines")
     yield from _token_budget(config)
     if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
         sentence = (
@@ -45,7 +43,7 @@ def scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
         if custom.function_name() == "format" and "pattern" in custom.reward_kwargs:
             yield from _pattern(custom.reward_kwargs["pattern"])
         key, rests_on = "custom_reward_function.name", ("custom_reward_function.path",)
-        yield from part_name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
+        yield from check_name(key, custom.function_name(), REWARDS, "rewards", "module:function", rests_on)
 
 
 def _overlong_buffer(config: PPOConfig) -> Iterator[Problem]:

@@ -1,14 +1,21 @@
-"""What one rollout engine needs to know, free of roles."""
+"""Config of one rollout engine, free of roles, and its capabilities.
 
-from typing import Any, Literal
+    RolloutEngineConfig(model_path="models/tiny", max_model_len=256)
 
-from pydantic import Field
+A rollout declares what it supports in `RolloutCapabilities` and its options in a subclass of `RolloutOptions`.
+"""
 
-from camshaft.config.engine import Frozen, LoRAConfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, Field
+
+from camshaft.config.engine import Conflict, Frozen, LoRAConfig, invalid_options
 
 
 class RolloutEngineConfig(Frozen):
-    """Model, memory and place of one generator."""
+    """Model, memory and device of one generator."""
 
     model_path: str
     """Folder with config.json and tokenizer; weights come through `load_weights`."""
@@ -42,3 +49,53 @@ class RolloutEngineConfig(Frozen):
     override_config: dict[str, Any] = Field(default_factory=dict)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """For generators that are libraries of their own (vllm, sglang); 'torch' and 'hf' take none."""
+
+
+OPTIONAL_KEYS = (
+    "tensor_model_parallel_size",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "load_format",
+    "enable_prefix_caching",
+    "update_weights_bucket_megabytes",
+)
+"""Keys of the section `rollout` that not every rollout reads."""
+
+
+class RolloutOptions(Frozen):
+    """Options of a rollout (`rollout.engine_kwargs`). This class accepts every option, for the rollout to check.
+
+    A subclass with fields and `model_config = ConfigDict(extra="forbid")` accepts these alone.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], world_size: int = 1) -> Self:
+        """Validate `options`; a `ValueError` lists every error."""
+        errors = invalid_options(cls, options)
+        if errors:
+            raise ValueError("; ".join(f"{error.option}: {error.message}" for error in errors))
+        return cls.model_validate(options)
+
+    def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
+        """Settings that do not fit `world_size` ranks, named as keys of the section `rollout`."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class RolloutCapabilities:
+    """What a rollout supports: the class attribute `capabilities` of `BaseRollout`.
+
+        class MyRollout(BaseRollout):
+            capabilities = RolloutCapabilities(takes_adapter=True, reads=frozenset({"enforce_eager"}))
+
+    The config checks read it before a process is started.
+    """
+
+    options: type[RolloutOptions] = RolloutOptions
+    """Schema of `rollout.engine_kwargs`; the default accepts every option."""
+    reads: frozenset[str] = frozenset(OPTIONAL_KEYS)
+    """The keys of `OPTIONAL_KEYS` that have an effect; a run that sets another one gets a notice."""
+    takes_adapter: bool = False
+    """Generates with `RolloutEngineConfig.lora`: base weights once, and the adapter at every weight sync."""

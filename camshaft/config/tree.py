@@ -53,6 +53,17 @@ def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") ->
     return found
 
 
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values of a nested dict, down to values that are no mappings."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= flat(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
 def nested(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
     """A copy in which `{"a.b": 1}`, easily written in a file, is `{"a": {"b": 1}}`."""
     leaves = set(leaves)

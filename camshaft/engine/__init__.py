@@ -17,14 +17,18 @@
 `contracts/engine` holds every engine to the same rules.
 """
 
-from camshaft.config.engine import EngineConfig
+from camshaft.config import backends
+from camshaft.config.backends import targets
+from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineOptions
 from camshaft.engine.base import BaseEngine, Output, Predictions, StepContext, StepResult
 from camshaft.plugins import load
 
 __all__ = [
     "ENGINES",
     "BaseEngine",
+    "EngineCapabilities",
     "EngineConfig",
+    "EngineOptions",
     "Output",
     "Predictions",
     "StepContext",
@@ -33,12 +37,8 @@ __all__ = [
     "engine_class",
 ]
 
-ENGINES = {
-    "reference": "camshaft.engine.single:SingleDeviceEngine",
-    "fsdp": "camshaft.engine.fsdp:FSDPEngine",
-    "fsdp2": "camshaft.engine.fsdp:FSDPEngine",
-    "fsdp1": "camshaft.engine.fsdp:FSDP1Engine",
-}
+ENGINES = targets(backends.ENGINES)
+"""Built-in names and their classes; the registry is `camshaft/config/backends.py`."""
 
 
 def engine_class(strategy: str) -> type[BaseEngine]:

@@ -22,12 +22,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
-from camshaft.config.engine import EngineConfig
+from camshaft.config.engine import EngineCapabilities, EngineConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.seat import Seat
@@ -131,8 +131,13 @@ class BaseEngine(ABC):
 
     _initialized = False
 
+    capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
+    """What the engine supports, and the schema of its options. Readable without an instance."""
+
     def __init__(self, config: EngineConfig):
         self.config = config
+        self.options: Any = self.capabilities.validate(config)
+        """`config.options` as an instance of `capabilities.options`."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)

@@ -9,6 +9,7 @@ here is the simplest layout there is.
 
 from __future__ import annotations
 
+from camshaft.config.backends import SINGLE_DEVICE
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
 from camshaft.engine.torch_engine import TorchEngine
@@ -21,10 +22,10 @@ from camshaft.seat import Seat
 class SingleDeviceEngine(TorchEngine):
     """One model on one device."""
 
+    capabilities = SINGLE_DEVICE
+
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        if config.options:
-            raise EngineError(f"the reference engine has no options of its own, got {sorted(config.options)}")
         if config.optim is not None and config.dtype == "bfloat16":
             raise EngineError(
                 "dtype=bfloat16: this engine would update the bfloat16 weights themselves, and small updates are lost "

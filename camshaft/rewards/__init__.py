@@ -11,8 +11,8 @@ for the whole batch and returns a list of these. `@register_reward("name")` give
 
 `manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `loading.py` how a
 function is found there, `messages.py` the messages between, `failed.py` the list of samples that were not scored. The
-functions to choose by name are in the modules that `REWARDS` lists. This file is imported in each worker and must stay
-free of torch.
+functions to choose by name are in the modules that `camshaft.plugins.REWARDS` lists. This file is imported in each
+worker and must stay free of torch.
 """
 
 from collections.abc import Callable
@@ -21,17 +21,6 @@ from typing import Any, TypeVar
 from camshaft.errors import RewardError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-REWARDS = {
-    "auto": "camshaft.rewards.auto:compute_score",
-    "exact_match": "camshaft.rewards.exact_match:compute_score",
-    "gsm8k": "camshaft.rewards.gsm8k:compute_score",
-    "math": "camshaft.rewards.math_answer:compute_score",
-    "format": "camshaft.rewards.format:compute_score",
-    "arithmetic": "camshaft.rewards.arithmetic:compute_score",
-    "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
-}
-"""Reward functions by name; entry points of the group `camshaft.rewards` are added to these."""
 
 GROUP = "camshaft.rewards"
 

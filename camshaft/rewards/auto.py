@@ -7,8 +7,7 @@ reward_for("reasoning_gym/gcd")                     # "reasoning_gym"
 from fnmatch import fnmatchcase
 from typing import Any
 
-from camshaft.plugins import import_attribute
-from camshaft.rewards import REWARDS
+from camshaft.plugins import REWARDS, import_attribute
 
 SOURCES = {
     "openai/gsm8k": "gsm8k",

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from camshaft.errors import CamshaftError
-from camshaft.plugins import find, import_attribute, names
-from camshaft.rewards import GROUP, REGISTERED, REWARDS
+from camshaft.plugins import REWARDS, find, import_attribute, names
+from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.messages import Sample, Spec
 
 ARGUMENTS = Sample._fields

@@ -12,7 +12,9 @@ values of the built-in one are in `slots.py`, its steps in `flat.py` and, on a G
 generator right, on the bench of `harness.py`. Roles import from here and never from a generator.
 """
 
-from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config import backends
+from camshaft.config.backends import targets
+from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, RolloutOptions
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 
@@ -20,20 +22,16 @@ __all__ = [
     "ROLLOUTS",
     "BaseRollout",
     "Generation",
+    "RolloutCapabilities",
     "RolloutEngineConfig",
+    "RolloutOptions",
     "SamplingParams",
     "build_rollout",
     "rollout_class",
 ]
 
-ROLLOUTS = {
-    "hf": "camshaft.rollout.hf:HFRollout",
-    "process": "camshaft.rollout.process.rollout:ProcessRollout",
-    "server": "camshaft.rollout.server:ServerRollout",
-    "sglang": "camshaft.rollout.sglang:SGLangRollout",
-    "torch": "camshaft.rollout.builtin.rollout:TorchRollout",
-    "vllm": "camshaft.rollout.vllm:VLLMRollout",
-}
+ROLLOUTS = targets(backends.ROLLOUTS)
+"""Built-in names and their classes; the registry is `camshaft/config/backends.py`."""
 
 
 def rollout_class(name: str) -> type[BaseRollout]:

@@ -15,11 +15,12 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
 from camshaft.rollout.sampling import row_seeds
@@ -94,11 +95,11 @@ class BaseRollout(ABC):
 
     keeps_tensors = True
     """Whether it may keep the tensors of `load_weights` and use this process' allocator. False if it copies."""
-    takes_adapter = False
-    """Whether it generates with `config.lora`: base weights that come once, and an adapter that comes each time."""
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
+    """What the rollout supports. Readable without an instance."""
 
     def __init__(self, config: RolloutEngineConfig):
-        if config.lora is not None and not self.takes_adapter:
+        if config.lora is not None and not self.capabilities.takes_adapter:
             raise RolloutError(
                 f"{type(self).__name__} takes whole weights and has no adapters of its own; type "
                 "actor_rollout_ref.rollout.lora_weights=merged, or actor_rollout_ref.rollout.name=vllm"

@@ -26,6 +26,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -37,6 +38,8 @@ from camshaft.rollout.stop_strings import StopStrings
 
 class HFRollout(BaseRollout):
     """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
+
+    capabilities = HF
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)

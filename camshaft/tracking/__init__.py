@@ -14,20 +14,11 @@ from contextlib import ExitStack
 from typing import Any
 
 from camshaft.errors import CamshaftError, ConfigError
-from camshaft.plugins import load
+from camshaft.plugins import TRACKERS, load
 from camshaft.tracking.base import Ending, RunInfo, Tracker, deterministic
 from camshaft.tracking.bounded import InTurn, OwnThread
 
 __all__ = ["TRACKERS", "Ending", "RunInfo", "Tracker", "Tracking", "check_trackers", "deterministic"]
-
-TRACKERS = {
-    "console": "camshaft.tracking.console:ConsoleTracker",
-    "jsonl": "camshaft.tracking.jsonl:JsonlTracker",
-    "mlflow": "camshaft.tracking.mlflow:MLflowTracker",
-    "tensorboard": "camshaft.tracking.tensorboard:TensorBoardTracker",
-    "trackio": "camshaft.tracking.trackio:TrackioTracker",
-    "wandb": "camshaft.tracking.wandb:WandbTracker",
-}
 
 
 class Tracking:

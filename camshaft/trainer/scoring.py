@@ -15,8 +15,7 @@ from torch import Tensor
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
-from camshaft.plugins import import_attribute
-from camshaft.rewards import REWARDS
+from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import SOURCES, reward_for
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult

@@ -88,7 +88,7 @@ def test_a_wrong_value_is_refused_with_its_key() -> None:
 def test_the_older_wrapper_refuses_what_it_cannot_do(feature: str) -> None:
     fields = together(feature)
     model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
-    with pytest.raises(EngineError, match=r"strategy=fsdp1 has no .*: type strategy=fsdp2"):
+    with pytest.raises(EngineError, match=r"strategy=fsdp1 does not support .*\. Set strategy=fsdp2"):
         engine_class("fsdp1")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
 
 

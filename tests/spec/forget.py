@@ -17,9 +17,9 @@ from pydantic_core import PydanticUndefined
 
 from camshaft.config import PPOConfig, loader
 from camshaft.config.engine import EngineConfig
-from camshaft.config.fsdp_options import FSDPOptions
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import Section
+from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.config.tree import has, remove
 
 

@@ -40,8 +40,8 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 REFUSED = {
-    ("sp2", "tp2"): "both share out the attention heads",
-    ("tp2", "lora"): "adapters beside matrices",
+    ("sp2", "tp2"): "both shard the attention heads",
+    ("tp2", "lora"): "adapters of tensor-parallel matrices",
     ("offload", "offload_policy"): "Choose one of the two",
     ("tp2", "compiled"): "does not compile",
     ("selective", "compiled"): "no single operators",

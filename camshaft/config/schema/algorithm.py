@@ -7,8 +7,11 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from camshaft.config.part_names import ESTIMATORS
 from camshaft.config.schema.fields import KLPenalty, Says, Section, Text
+
+ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
+POLICY_LOSSES = ("vanilla", "gspo", "cispo")
+"""Built-in names. The functions are in `camshaft.algorithms`, which imports torch; a test compares the two."""
 
 EstimatorName = Annotated[Text, Says(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")

@@ -4,9 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.schema.fields import Betas, Contents, DType, Modules, Names, OffOrPositive, Path, Section, Text
-
-ComputeDType = Literal["float32", "bfloat16"]
+from camshaft.config.schema.fields import Betas, Contents, Modules, Names, OffOrPositive, Path, Section, Text
 
 
 class AnyModelConfig(Section):
@@ -88,73 +86,6 @@ class OptimSection(Section):
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * total_steps)
-
-
-class WrapPolicy(Section):
-    """Modules that FSDP shards as one unit; by default the model's decoder layers."""
-
-    transformer_layer_cls_to_wrap: Text | None = Field(
-        description="Class names of layers to wrap, separated by commas."
-    )
-    min_num_params: int = Field(
-        ge=0, description="Wrap modules with at least this many parameters instead; 0 wraps by layer class."
-    )
-
-
-class ForwardMixedPrecision(Section):
-    """Compute dtype of a frozen model."""
-
-    param_dtype: ComputeDType | None = Field(
-        description="Dtype of weights and activations during computation; null: model_dtype."
-    )
-
-
-class MixedPrecision(ForwardMixedPrecision):
-    """Compute dtypes; the optimizer updates weights in model_dtype."""
-
-    reduce_dtype: ComputeDType | None = Field(
-        description="Dtype of the gradient reduction over ranks; null: param_dtype."
-    )
-
-
-class Sharding(Section):
-    """Weight dtype and sharding, common to trained and frozen models."""
-
-    wrap_policy: WrapPolicy = Field(description="FSDP wrapping policy.")
-    fsdp_size: OffOrPositive = Field(
-        description="Ranks per shard group; -1: all ranks. Fewer ranks replicate the model across groups (HSDP)."
-    )
-    reshard_after_forward: bool = Field(
-        description="Free gathered weights after each unit's forward pass; saves memory and costs one more all-gather."
-    )
-    forward_prefetch: bool = Field(
-        description="All-gather the next unit's weights during the current unit's forward pass."
-    )
-    tensor_parallel_size: int = Field(ge=1, description="Tensor-parallel size in ranks.")
-    param_offload: bool = Field(description="Offload parameters to CPU memory while the engine is idle.")
-    offload_policy: bool = Field(
-        description="Keep parameters, gradients and optimizer state in CPU memory; copy each unit to the device for "
-        "its use."
-    )
-    model_dtype: DType = Field(description="Dtype of the weights.")
-
-
-class FSDPConfig(Sharding):
-    """Weight dtype and FSDP sharding of a trained model."""
-
-    grad_offload: bool = Field(description="Offload gradients to CPU memory while the engine is idle.")
-    optimizer_offload: bool = Field(description="Offload optimizer state to CPU memory while the engine is idle.")
-    mixed_precision: MixedPrecision = Field(description="Compute dtypes.")
-
-    def computes_in(self) -> str:
-        """Return the compute dtype, which can have a lower precision than the weights."""
-        return self.mixed_precision.param_dtype or self.model_dtype
-
-
-class ForwardFSDPConfig(Sharding):
-    """Weight dtype and FSDP sharding of a frozen model."""
-
-    mixed_precision: ForwardMixedPrecision = Field(description="Compute dtypes.")
 
 
 class CheckpointConfig(Section):

@@ -115,8 +115,9 @@ class PPOConfig(Section):
 
     def ref_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the reference."""
-        section = self.actor_rollout_ref.ref if self.needs_reference_model() else self.actor_rollout_ref.actor
-        return topology.dp_size(section.ranks_per_row())
+        if not self.needs_reference_model():
+            return self.actor_dp_size(topology)
+        return topology.dp_size(self.actor_rollout_ref.ref.ranks_per_row(self.actor_rollout_ref.actor.strategy))
 
     def critic_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the critic."""

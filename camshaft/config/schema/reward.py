@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.fields import Modules, Path, Section, Text
-from camshaft.config.schema.model import ForwardFSDPConfig
+from camshaft.config.schema.fsdp import ForwardFSDPConfig
 
 
 class RewardModelModelConfig(Section):
@@ -59,6 +60,9 @@ class RewardModelConfig(Section):
     forward_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
     ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    )
     max_length: int | None = Field(
         ge=1,
         description="Maximum sequence length in the reward model's tokens; longer sequences are truncated on the left "
@@ -68,9 +72,16 @@ class RewardModelConfig(Section):
         description="Penalty for long responses, with or without a reward model."
     )
 
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the settings that an engine may have an option for, by the name of the option."""
+        return self.model.fsdp_config.model_dump() | {
+            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
+            "use_torch_compile": self.use_torch_compile,
+        }
+
     def ranks_per_row(self) -> int:
         """Return the number of ranks that share one row."""
-        return self.ulysses_sequence_parallel_size * self.model.fsdp_config.tensor_parallel_size
+        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
 
 class CustomRewardConfig(Section):

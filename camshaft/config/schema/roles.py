@@ -9,12 +9,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.part_names import POLICY_LOSSES
+from camshaft.config.backends import ranks_per_row
+from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.fields import DType, KLPenalty, LossAggMode, Path, Says, Section, Text
+from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import (
     CheckpointConfig,
-    ForwardFSDPConfig,
-    FSDPConfig,
     OptimSection,
     PolicyModelConfig,
     ResponsesModelConfig,
@@ -68,11 +68,22 @@ class ActorConfig(Section):
     fsdp_config: FSDPConfig = Field(description="Dtype and sharding of the actor.")
     ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    )
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
+
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the settings that an engine may have an option for, by the name of the option."""
+        return self.fsdp_config.model_dump() | {
+            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
+            "use_torch_compile": self.use_torch_compile,
+            "async_save": self.checkpoint.async_save,
+        }
 
     def ranks_per_row(self) -> int:
         """Return the number of ranks that share one row."""
-        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
+        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
     def clip_range(self) -> tuple[float, float]:
         """Return (low, high); the probability ratio is clipped to [1 - low, 1 + high]."""
@@ -90,6 +101,9 @@ class RefConfig(Section):
     fsdp_config: ForwardFSDPConfig = Field(description="Dtype and sharding of the reference.")
     ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    )
     log_prob_micro_batch_size: int = Field(
         ge=1,
         description="Deprecated: sequences per forward pass over all ranks; use log_prob_micro_batch_size_per_gpu.",
@@ -100,9 +114,16 @@ class RefConfig(Section):
     log_prob_use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
     log_prob_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
 
-    def ranks_per_row(self) -> int:
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the settings that an engine may have an option for, by the name of the option."""
+        return self.fsdp_config.model_dump() | {
+            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
+            "use_torch_compile": self.use_torch_compile,
+        }
+
+    def ranks_per_row(self, strategy: str) -> int:
         """Return the number of ranks that share one row."""
-        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
+        return ranks_per_row(strategy, self.engine_keys(), self.engine_kwargs)
 
 
 class ValKwargs(Section):
@@ -242,8 +263,20 @@ class CriticConfig(Section):
     loss_agg_mode: LossAggMode = Field(description="Aggregation of token losses.")
     ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    )
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
+
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the settings that an engine may have an option for, by the name of the option."""
+        return self.model.fsdp_config.model_dump() | {
+            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
+            "use_torch_compile": self.use_torch_compile,
+            "async_save": self.checkpoint.async_save,
+            "activation_offload": self.model.enable_activation_offload,
+        }
 
     def ranks_per_row(self) -> int:
         """Return the number of ranks that share one row."""
-        return self.ulysses_sequence_parallel_size * self.model.fsdp_config.tensor_parallel_size
+        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)

@@ -4,14 +4,16 @@
 """
 
 from abc import abstractmethod
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
+from camshaft.config.backends import ranks_per_row
 from camshaft.config.place import PlaceConfig, RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.fields import Names, OffOrPositive, Path, Paths, Section, Text
-from camshaft.config.schema.model import CheckpointConfig, FSDPConfig, ModelConfig, OptimSection
+from camshaft.config.schema.fsdp import FSDPConfig
+from camshaft.config.schema.model import CheckpointConfig, ModelConfig, OptimSection
 
 
 class SupervisedDataConfig(Section):
@@ -87,6 +89,9 @@ class SupervisedConfig(Section):
     fsdp_config: FSDPConfig = Field(description="Dtype and sharding of the model.")
     ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
     use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    )
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
     trainer: SupervisedTrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
     ray_kwargs: RayConfig = Field(description="Settings for trainer.controller=ray.")
@@ -95,9 +100,18 @@ class SupervisedConfig(Section):
     def longest_row(self) -> int:
         """Return the maximum number of tokens of a row."""
 
+    def engine_keys(self) -> dict[str, Any]:
+        """Return the settings that an engine may have an option for, by the name of the option."""
+        return self.fsdp_config.model_dump() | {
+            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
+            "use_torch_compile": self.use_torch_compile,
+            "async_save": self.checkpoint.async_save,
+            "activation_offload": self.model.enable_activation_offload,
+        }
+
     def ranks_per_row(self) -> int:
         """Return the number of ranks that share one row."""
-        return self.ulysses_sequence_parallel_size * self.fsdp_config.tensor_parallel_size
+        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
     def data_seed(self) -> int:
         """Return the seed of the row shuffle."""

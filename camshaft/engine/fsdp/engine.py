@@ -8,7 +8,7 @@
     weights.py           from a folder into shards, and whole again
     fsdp1.py             the same engine on the older wrapper
 
-`options` are `config/fsdp_options.py`. What a step is (micro-batches, counts, losses) is not here: that is
+`options` are `FSDPOptions` in `config/schema/fsdp.py`. The step (micro-batches, counts, losses) is not here: it is in
 `engine/torch_engine.py`, the same for all engines.
 """
 
@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from camshaft.config.backends import FSDP
 from camshaft.config.engine import EngineConfig
-from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.dataproto import DataProto
 from camshaft.device import join_group, seed_ranks
 from camshaft.engine import checkpoint
@@ -45,10 +46,11 @@ SAVE_TIMEOUT = timedelta(hours=12)
 class FSDPEngine(TorchEngine):
     """One model, sharded over the ranks of this process group."""
 
+    capabilities = FSDP
+    options: FSDPOptions
+
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self.options = FSDPOptions.of(config.options)
-        _refuse_pairs(config, self.options)
         offloads: dict[Part, bool] = {
             "model": self.options.param_offload,
             "gradients": self.options.grad_offload,
@@ -144,26 +146,3 @@ class FSDPEngine(TorchEngine):
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         self.wait_for_checkpoint()
         super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
-
-
-def _refuse_pairs(config: EngineConfig, options: FSDPOptions) -> None:
-    """Features of the model and of the layout that do not go together; `FSDPOptions` knows those of the layout."""
-    model, tensor = config.model, options.tensor_parallel_size
-    if tensor > 1 and model.lora is not None:
-        raise EngineError(
-            f"lora with tensor_parallel_size={tensor}: adapters beside matrices that are cut over ranks are not "
-            "supported. Set tensor_parallel_size=1; weights are sharded all the same"
-        )
-    if not model.enable_gradient_checkpointing or model.gradient_checkpointing_mode == "full":
-        return
-    if options.use_torch_compile:
-        raise EngineError(
-            "use_torch_compile with gradient_checkpointing_mode=selective: a compiled layer has no single operators "
-            "whose results could be kept. Set gradient_checkpointing_mode=full"
-        )
-    if options.wrap_policy.min_num_params:
-        raise EngineError(
-            "wrap_policy.min_num_params with gradient_checkpointing_mode=selective: units inside a layer gather while "
-            "it is computed anew, which selective checkpointing does not follow. Wrap by layer class, or set "
-            "gradient_checkpointing_mode=full"
-        )

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from camshaft.config.engine import EngineConfig
-from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.config.backends import FSDP1
+from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.device import random_states
 from camshaft.engine import checkpoint
 from camshaft.engine.fsdp.engine import FSDPEngine
@@ -47,11 +47,7 @@ PREFIX = "hf."
 class FSDP1Engine(FSDPEngine):
     """One model, sharded by the wrapper."""
 
-    def __init__(self, config: EngineConfig):
-        super().__init__(config)
-        refused = self.options.beyond_fsdp1(lora=config.model.lora is not None)
-        if refused:
-            raise EngineError(refused)
+    capabilities = FSDP1
 
     def _laid_out(self, files: dist.ProcessGroup) -> PackedModel:
         config, meshes = self.config, self.meshes

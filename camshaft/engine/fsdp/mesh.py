@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.errors import EngineError
 from camshaft.seat import Seat
 
@@ -38,20 +38,11 @@ class Layout:
     @classmethod
     def of(cls, options: FSDPOptions, world: int) -> Layout:
         """An error with the sum spelled out if the sizes do not divide."""
+        conflicts = [str(conflict) for conflict in options.layout_conflicts(world)]
+        if conflicts:
+            raise EngineError("\n".join(conflicts))
         sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
-        if world % (sequence * tensor):
-            raise EngineError(
-                f"{world} ranks do not split into groups of ulysses_sequence_parallel_size={sequence} x "
-                f"tensor_parallel_size={tensor} = {sequence * tensor}"
-            )
-        room = world // tensor
-        shards = room if options.fsdp_size in (-1, 0) else min(options.fsdp_size, room)
-        if room % shards:
-            raise EngineError(
-                f"fsdp_size={options.fsdp_size}: {world} ranks / tensor_parallel_size={tensor} = {room} ranks do not "
-                f"split into groups of {shards}"
-            )
-        return cls(world, shards, sequence, tensor)
+        return cls(world, options.shards(world), sequence, tensor)
 
     @property
     def copies(self) -> int:

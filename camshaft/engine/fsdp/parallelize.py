@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from camshaft.config.fsdp_options import FSDPOptions, WrapPolicy
+from camshaft.config.schema.fsdp import FSDPOptions, WrapPolicy
 from camshaft.errors import EngineError
 from camshaft.models.loader import DTYPES
 from camshaft.models.packed import PackedModel, output_layer

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, refuse_unsupported
@@ -32,6 +33,8 @@ from camshaft.rollout.stop_strings import StopStrings
 
 class TorchRollout(BaseRollout):
     """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
+
+    capabilities = TORCH
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)

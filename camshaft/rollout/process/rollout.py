@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.config.backends import PROCESS
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here
 from camshaft.errors import RolloutError
@@ -45,6 +46,7 @@ ANSWER_SECONDS = 3600.0
 class ProcessRollout(BaseRollout):
     """Forward every call to a rollout in a child process."""
 
+    capabilities = PROCESS
     keeps_tensors = False
 
     def __init__(self, config: RolloutEngineConfig):

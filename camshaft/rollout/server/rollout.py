@@ -23,8 +23,9 @@ from typing import Any
 
 from torch import Tensor
 
+from camshaft.config.backends import SERVER
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.config.schema.server import ServerOptions
+from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.device import rank, world_size
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -41,6 +42,8 @@ COMPLETIONS = "/v1/completions"
 
 class ServerRollout(BaseVLLMRollout):
     """Generate with vLLM's server over HTTP."""
+
+    capabilities = SERVER
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)

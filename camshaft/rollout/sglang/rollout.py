@@ -11,6 +11,7 @@ and kills the process itself when one of them fails. `SGLangRollout` therefore r
 
 from __future__ import annotations
 
+from camshaft.config.backends import SGLANG
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import world_size
 from camshaft.errors import RolloutError
@@ -25,6 +26,8 @@ class SGLangRollout(ProcessRollout):
 
     `engine_kwargs` are arguments of `sglang.Engine`, and `timeout`: seconds for one call.
     """
+
+    capabilities = SGLANG
 
     def __init__(self, config: RolloutEngineConfig):
         check_installed()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from camshaft.config.backends import VLLM
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here, world_size
 from camshaft.digest import noted
@@ -35,7 +36,7 @@ from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicate
 class VLLMRollout(BaseVLLMRollout):
     """Generate with a vLLM engine in this process; a row's samples depend on its seed and its prompt."""
 
-    takes_adapter = True
+    capabilities = VLLM
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)

@@ -145,14 +145,14 @@ def test_group_estimators_need_several_responses(words, estimator):
     ("more", "expected"),
     [
         ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "makes 4 equal responses"),
-        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "takes no options"),
+        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "a: unknown option; there are none"),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=4"],
             f"{ROLLOUT}.tensor_model_parallel_size=1, or {ROLLOUT}.name=vllm",
         ),
         (
             [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4"],
-            f"does not divide the run's 1. Type {ROLLOUT}.tensor_model_parallel_size=1",
+            f"does not divide the 1 ranks of the run. Type {ROLLOUT}.tensor_model_parallel_size=1",
         ),
         (
             [
@@ -162,11 +162,11 @@ def test_group_estimators_need_several_responses(words, estimator):
                 f"{ACTOR}.strategy=fsdp",
                 "critic.strategy=fsdp",
             ],
-            f"each of the run's 2 ranks has a generator of its own. Type {ROLLOUT}.tensor_model_parallel_size=1",
+            f"each of the 2 ranks has a generator of its own with sglang. Type {ROLLOUT}.tensor_model_parallel_size=1",
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            f"Type {ROLLOUT}.tensor_model_parallel_size=1, or start one yourself",
+            f"Type {ROLLOUT}.tensor_model_parallel_size=1, or +{ROLLOUT}.engine_kwargs.vllm_server_base_url=http",
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.engine_kwargs={{vllm_server_base_url: localhost}}"],
@@ -376,7 +376,7 @@ def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
     with pytest.raises(ConfigError, match=rf"rollout\.name={name} takes no options\. Leave the key out"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
-    own = load_ppo([*words, "actor_rollout_ref.rollout.name=my_pkg.my_rollout:MyRollout"])
+    own = load_ppo([*words, "actor_rollout_ref.rollout.name=support.own_backends:OwnRollout"])
     assert own.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
 
 

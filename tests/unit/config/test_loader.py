@@ -293,7 +293,7 @@ def test_a_key_that_other_generators_read_is_told_to_who_typed_it(words, leaf, n
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
-        load_ppo([*words, f"{section}.{leaf}", f"{section}.name=pkg.mod:Mine"])
+        load_ppo([*words, f"{section}.{leaf}", f"{section}.name=support.own_backends:OwnRollout"])
     assert caplog.messages == [f"config: {section}.{leaf} changes nothing: read by {section}.name={readers}"]
 
 

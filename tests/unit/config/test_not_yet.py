@@ -34,8 +34,8 @@ def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word,
 @pytest.mark.parametrize(
     "word",
     [
-        f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine",
-        f"{ROLLOUT}.name=my_pkg.my_rollout:MyRollout",
+        f"{ACTOR}.strategy=support.own_backends:OwnEngine",
+        f"{ROLLOUT}.name=support.own_backends:OwnRollout",
         "trainer.logger=[console,my_pkg.trackers:Mine]",
         "trainer.logger=[console,wandb,tensorboard,mlflow,trackio]",
         f"{ROLLOUT}.name=hf",

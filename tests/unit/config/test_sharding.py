@@ -1,4 +1,4 @@
-"""Layouts that cannot be, and what the plain engine cannot do, each told with its key and what to type."""
+"""Checks of engines and rollouts against what they support: the message has the key and what to type."""
 
 import pytest
 
@@ -6,6 +6,7 @@ from camshaft.config import (
     PPOConfig,
     Topology,
     actor_engine,
+    backends,
     critic_engine,
     load_ppo,
     load_sft,
@@ -13,11 +14,15 @@ from camshaft.config import (
     rollout_engine,
     sft_engine,
 )
-from camshaft.config.fsdp_options import FSDPOptions
+from camshaft.config.schema.fsdp import FSDPOptions
+from camshaft.engine import engine_class
 from camshaft.errors import ConfigError
+from camshaft.rollout import rollout_class
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
+OWN_ENGINE = "support.own_backends:OwnEngine"
+OWN = (f"{ACTOR}.strategy={OWN_ENGINE}", "critic.strategy=fsdp")
 BY_ITSELF = (f"{ROLLOUT}.lora_weights=adapter", f"{ROLLOUT}.tensor_model_parallel_size=1")
 PER_GPU = (
     f"{ACTOR}.ppo_micro_batch_size_per_gpu=1",
@@ -39,44 +44,43 @@ def _on(words, ranks: int, *more: str) -> list[str]:
 
 # -- the plain engine -----------------------------------------------------------------------------
 
-ASKS = [
-    ("wrap_policy.transformer_layer_cls_to_wrap=Layer", "sharding"),
-    ("wrap_policy.min_num_params=100", "sharding"),
-    ("fsdp_size=2", "sharding"),
-    ("reshard_after_forward=false", "sharding"),
-    ("forward_prefetch=true", "sharding"),
-    ("tensor_parallel_size=2", "tensor parallelism"),
-    ("param_offload=true", "offloading"),
-    ("grad_offload=true", "offloading"),
-    ("optimizer_offload=true", "offloading"),
-    ("offload_policy=true", "offloading"),
-    ("mixed_precision.param_dtype=bfloat16", "mixed precision"),
-    ("mixed_precision.reduce_dtype=bfloat16", "mixed precision"),
-]
-BESIDE = [
-    ("ulysses_sequence_parallel_size=2", "sequence parallelism"),
-    ("use_torch_compile=true", "compilation"),
-    ("checkpoint.async_save=true", "saving in the background"),
+UNSUPPORTED = [
+    "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Layer",
+    "fsdp_config.wrap_policy.min_num_params=100",
+    "fsdp_config.fsdp_size=2",
+    "fsdp_config.reshard_after_forward=false",
+    "fsdp_config.forward_prefetch=true",
+    "fsdp_config.tensor_parallel_size=2",
+    "fsdp_config.param_offload=true",
+    "fsdp_config.grad_offload=true",
+    "fsdp_config.optimizer_offload=true",
+    "fsdp_config.offload_policy=true",
+    "fsdp_config.mixed_precision.param_dtype=bfloat16",
+    "fsdp_config.mixed_precision.reduce_dtype=bfloat16",
+    "ulysses_sequence_parallel_size=2",
+    "use_torch_compile=true",
+    "checkpoint.async_save=true",
 ]
 
 
-@pytest.mark.parametrize(("word", "what"), [*((f"fsdp_config.{w}", what) for w, what in ASKS), *BESIDE])
-def test_what_the_plain_engine_cannot_do_is_refused_by_the_key_that_asks(words, sft_words, word, what):
-    text = _error([*words, f"{ACTOR}.{word}"])
+@pytest.mark.parametrize("setting", UNSUPPORTED)
+def test_setting_without_an_option_of_the_engine_is_rejected(words, sft_words, setting):
+    text = _error([*words, f"{ACTOR}.{setting}"])
     assert "One thing is wrong" in text
-    assert f"{ACTOR}.{word.partition('=')[0]} = " in text
-    assert f"strategy=reference has no {what}. Type {ACTOR}.strategy=fsdp" in text
-    text = _error([*sft_words, word], load_sft)
+    assert f"{ACTOR}.{setting.partition('=')[0]} = " in text
+    assert f"strategy=reference does not support it. Type {ACTOR}.strategy=fsdp, or leave" in text
+    text = _error([*sft_words, setting], load_sft)
     assert "One thing is wrong" in text
-    assert f"strategy=reference has no {what}. Type strategy=fsdp" in text
+    assert "strategy=reference does not support it. Type strategy=fsdp" in text
 
 
-@pytest.mark.parametrize(("word", "what"), [*((f"model.fsdp_config.{w}", what) for w, what in ASKS), *BESIDE])
-def test_the_critics_keys_are_told_with_the_critics_strategy(words, word, what):
-    text = _error([*words, f"critic.{word}"])
+@pytest.mark.parametrize("setting", UNSUPPORTED)
+def test_unsupported_setting_of_the_critic_names_its_strategy(words, setting):
+    setting = setting.replace("fsdp_config", "model.fsdp_config")
+    text = _error([*words, f"critic.{setting}"])
     assert "One thing is wrong" in text
-    assert f"strategy=reference has no {what}. Type critic.strategy=fsdp" in text
-    load_ppo([*words, f"critic.{word}", "algorithm.adv_estimator=reinforce_plus_plus"])
+    assert "strategy=reference does not support it. Type critic.strategy=fsdp" in text
+    load_ppo([*words, f"critic.{setting}", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
 def test_activations_cannot_be_offloaded_either(words):
@@ -131,17 +135,17 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
         (
             8,
             [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"],
-            "both share out the attention heads",
+            "both shard the attention heads",
         ),
         (
             1,
             [f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
-            f"{ACTOR}.fsdp_config\n      offload_policy keeps everything in host memory",
+            f"{ACTOR}.fsdp_config.offload_policy = true\n      offload_policy keeps everything in host memory",
         ),
         (
             2,
             ["critic.model.fsdp_config.tensor_parallel_size=2", "critic.use_torch_compile=true"],
-            "critic.model.fsdp_config\n      use_torch_compile with tensor_parallel_size=2",
+            "critic.use_torch_compile = true\n      use_torch_compile with tensor_parallel_size=2",
         ),
         (
             1,
@@ -150,7 +154,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
                 f"{MODEL}.enable_gradient_checkpointing=true",
                 f"{MODEL}.gradient_checkpointing_mode=selective",
             ],
-            f"Type {MODEL}.gradient_checkpointing_mode=full.",
+            f"Type {MODEL}.gradient_checkpointing_mode=full, or {ACTOR}.use_torch_compile=false.",
         ),
         (
             1,
@@ -159,7 +163,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
                 f"{MODEL}.enable_gradient_checkpointing=true",
                 f"{MODEL}.gradient_checkpointing_mode=selective",
             ],
-            "wrap_policy.min_num_params=1000: units inside a layer gather",
+            "wrap_policy.min_num_params=1000 with gradient_checkpointing_mode=selective: units inside a layer",
         ),
     ],
 )
@@ -169,9 +173,64 @@ def test_a_layout_that_cannot_be_is_told_with_its_sum(words, ranks, more, expect
     assert expected in text
 
 
-def test_what_excludes_what_in_an_engine_of_somebody_else_is_not_ours_to_say(words):
+def test_layout_of_another_packages_engine_is_its_own(words):
     both = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
-    load_ppo([*_on(words, 8, *both), f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine"])
+    stages = f"+{ACTOR}.engine_kwargs.pipeline_stages=2"
+    config = load_ppo([*_on(words, 8, *both, stages), *OWN])
+    assert config.actor_dp_size(Topology(8)) == 1
+    assert config.critic_dp_size(Topology(8)) == 8
+    text = _error([*_on(words, 8, stages.replace("=2", "=3")), *OWN])
+    assert "One thing is wrong" in text
+    assert (
+        f"{ACTOR}.strategy = {OWN_ENGINE}\n      8 ranks do not split into groups of 3 per row: 8 = 2 x 3 + 2." in text
+    )
+
+
+def test_options_of_an_engine_are_checked_by_its_schema(words):
+    text = _error([*words, *OWN, f"+{ACTOR}.engine_kwargs.pipline_stages=2"])
+    assert "One thing is wrong" in text
+    assert f"{ACTOR}.engine_kwargs.pipline_stages = 2" in text
+    assert "unknown option; did you mean 'pipeline_stages'? The options are pipeline_stages, context_parallel" in text
+    text = _error([*words, *OWN, f"+{ACTOR}.engine_kwargs.pipeline_stages=0"])
+    assert f"{ACTOR}.engine_kwargs.pipeline_stages = 0\n      Input should be greater than or equal to 1." in text
+    text = _error([*words, f"+{ACTOR}.engine_kwargs.fsdp_sze=2", f"{ACTOR}.strategy=fsdp"])
+    assert "did you mean 'fsdp_size'?" in text
+    text = _error([*words, f"+{ACTOR}.engine_kwargs.pipeline_stages=2"])
+    assert "unknown option; there are none." in text
+
+
+def test_option_with_a_key_of_its_own_is_rejected_in_engine_kwargs(words, sft_words):
+    text = _error([*words, f"{ACTOR}.strategy=fsdp", f"+{ACTOR}.engine_kwargs.param_offload=true"])
+    assert "One thing is wrong" in text
+    assert f"belongs in {ACTOR}.fsdp_config.param_offload. Type that key instead." in text
+    text = _error([*sft_words, "strategy=fsdp", "+engine_kwargs.use_torch_compile=true"], load_sft)
+    assert "belongs in use_torch_compile." in text
+
+
+def test_unsupported_features_of_another_packages_engine_are_rejected(words):
+    assert "strategy=support.own_backends:OwnEngine does not support LoRA" in _error(
+        [*words, *OWN, f"{MODEL}.lora_rank=4"]
+    )
+    text = _error([*words, *OWN, f"{ACTOR}.fsdp_config.param_offload=true"])
+    assert f"strategy={OWN_ENGINE} does not support it. Type {ACTOR}.strategy=fsdp" in text
+    undeclared = f"{ACTOR}.strategy=support.own_backends:UndeclaredEngine"
+    load_ppo([*_on(words, 8), undeclared])
+    assert "does not support it" in _error([*_on(words, 8), undeclared, f"{ACTOR}.ulysses_sequence_parallel_size=2"])
+
+
+def test_engine_class_that_cannot_be_imported_is_rejected(words):
+    text = _error([*words, f"{ACTOR}.strategy=no_such_package.engine:Engine"])
+    assert "One thing is wrong" in text
+    assert "there is no module 'no_such_package'" in text
+    text = _error([*words, f"{ROLLOUT}.name=support.own_backends:NoSuchRollout"])
+    assert "has no 'NoSuchRollout'" in text
+
+
+def test_capabilities_of_the_registry_are_those_of_the_classes():
+    for name, backend in backends.ENGINES.items():
+        assert engine_class(name).capabilities is backend.capabilities
+    for name, backend in backends.ROLLOUTS.items():
+        assert rollout_class(name).capabilities is backend.capabilities
 
 
 def test_the_reference_that_takes_over_the_actors_layout_is_told_once(words):
@@ -278,13 +337,14 @@ def test_the_reference_takes_over_layout_numbers_and_compilation_and_none_of_tra
     assert (ref.param_offload, ref.fsdp_size, ref.reshard_after_forward) == (True, 2, False)
 
 
-def test_an_engine_of_somebody_else_is_told_what_the_sharded_one_is_and_the_plain_one_nothing(words):
-    layout = [f"{ACTOR}.ulysses_sequence_parallel_size=2"]
-    own = [f"{ACTOR}.strategy=my_pkg.my_engine:MyEngine", "trainer.n_gpus_per_node=4"]
-    mine = actor_engine(load_ppo([*words, *own, *layout]), Topology(4), 10)
-    sharded = actor_engine(load_ppo(_on(words, 4, *layout)), Topology(4), 10)
-    assert mine.options == sharded.options
-    assert mine.options["ulysses_sequence_parallel_size"] == 2
+def test_options_of_an_engine_are_those_of_its_schema(words):
+    layout = [f"{ACTOR}.ulysses_sequence_parallel_size=2", f"+{ACTOR}.engine_kwargs.pipeline_stages=2"]
+    more = [*layout, "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=true"]
+    config = load_ppo([*words, *OWN, *more])
+    options = {"ulysses_sequence_parallel_size": 2, "tensor_parallel_size": 1, "pipeline_stages": 2}
+    assert actor_engine(config, Topology(4), 10).options == options
+    assert ref_engine(config, Topology(4)).options == options
+    assert "pipeline_stages" not in critic_engine(config, Topology(4), 10).options
     assert actor_engine(load_ppo(words), Topology(), 10).options == {}
 
 
@@ -347,7 +407,9 @@ def test_a_generator_is_told_of_an_adapter_that_comes_by_itself(words):
     adapter = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{ROLLOUT}.name=vllm", *BY_ITSELF]
     assert rollout_engine(load_ppo([*words, *adapter])).lora == _lora(load_ppo([*words, *adapter]))
     assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.lora_weights=merged"])).lora is None
-    assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.name=my.package:Mine"])).lora is not None
+    assert (
+        rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.name=support.own_backends:OwnRollout"])).lora is not None
+    )
 
 
 def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
@@ -390,11 +452,11 @@ def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, sw
         ([f"{MODEL}.lora_rank=-1"], "of 0 or more"),
         (
             [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
-            "adapters beside matrices that are cut over ranks are not supported",
+            "adapters of tensor-parallel matrices are not supported",
         ),
         ([f"{ROLLOUT}.name=vllm", *BY_ITSELF], f"there is no adapter. Type {ROLLOUT}.lora_weights=merged."),
         *(
-            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} takes whole weights")
+            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} takes complete weights")
             for name in ("hf", "process", "server", "sglang", "torch")
         ),
         ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.lora_weights=both"], "must be one of merged, adapter"),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
+from camshaft.config.rollout import RolloutCapabilities
 from camshaft.dataproto import Ragged
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
@@ -29,7 +30,7 @@ class Keeps(BaseRollout):
     """Keeps what it is given; `calls` has what was asked of it."""
 
     keeps_tensors = False
-    takes_adapter = True
+    capabilities = RolloutCapabilities(takes_adapter=True)
 
     def __init__(self, lora: LoRAConfig | None = LORA):
         super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), lora=lora))
@@ -153,7 +154,7 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
 
 def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
     class Whole(Keeps):
-        takes_adapter = False
+        capabilities = RolloutCapabilities()
 
     with pytest.raises(RolloutError, match=r"Whole takes whole weights.*rollout\.lora_weights=merged.*name=vllm"):
         Whole()

@@ -1,7 +1,7 @@
 import pytest
 
-from camshaft.plugins import import_attribute
-from camshaft.rewards import REWARDS, arithmetic, auto, exact_match, gsm8k, math_answer
+from camshaft.plugins import REWARDS, import_attribute
+from camshaft.rewards import arithmetic, auto, exact_match, gsm8k, math_answer
 from camshaft.rewards import format as form
 
 

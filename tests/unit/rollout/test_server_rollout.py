@@ -17,7 +17,7 @@ from support.processes import running, still_running
 from support.tiny import tiny_folder
 
 from camshaft.config import RolloutEngineConfig
-from camshaft.config.schema.server import ServerOptions
+from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
@@ -218,7 +218,7 @@ def test_other_http_server_is_rejected() -> None:
 
 
 def test_options_of_camshaft_and_vllm_are_separated() -> None:
-    options = ServerOptions.of({"vllm_server_timeout": 9, "swap_space": 2}, ranks=2)
+    options = ServerOptions.of({"vllm_server_timeout": 9, "swap_space": 2}, world_size=2)
     assert (options.vllm_server_timeout, options.arguments) == (9.0, {"swap_space": 2})
     assert ServerOptions.of({"vllm_server_base_url": "http://a:1/v1/"}, 1).vllm_server_base_url == ("http://a:1",)
 
@@ -236,7 +236,7 @@ def test_options_of_camshaft_and_vllm_are_separated() -> None:
 )
 def test_invalid_options_are_rejected(engine_kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ServerOptions.of(engine_kwargs, ranks=2)
+        ServerOptions.of(engine_kwargs, world_size=2)
     with pytest.raises(RolloutError, match="engine_kwargs: "):
         build_rollout("server", config(vllm_server_base_url="nowhere"))
 

@@ -1,0 +1,112 @@
+"""Registry of the training engines and rollouts, with what each supports. Imports no backend and no torch.
+
+    engine_capabilities("fsdp").options                     # FSDPOptions
+    rollout_capabilities("my_pkg.my_rollout:MyRollout")     # imports the class and reads its `capabilities`
+
+To add a backend, write its class and add one line here. A backend of another package needs no line: the config names it
+as `package.module:Class` or by an entry point of `camshaft.engines` or `camshaft.rollouts`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from camshaft.config.engine import EngineCapabilities, EngineOptions
+from camshaft.config.rollout import OPTIONAL_KEYS, RolloutCapabilities
+from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
+from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
+from camshaft.errors import ConfigError
+from camshaft.plugins import import_attribute, target_of
+
+Capabilities = TypeVar("Capabilities")
+
+
+@dataclass(frozen=True)
+class Backend(Generic[Capabilities]):
+    """A built-in backend: `module:Class`, and the `capabilities` of that class."""
+
+    target: str
+    capabilities: Capabilities
+
+
+SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False)
+FSDP = EngineCapabilities(FSDPOptions)
+FSDP1 = EngineCapabilities(FSDP1Options)
+
+ENGINES = {
+    "reference": Backend("camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE),
+    "fsdp": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
+    "fsdp2": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
+    "fsdp1": Backend("camshaft.engine.fsdp:FSDP1Engine", FSDP1),
+}
+
+_LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
+
+HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset())
+PROCESS = RolloutCapabilities()
+SERVER = RolloutCapabilities(ServerOptions)
+SGLANG = RolloutCapabilities(SGLangOptions)
+TORCH = RolloutCapabilities(OneDeviceOptions, reads=frozenset({"enforce_eager"}))
+VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, takes_adapter=True)
+
+ROLLOUTS = {
+    "hf": Backend("camshaft.rollout.hf:HFRollout", HF),
+    "process": Backend("camshaft.rollout.process.rollout:ProcessRollout", PROCESS),
+    "server": Backend("camshaft.rollout.server:ServerRollout", SERVER),
+    "sglang": Backend("camshaft.rollout.sglang:SGLangRollout", SGLANG),
+    "torch": Backend("camshaft.rollout.builtin.rollout:TorchRollout", TORCH),
+    "vllm": Backend("camshaft.rollout.vllm:VLLMRollout", VLLM),
+}
+
+
+def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
+    """Name to `module:Class`, for `camshaft.plugins`."""
+    return {name: backend.target for name, backend in backends.items()}
+
+
+def engine_capabilities(strategy: str) -> EngineCapabilities:
+    """What the engine `strategy` supports; a `ConfigError` if there is no such engine."""
+    return _capabilities(strategy, ENGINES, "camshaft.engines", EngineCapabilities())
+
+
+def rollout_capabilities(name: str) -> RolloutCapabilities:
+    """What the rollout `name` supports; a `ConfigError` if there is no such rollout."""
+    return _capabilities(name, ROLLOUTS, "camshaft.rollouts", RolloutCapabilities())
+
+
+def _capabilities(
+    name: str, backends: Mapping[str, Backend[Capabilities]], group: str, default: Capabilities
+) -> Capabilities:
+    if name in backends:
+        return backends[name].capabilities
+    target = target_of(name, targets(backends), group)
+    capabilities = getattr(import_attribute(target), "capabilities", default)
+    if not isinstance(capabilities, type(default)):
+        raise ConfigError(
+            f"{target}.capabilities is {type(capabilities).__name__}; make it {type(default).__name__}(...)"
+        )
+    return capabilities
+
+
+def select_options(
+    schema: type[EngineOptions], keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Values for `EngineConfig.options`: those keys of a role that the schema has a field for, and `engine_kwargs`."""
+    return {name: value for name, value in keys.items() if name in schema.model_fields} | dict(engine_kwargs)
+
+
+def ranks_per_row(strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]) -> int:
+    """Ranks that compute the same rows together, according to the engine `strategy`."""
+    schema = engine_capabilities(strategy).options
+    return schema.of(select_options(schema, keys, engine_kwargs)).ranks_per_row()
+
+
+def unread_by(rollout: str) -> tuple[str, ...]:
+    """The optional keys of the section `rollout` that have no effect with this rollout."""
+    reads = rollout_capabilities(rollout).reads
+    return tuple(key for key in OPTIONAL_KEYS if key not in reads)
+
+
+def rollouts_that_read(key: str) -> tuple[str, ...]:
+    """The built-in rollouts for which an optional key has an effect."""
+    return tuple(name for name, backend in ROLLOUTS.items() if key in backend.capabilities.reads)
