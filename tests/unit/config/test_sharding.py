@@ -449,7 +449,7 @@ def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, sw
         ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[]"], f"Type {MODEL}.target_modules=all-linear."),
         ([f"{MODEL}.lora_rank=4", f"{MODEL}.lora_adapter_path=/nowhere"], "there is no such folder"),
         (["critic.model.lora_rank=4", "critic.model.lora_adapter_path=/nowhere"], "there is no such folder"),
-        ([f"{MODEL}.lora_rank=-1"], "of 0 or more"),
+        ([f"{MODEL}.lora_rank=-1"], "an integer >= 0"),
         (
             [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
             "adapters of tensor-parallel matrices are not supported",
