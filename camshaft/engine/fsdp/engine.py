@@ -33,7 +33,6 @@ from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from camshaft.engine.offload import HOST, Part
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.errors import EngineError
 from camshaft.models.activations import offloaded_activations
 from camshaft.models.packed import PackedModel
 from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
