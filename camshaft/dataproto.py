@@ -1,13 +1,13 @@
-"""The batch that travels between data, roles and trainer.
+"""The batch type of data, roles and trainer.
 
     batch = DataProto.from_dict({"prompts": ragged, "reward": torch.zeros(4), "uid": ["a", "a", "b", "b"]})
     batch.union(other)                    # more columns for the same rows
-    batch.repeat(4)                       # each row four times, one after the other
+    batch.repeat(4)                       # each row four times, consecutively
     for part in batch.split(2): ...       # at most two rows each
 
-A column is one of three kinds: `Ragged` (one value per token), a tensor (one entry per row), or a numpy
-object array (any Python object per row). Nothing is changed in place: operations return a new batch and
-share storage where they can. Which columns exist, and who writes them, is the table in `columns.py`.
+A column is a `Ragged` (one value per token), a tensor (one entry per row) or a numpy object array (one Python object
+per row). Operations never modify a batch; they return a new one and share storage where possible. `columns.py` lists
+all columns and their writers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DataProto", "Ragged"]
 
 
 class DataProto:
-    """Rows with named columns, plus `meta_info` that speaks of the batch as a whole."""
+    """Rows with named columns, and `meta_info` for the whole batch."""
 
     def __init__(self, columns: Mapping[str, Column] | None = None, meta_info: Mapping[str, Any] | None = None):
         self.columns: dict[str, Column] = dict(columns or {})
@@ -45,10 +45,10 @@ class DataProto:
 
     @staticmethod
     def from_dict(columns: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Tensors and `Ragged` as they are; any other sequence becomes a column of Python objects."""
+        """Build a batch; sequences other than tensors and `Ragged` become columns of Python objects."""
         return DataProto({name: _as_column(name, value) for name, value in columns.items()}, meta_info)
 
-    # -- reading ----------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return self._length
@@ -65,59 +65,59 @@ class DataProto:
         return f"DataProto({len(self)} rows: {', '.join(self.columns)})"
 
     def ragged(self, name: str) -> Ragged:
-        """The column `name`, which must be one value per token."""
+        """Return the column `name`; raise BatchError if it is not ragged."""
         column = self[name]
         if not isinstance(column, Ragged):
-            raise BatchError(f"column '{name}' should hold one value per token, but is {type(column).__name__}")
+            raise BatchError(f"column '{name}' must have one value per token, but is {type(column).__name__}")
         return column
 
     def require(self, *names: str) -> DataProto:
-        """This batch, or an error that names the missing columns and who should have written them."""
+        """Return this batch; raise BatchError with the writers of missing columns."""
         missing = [name for name in names if name not in self.columns]
         if missing:
             writers = {n: f"written by {COLUMNS[n].written_by}" for n in missing if n in COLUMNS}
-            told = [f"'{n}' ({writers.get(n, 'not in the table of columns')})" for n in missing]
-            raise BatchError(f"the batch lacks {', '.join(told)}; it has: {', '.join(self.columns) or 'no columns'}")
+            names_and_writers = ", ".join(f"'{n}' ({writers.get(n, 'not in the table of columns')})" for n in missing)
+            raise BatchError(f"the batch lacks {names_and_writers}; it has: {', '.join(self.columns) or 'no columns'}")
         return self
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row as a dict: token tensors, per-row tensors, objects."""
+        """Return one row as a dict of token tensors, per-row tensors and objects."""
         one = self.reorder([range(len(self))[index]])
         return {n: c.values if isinstance(c, Ragged) else c[0] for n, c in one.columns.items()}
 
     # -- columns ----------------------------------------------------------------------------------
 
     def select(self, *names: str) -> DataProto:
-        """Only these columns."""
+        """Return a batch of only these columns."""
         self.require(*names)
         return DataProto({name: self.columns[name] for name in names}, self.meta_info)
 
     def drop(self, *names: str) -> DataProto:
-        """All columns but these; names that are not there are fine."""
+        """Return a batch without these columns; unknown names are ignored."""
         return DataProto({n: c for n, c in self.columns.items() if n not in names}, self.meta_info)
 
     def pop(self, *names: str) -> tuple[DataProto, DataProto]:
-        """(a batch of these columns, a batch of the rest)."""
+        """Return a batch of these columns and a batch of the others."""
         return self.select(*names), self.drop(*names)
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
-        """The same columns under other names: `rename({"old": "new"})`."""
+        """Rename columns: `rename({"old": "new"})`."""
         self.require(*names)
         renamed = [names.get(n, n) for n in self.columns]
         if len(set(renamed)) < len(renamed):
-            raise BatchError(f"rename {dict(names)} would give two columns one name")
+            raise BatchError(f"rename {dict(names)} gives two columns the same name")
         return DataProto(dict(zip(renamed, self.columns.values(), strict=True)), self.meta_info)
 
     def with_columns(self, **columns: Any) -> DataProto:
-        """This batch with columns added or replaced."""
+        """Return this batch with columns added or replaced."""
         return DataProto(self.columns | {n: _as_column(n, c) for n, c in columns.items()}, self.meta_info)
 
     def with_meta(self, **meta: Any) -> DataProto:
-        """This batch with entries of `meta_info` added or replaced."""
+        """Return this batch with entries of `meta_info` added or replaced."""
         return DataProto(self.columns, self.meta_info | meta)
 
     def union(self, other: DataProto) -> DataProto:
-        """All columns of both; a column in both must be equal, else the error names it."""
+        """Merge the columns of two batches; columns in both must be equal."""
         if self.columns and other.columns and len(self) != len(other):
             raise BatchError(f"union: {len(self)} rows on one side, {len(other)} on the other")
         for name in self.columns.keys() & other.columns.keys():
@@ -131,18 +131,18 @@ class DataProto:
     # -- rows -------------------------------------------------------------------------------------
 
     def reorder(self, index: Rows) -> DataProto:
-        """Rows by number (repeats allowed) or by slice: `reorder(torch.tensor([2, 0]))`."""
+        """Select rows by number (repeats allowed) or by slice: `reorder(torch.tensor([2, 0]))`."""
         rows = row_index(index, len(self))
         return DataProto({n: _take(c, rows) for n, c in self.columns.items()}, self.meta_info)
 
     def split(self, size: int) -> list[DataProto]:
-        """Consecutive parts of `size` rows; the last may be shorter."""
+        """Split into consecutive parts of `size` rows; the last part may be shorter."""
         if size < 1:
             raise BatchError(f"split: size={size} must be at least 1")
         return [self.reorder(slice(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """`chunks` parts of equal size; the number of rows must divide."""
+        """Split into `chunks` parts of equal size; the number of rows must be divisible."""
         if chunks < 1 or len(self) % chunks:
             raise BatchError(
                 f"chunk: {len(self)} rows do not divide into {chunks} equal parts; "
@@ -152,7 +152,7 @@ class DataProto:
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """All rows of all parts; they must have the same columns. `meta_info` is that of the first."""
+        """Concatenate the rows of parts with the same columns; `meta_info` is that of the first part."""
         if not parts:
             raise BatchError("concat: no parts")
         names = set(parts[0].columns)
@@ -163,12 +163,12 @@ class DataProto:
         return DataProto(joined, parts[0].meta_info)
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Each row `times` times: a a b b (interleave) or a b a b."""
+        """Repeat each row `times` times: a a b b (interleave) or a b a b."""
         index = torch.arange(len(self))
         return self.reorder(index.repeat_interleave(times) if interleave else index.repeat(times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """(the batch with its first rows repeated until it divides, how many were added)."""
+        """Repeat the first rows until the number of rows is divisible; return batch and added rows."""
         if divisor < 1:
             raise BatchError(f"pad_to_divisor: divisor={divisor} must be at least 1")
         added = -len(self) % divisor
@@ -179,13 +179,13 @@ class DataProto:
         return self.reorder(torch.cat([torch.arange(len(self)), torch.arange(added) % len(self)])), added
 
     def unpad(self, added: int) -> DataProto:
-        """Take back what `pad_to_divisor` added."""
+        """Remove the rows added by `pad_to_divisor`."""
         if not 0 <= added <= len(self):
-            raise BatchError(f"unpad: cannot take {added} rows from {len(self)}")
+            raise BatchError(f"unpad: cannot remove {added} of {len(self)} rows")
         return self.reorder(slice(0, len(self) - added)) if added else self
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Mini-batches over `epochs` passes; each pass is shuffled by `seed`, or in order for None."""
+        """Yield mini-batches over `epochs` epochs, shuffled by `seed` or in order if it is None."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise BatchError(f"make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -193,15 +193,15 @@ class DataProto:
             order = None if generator is None else torch.randperm(len(self), generator=generator)
             yield from (self if order is None else self.reorder(order)).split(mini_batch_size)
 
-    # -- moving -----------------------------------------------------------------------------------
+    # -- devices and files ------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Tensor columns on `device`; object columns stay."""
+        """Move tensor columns to `device`; object columns are unchanged."""
         moved = {name: _on(column, device) for name, column in self.columns.items()}
         return DataProto(moved, self.meta_info)
 
     def save_to_disk(self, folder: str | Path) -> None:
-        """`tensors.safetensors` and `objects.json`; objects must be JSON; tuples and arrays become lists."""
+        """Write `tensors.safetensors` and `objects.json`; objects must be JSON, tuples and arrays become lists."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors, objects = {}, {}
@@ -219,7 +219,7 @@ class DataProto:
 
     @staticmethod
     def load_from_disk(folder: str | Path) -> DataProto:
-        """What `save_to_disk` wrote."""
+        """Load a batch written by `save_to_disk`."""
         head = json.loads((Path(folder) / "objects.json").read_text(encoding="utf-8"))
         tensors = load_file(Path(folder) / "tensors.safetensors")
         columns: dict[str, Column] = {}
@@ -233,7 +233,7 @@ class DataProto:
         return DataProto(columns, head["meta_info"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as flat numpy buffers (see `ragged.to_buffer`): tensors come back on the CPU, without gradient."""
+        """Pickle as flat numpy buffers (see `ragged.to_buffer`); restored tensors are on the CPU without gradient."""
         buffers = {name: to_buffer(column) for name, column in self.columns.items() if isinstance(column, Tensor)}
         others = {name: column for name, column in self.columns.items() if name not in buffers}
         return _rebuild, (others, buffers, list(self.columns), self.meta_info)
@@ -261,7 +261,7 @@ def _as_column(name: str, value: Any) -> Column:
             raise BatchError(f"column '{name}' is a scalar; a tensor column has one entry per row")
         return value
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, np.ndarray)):
-        raise BatchError(f"column '{name}' is {type(value).__name__}; give a tensor, a Ragged or a list of objects")
+        raise BatchError(f"column '{name}' is {type(value).__name__}; use a tensor, a Ragged or a list of objects")
     return _objects(list(value))
 
 
@@ -282,7 +282,7 @@ def _on(column: Column, device: torch.device | str) -> Column:
 def _concat(name: str, parts: Sequence[Column]) -> Column:
     kinds = {type(part).__name__ for part in parts}
     if len(kinds) > 1:
-        raise BatchError(f"concat: column '{name}' is of different kinds: {sorted(kinds)}")
+        raise BatchError(f"concat: column '{name}' has different kinds: {sorted(kinds)}")
     first = parts[0]
     if isinstance(first, Ragged):
         return Ragged.concat(parts)  # pyright: ignore[reportArgumentType]
@@ -308,7 +308,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """`value` in JSON's own types, or an error: what is read back must be what was written."""
+    """Convert `value` to JSON types; raise BatchError if it would not round-trip."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
     if value is None or isinstance(value, (str, int, float)):
@@ -316,11 +316,11 @@ def _as_json(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_as_json(name, item) for item in value]
     if isinstance(value, dict):
-        wrong = next((key for key in value if not isinstance(key, str)), None)
-        if wrong is not None:
-            raise BatchError(f"'{name}' cannot be written as JSON: the key {wrong!r} is not a string")
+        invalid = next((key for key in value if not isinstance(key, str)), None)
+        if invalid is not None:
+            raise BatchError(f"'{name}' cannot be written as JSON: the key {invalid!r} is not a string")
         return {key: _as_json(name, item) for key, item in value.items()}
-    raise BatchError(f"'{name}' cannot be written as JSON: it holds a {type(value).__name__}")
+    raise BatchError(f"'{name}' cannot be written as JSON: it contains a {type(value).__name__}")
 
 
 def _rebuild(others: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any) -> DataProto:

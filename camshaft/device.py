@@ -1,10 +1,10 @@
-"""Devices and process groups: the one place that asks torch which backend goes with which device.
+"""Devices and process groups. Only this module maps devices to communication backends.
 
-    device = place(config.device)          # torch.device("cuda", 3): this process's own
-    join_group(device)                     # torchrun's group, the one that is there, or a group of one
+    device = place(config.device)          # torch.device("cuda", 3) on local rank 3
+    join_group(device)                     # the existing process group, torchrun's, or a group of one process
 
-A device is any name that PyTorch or a registered backend knows: `cpu`, `cuda`, `xpu`, `npu`, ... Nothing
-else in the package names one.
+A device is any name supported by PyTorch or a registered backend: `cpu`, `cuda`, `xpu`, `npu`, ... The rest of the
+package is device-agnostic.
 """
 
 from __future__ import annotations
@@ -26,34 +26,35 @@ from camshaft.errors import EngineError
 
 
 def place(device: str) -> torch.device:
-    """`device` with the index that this process uses; an error if this torch does not have it."""
+    """Resolve `device` to the device index of this process and select it; raise EngineError if it is unavailable."""
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
-        raise EngineError(f"device={device}: this torch knows no such device ({error})") from error
-    if found.type == "cpu":
-        return found
-    if not _module(found).is_available():
-        raise EngineError(f"device={device}: there is none here. Type cpu, or start on a machine that has one")
-    if found.index is None:
-        local = int(os.environ.get("LOCAL_RANK", -1))  # of torchrun; a process that sees one device only has that
-        own = local if 0 <= local < _module(found).device_count() else _module(found).current_device()
-        found = torch.device(found.type, own)
-    _module(found).set_device(found)
-    return found
+        raise EngineError(f"device={device} is not supported by this torch build ({error}); use another") from error
+    if resolved.type == "cpu":
+        return resolved
+    if not _module(resolved).is_available():
+        raise EngineError(f"device={device} is not available; use cpu, or start on a machine that has one")
+    if resolved.index is None:
+        local = int(os.environ.get("LOCAL_RANK", -1))  # set by torchrun; a process may see only one device
+        index = local if 0 <= local < _module(resolved).device_count() else _module(resolved).current_device()
+        resolved = torch.device(resolved.type, index)
+    _module(resolved).set_device(resolved)
+    return resolved
 
 
 def here(device: str) -> torch.device:
-    """`device` with the index that this process uses now; to another process a bare name is the first of its kind."""
-    found = torch.device(device)
-    if found.type == "cpu" or found.index is not None or not torch.accelerator.is_available():
-        return found
-    return torch.device(found.type, torch.accelerator.current_device_index())
+    """Return `device` with the current device index, because another process resolves a bare name to index 0."""
+    resolved = torch.device(device)
+    if resolved.type == "cpu" or resolved.index is not None or not torch.accelerator.is_available():
+        return resolved
+    return torch.device(resolved.type, torch.accelerator.current_device_index())
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """`tensor` on `device`. What goes from host memory to an accelerator does so in a pinned copy, behind the work that
-    is queued there: a copy of pageable memory would wait until all of that is done."""
+    """Move `tensor` to `device`. Copies from CPU memory to an accelerator use pinned memory and are asynchronous; a
+    copy
+    from pageable memory would wait for all queued work."""
     target = torch.device(device)
     if tensor.device.type != "cpu" or not tensor.numel() or not pins_for(target):
         return tensor.to(target)
@@ -61,13 +62,13 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def pins_for(device: torch.device) -> bool:
-    """Whether it is the kind of device that host memory is pinned for here."""
+    """Return True if CPU memory can be pinned for this device type."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def takes_triton(tensor: Tensor) -> bool:
-    """Whether kernels of Triton can be used on it: on a GPU, where Triton is installed."""
+    """Return True if Triton kernels can process the tensor: it is on a GPU and Triton is installed."""
     return tensor.is_cuda and _triton_is_installed()
 
 
@@ -77,24 +78,24 @@ def _triton_is_installed() -> bool:
 
 
 def world_size() -> int:
-    """Ranks that this one has met."""
+    """Return the world size, 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """The number of this one among them."""
+    """Return the rank of this process, 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def backend_for(device: torch.device) -> str:
-    """What a process group is made with: gloo for tensors in host memory, and beside it what the device has."""
+    """Return the backend of a process group: gloo for CPU tensors, plus the device's default backend."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def join_group(device: torch.device) -> None:
-    """Be in a process group: the one that exists, torchrun's, or one of this process alone."""
+    """Join a process group: the existing one, torchrun's, or a group of one process."""
     if dist.is_initialized():
         _check_group(device)
         return
@@ -107,25 +108,25 @@ def join_group(device: torch.device) -> None:
 
 
 def _check_group(device: torch.device) -> None:
-    """A group that somebody else made has to reach the device, and the host for what waits there."""
-    told = dist.get_backend_config()
-    there = dict(part.split(":") for part in told.split(","))
+    """Raise EngineError if the existing process group does not support the device and the CPU."""
+    config = dist.get_backend_config()
+    backends = dict(part.split(":") for part in config.split(","))
     for kind in ("cpu", device.type):
-        if kind not in there:
+        if kind not in backends:
             raise EngineError(
-                f"the process group that exists ({told}) does not reach {kind}. Make it with "
-                f"torch.distributed.init_process_group('{backend_for(device)}'), or leave that to the engine"
+                f"the existing process group ({config}) does not support {kind}; create it with "
+                f"torch.distributed.init_process_group('{backend_for(device)}'), or let the engine create it"
             )
 
 
 def leave_group() -> None:
-    """End the group that `join_group` made, before the interpreter takes it apart in no order."""
+    """Destroy the process group before the interpreter shuts down."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def seed_ranks(device: torch.device, *numbers: int) -> None:
-    """Dropout from here on is drawn from `numbers`: those of this rank, beside the seed of the run."""
+    """Seed the random number generators of the CPU and the device from `numbers`: the run seed and rank numbers."""
     mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
     torch.default_generator.manual_seed(mixed)
     if device.type != "cpu":
@@ -133,7 +134,7 @@ def seed_ranks(device: torch.device, *numbers: int) -> None:
 
 
 def random_states(device: torch.device) -> dict[str, Tensor]:
-    """What dropout draws from next, on the CPU and on the device."""
+    """Return the random number generator states of the CPU and the device."""
     states = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         states["device"] = _module(device).get_rng_state(device)
@@ -141,29 +142,29 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Continue where `random_states` was taken; a state of another kind of device is passed over."""
+    """Restore `random_states`; a device state is ignored on the CPU."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and "device" in states:
         _module(device).set_rng_state(states["device"], device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Until what is queued on the device is done."""
+    """Wait until all work queued on the device is finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def release_cache(device: torch.device) -> None:
-    """Give memory that the allocator keeps back to the device, for whoever runs next."""
+    """Return cached memory of the allocator to the device."""
     if device.type != "cpu":
         _module(device).empty_cache()
 
 
 def peak_memory(device: torch.device | str) -> int:
-    """The most bytes so far: of tensors on the device, or of this process where that is the CPU."""
-    found = torch.device(device)
-    if found.type != "cpu":
-        return torch.accelerator.max_memory_allocated(found)
+    """Return the peak memory in bytes: of tensors on the device, or of this process on the CPU."""
+    resolved = torch.device(device)
+    if resolved.type != "cpu":
+        return torch.accelerator.max_memory_allocated(resolved)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

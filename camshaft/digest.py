@@ -1,11 +1,10 @@
-"""One number for all the bits of a tensor: both ends of a hand-over compute it and compare.
+"""Checksums of tensors, which both ends of a weight sync compute and compare.
 
-    digest(engine_weight) == digest(what_the_rollout_holds)
+    digest(engine_weight) == digest(rollout_weight)
 
-It depends on the dtype, the shape, and every bit and where it stands, so a transposed square matrix, two rows that
-changed places and a tensor of the last step all have another digest. It is exact integer arithmetic: the same on
-every device, and whatever the strides are. It costs one to two copies of the tensor in time, and little memory. It
-finds mistakes; it does not stop somebody who looks for two tensors with one digest.
+A digest depends on dtype, shape and every bit at its position, so it detects transposed matrices, swapped rows and
+stale tensors. It uses exact integer arithmetic and is the same on every device and for any strides. It takes the time
+of one to two copies of the tensor and little memory. It detects errors and is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**14
-"""Words of 32 bits that are summed into one number."""
+"""Number of 32-bit words per sum."""
 
 CHUNK = {"cpu": 2**16}
-"""Words computed at once: what stays in the cache of a CPU, and on other devices what pays for a kernel's start."""
+"""Number of words per chunk: fits into the CPU cache, and amortizes the kernel launch on other devices."""
 CHUNK_ELSEWHERE = 2**22
 
 
 def digest(tensor: Tensor) -> int:
-    """64 bits that stand for dtype, shape and values of `tensor`; the same for equal tensors on any device."""
+    """Return a 64-bit checksum of dtype, shape and values of `tensor`, independent of the device."""
     tensor = tensor.detach()
     words = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
     factors = _factors(tensor.device)
@@ -39,33 +38,34 @@ def digest(tensor: Tensor) -> int:
         if wide.shape != blocks.shape:
             wide = torch.empty_like(blocks, dtype=torch.int64)
         sums.append(wide.copy_(blocks).mul_(factors).sum(dim=1))
-    told = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    checksum = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if sums:
-        told.update(torch.cat(sums).cpu().numpy().tobytes())  # the one read from the device
-    return int.from_bytes(told.digest(), "little")
+        checksum.update(torch.cat(sums).cpu().numpy().tobytes())  # the only synchronization with the device
+    return int.from_bytes(checksum.digest(), "little")
 
 
-def noted(weights: Iterable[tuple[str, Tensor]], came: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The weights as they are, their digests put into `came` on the way."""
+def noted(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights unchanged and record their checksums in `digests`."""
     for name, tensor in weights:
-        came[name] = digest(tensor)
+        digests[name] = digest(tensor)
         yield name, tensor
 
 
 @functools.lru_cache(maxsize=16)
 def _factors(device: torch.device) -> Tensor:
-    """(BLOCK,) a fixed odd number for each place of a block.
+    """Return a constant odd factor for each position of a block, (BLOCK,).
 
-    A word has 32 bits and a sum 64: one changed word changes the sum for certain, since its factor is odd, and
-    several do but for a chance of about 2**-32.
+    Words have 32 bits and sums 64. A single changed word always changes the sum, because its factor is odd; several
+    changed words keep the sum with a probability of about 2**-32.
     """
-    drawn = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)
-    return (torch.frombuffer(bytearray(drawn), dtype=torch.int64) | 1).to(device)
+    constants = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)
+    return (torch.frombuffer(bytearray(constants), dtype=torch.int64) | 1).to(device)
 
 
 def _words(piece: Tensor) -> Tensor:
-    """The bits of a contiguous piece as int32, a whole number of blocks; zeros behind the end."""
-    if piece.storage_offset() * piece.element_size() % 4 or piece.stride(0) != 1:  # one element may have any stride
+    """View a contiguous piece as int32 words, zero-padded to a multiple of the block size."""
+    # A single element can have any stride.
+    if piece.storage_offset() * piece.element_size() % 4 or piece.stride(0) != 1:
         piece = torch.empty(len(piece), dtype=piece.dtype, device=piece.device).copy_(piece)
     raw = piece.view(torch.uint8)
     missing = -len(raw) % (4 * BLOCK)
@@ -75,7 +75,7 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """(stop - start,) of the tensor's elements, contiguous; hardly more is copied than that."""
+    """Return elements `start` to `stop` as a contiguous tensor, copying little more than these."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     if tensor.dim() == 1:

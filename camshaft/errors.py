@@ -1,42 +1,42 @@
-"""Every error that camshaft raises on purpose.
+"""Exception classes of camshaft.
 
-One class for each place where a person has to act: the config, a batch, an engine, a rollout, a
-reward, a file elsewhere, a checkpoint. A message says what was wrong, the value, and what to type next. Invariants of
-our own are plain `assert`s; errors of libraries travel unchanged.
+One class per area that a user can act on: config, batch, engine, rollout, reward, storage, checkpoint, worker. A
+message contains the problem, the value and the fix. Internal invariants are `assert` statements; library errors
+propagate unchanged.
 
     except CamshaftError as error:
-        return tell(error)          # what every entry point does: one message, an exit status, no trace
+        return tell(error)          # in every entry point: print the message without a traceback
 """
 
 import sys
 
 
 class CamshaftError(Exception):
-    """What all errors of this library have in common; the command line prints these without a trace."""
+    """Base class of all errors of this library; the command line prints them without a traceback."""
 
 
 class ConfigError(CamshaftError, ValueError):
-    """A key of the config is unknown, has a wrong value, or two keys contradict each other."""
+    """A config key is unknown, has an invalid value, or contradicts another key."""
 
 
 class BatchError(CamshaftError, ValueError):
-    """A batch lacks a column, has a misshapen one, or cannot be split as asked."""
+    """A batch lacks a column, has a column of the wrong shape, or cannot be split as requested."""
 
 
 class EngineError(CamshaftError, RuntimeError):
-    """A training engine was asked for something it cannot do, or in the wrong order."""
+    """A training engine received an unsupported or out-of-order call."""
 
 
 class RolloutError(CamshaftError, RuntimeError):
-    """Generation was asked for something it cannot do, or weights did not arrive."""
+    """A rollout received an unsupported request, or a weight sync failed."""
 
 
 class RewardError(CamshaftError, RuntimeError):
-    """A reward function cannot be loaded, or failed where the config says that failing is fatal."""
+    """A reward function cannot be loaded, or failed with `on_error=raise`."""
 
 
 class StorageError(CamshaftError, RuntimeError):
-    """Another file system cannot be reached, or what was copied from it is not what is there."""
+    """A remote file system is unreachable, or a copy differs from its source."""
 
 
 class CheckpointError(CamshaftError, RuntimeError):
@@ -48,7 +48,7 @@ class WorkerError(CamshaftError, RuntimeError):
 
 
 def tell(error: CamshaftError) -> int:
-    """Write the message to stderr; the exit status is 2 for a wrong config or argument, 1 for all else."""
+    """Print the message to stderr and return the exit status: 2 for config errors, 1 for all others."""
     if isinstance(error, ConfigError):
         sys.stderr.write(f"{error}\n")
         return 2

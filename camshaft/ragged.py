@@ -1,12 +1,12 @@
-"""Rows of different lengths, stored as one flat tensor: no pad token anywhere.
+"""Ragged tensors: rows of different lengths in one flat tensor, without padding.
 
     r = Ragged.from_rows([torch.tensor([1, 2]), torch.tensor([3])])
     r.values      # tensor([1, 2, 3])
     r.lengths     # tensor([2, 1])
     r.padded()    # tensor([[1, 2], [3, 0]])
 
-`lengths` always lives on the CPU, whatever device `values` are on: slicing and splitting never wait
-for an accelerator. Operations return new objects; slices of consecutive rows share storage.
+`lengths` is always on the CPU, independent of the device of `values`, so slicing and splitting never synchronize with
+an accelerator. Operations return new objects; slices of consecutive rows share storage.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from camshaft.device import to_device
 from camshaft.errors import BatchError
 
 Rows = slice | Sequence[int] | Tensor
-"""Which rows: numbers (repeats allowed, negative ones from the end), or a slice."""
+"""Row selection: numbers (repeats allowed, negative ones count from the end) or a slice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A flat tensor of all tokens (any trailing shape) and the length of each row."""
+    """A flat tensor of all tokens (N, ...) and the lengths of the rows (B,)."""
 
     values: Tensor
     lengths: Tensor
@@ -42,15 +42,15 @@ class Ragged:
             raise BatchError(f"Ragged needs flat values and 1-D lengths, got {self.values.shape} and {lengths.shape}")
         total = int(lengths.sum())
         if total != self.values.shape[0]:
-            raise BatchError(f"Ragged: the lengths add up to {total}, but there are {self.values.shape[0]} values")
+            raise BatchError(f"Ragged: the lengths sum to {total}, but values has {self.values.shape[0]} entries")
         if len(lengths) and int(lengths.min()) < 0:
             raise BatchError(f"Ragged: a length is negative: {lengths.tolist()}")
 
-    # -- making -----------------------------------------------------------------------------------
+    # -- construction -----------------------------------------------------------------------------
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[int] | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
-        """One row per item; without `dtype`, that of the first row that is not empty (int64 if all are)."""
+        """Build from one item per row; `dtype` defaults to that of the first non-empty row (int64 if all are empty)."""
         if dtype is None:
             dtype = next((torch.as_tensor(row).dtype for row in rows if len(row)), torch.int64)
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
@@ -59,7 +59,7 @@ class Ragged:
 
     @staticmethod
     def from_padded(tensor: Tensor, mask: Tensor) -> Ragged:
-        """Keep the entries of `tensor` (B, W, ...) where `mask` (B, W) is set, row by row."""
+        """Build from the entries of `tensor` (B, W, ...) where `mask` (B, W) is set."""
         keep = mask.bool()
         if keep.shape != tensor.shape[:2]:
             raise BatchError(f"from_padded: mask {tuple(mask.shape)} does not fit tensor {tuple(tensor.shape)}")
@@ -67,7 +67,7 @@ class Ragged:
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """All rows of all parts, one after the other."""
+        """Concatenate the rows of all parts."""
         if not parts:
             raise BatchError("concat: no parts")
         if len(parts) == 1:
@@ -76,10 +76,7 @@ class Ragged:
 
     @staticmethod
     def join(left: Ragged, right: Ragged) -> Ragged:
-        """Row by row: the tokens of `left`, then those of `right` (a prompt and its response).
-
-        The dtype is one that holds both.
-        """
+        """Concatenate `left` and `right` row by row, for example prompts and responses; dtypes are promoted."""
         if len(left) != len(right):
             raise BatchError(f"join: {len(left)} rows on the left, {len(right)} on the right")
         lengths = left.lengths + right.lengths
@@ -91,10 +88,10 @@ class Ragged:
         return Ragged(values, lengths)
 
     def like(self, values: Tensor) -> Ragged:
-        """Other values in rows of the same lengths."""
+        """Return other values with the same row lengths."""
         return Ragged(values, self.lengths)
 
-    # -- reading ----------------------------------------------------------------------------------
+    # -- access -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -104,25 +101,25 @@ class Ragged:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """(B + 1,) where each row starts, and the end of the last one."""
+        """(B + 1,) start of each row, and the end of the last row."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     def rows(self) -> list[Tensor]:
-        """One tensor per row, sharing storage."""
+        """Return one tensor per row, sharing storage."""
         return list(self.values.split(self.lengths.tolist()))
 
     def row_ids(self) -> Tensor:
-        """(N,) the row each token belongs to, on the device of the values."""
+        """Return the row number of each token (N,), on the device of the values."""
         return to_device(torch.repeat_interleave(torch.arange(len(self)), self.lengths), self.values.device)
 
     def positions(self) -> Tensor:
-        """(N,) the place of each token in its row, counted from 0, on the device of the values."""
+        """Return the position of each token in its row (N,), counted from 0, on the device of the values."""
         return to_device(_spans(torch.zeros_like(self.lengths), self.lengths), self.values.device)
 
-    # -- rearranging ------------------------------------------------------------------------------
+    # -- selection --------------------------------------------------------------------------------
 
     def select(self, index: Rows) -> Ragged:
-        """Rows by number (repeats allowed) or by slice; a slice of step 1 copies nothing."""
+        """Select rows by number (repeats allowed) or by slice; a slice of step 1 copies nothing."""
         rows = row_index(index, len(self))
         lengths = self.lengths[rows]
         if isinstance(rows, slice):
@@ -130,34 +127,34 @@ class Ragged:
         return self._at(self.offsets[rows], lengths)
 
     def split(self, sizes: Sequence[int]) -> list[Ragged]:
-        """Consecutive groups of rows; `sizes` must add up to the number of rows."""
+        """Split into consecutive groups of rows; `sizes` must sum to the number of rows."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 0:
-            raise BatchError(f"split: the sizes {list(sizes)} do not add up to {len(self)} rows")
+            raise BatchError(f"split: the sizes {list(sizes)} do not sum to {len(self)} rows")
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
         return [self.select(slice(a, b)) for a, b in pairwise(ends)]
 
     def suffix(self, lengths: Tensor) -> Ragged:
-        """The last `lengths[i]` tokens of each row (the response part of a whole sequence)."""
+        """Return the last `lengths[i]` tokens of each row, for example the response part of a sequence."""
         lengths = self._within("suffix", lengths)
         return self._at(self.offsets[1:] - lengths, lengths)
 
     def prefix(self, lengths: Tensor) -> Ragged:
-        """The first `lengths[i]` tokens of each row."""
+        """Return the first `lengths[i]` tokens of each row."""
         lengths = self._within("prefix", lengths)
         return self._at(self.offsets[:-1], lengths)
 
     def _at(self, starts: Tensor, lengths: Tensor) -> Ragged:
-        """`lengths[i]` tokens from each of these places on."""
+        """Gather `lengths[i]` tokens from each start offset."""
         return Ragged(self.values[to_device(_spans(starts, lengths), self.values.device)], lengths)
 
     def _within(self, what: str, lengths: Tensor) -> Tensor:
         lengths = lengths.to("cpu", torch.int64)
         if len(lengths) != len(self):
             raise BatchError(f"{what}: {len(lengths)} lengths for {len(self)} rows")
-        wrong = ((lengths > self.lengths) | (lengths < 0)).nonzero().flatten().tolist()
-        if wrong:
-            asked, there = int(lengths[wrong[0]]), int(self.lengths[wrong[0]])
-            raise BatchError(f"{what}: asked for {asked} of the {there} tokens of row {wrong[0]}")
+        invalid = ((lengths > self.lengths) | (lengths < 0)).nonzero().flatten().tolist()
+        if invalid:
+            requested, available = int(lengths[invalid[0]]), int(self.lengths[invalid[0]])
+            raise BatchError(f"{what}: requested {requested} of the {available} tokens of row {invalid[0]}")
         return lengths
 
     def to(self, device: torch.device | str) -> Ragged:
@@ -168,7 +165,7 @@ class Ragged:
         return Ragged(fn(self.values), self.lengths)
 
     def padded(self, side: Literal["left", "right"] = "right", value: float = 0, width: int | None = None) -> Tensor:
-        """(B, W, ...) a padded copy, for readers that think in grids; W is the longest row unless given."""
+        """Return a padded copy (B, W, ...); W defaults to the longest row."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if width is None else width
         if width < longest:
@@ -178,16 +175,16 @@ class Ragged:
         return grid
 
     def mask(self, side: Literal["left", "right"] = "right", width: int | None = None) -> Tensor:
-        """(B, W) bool: where `padded` holds a token."""
+        """Return a bool mask (B, W) of the tokens in `padded`."""
         width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
         columns = torch.arange(width)
         columns = columns if side == "right" else columns.flip(0)
         return to_device(columns[None] < self.lengths[:, None], self.values.device)
 
-    # -- adding up --------------------------------------------------------------------------------
+    # -- reduction --------------------------------------------------------------------------------
 
     def sum(self) -> Tensor:
-        """(B, ...) the sum of each row, int64 for integers and bool, at least float32 else; 0 for an empty row."""
+        """Sum each row (B, ...): int64 for integers and bool, otherwise at least float32; 0 for an empty row."""
         values, lengths = self.values, to_device(self.lengths, self.values.device)
         if not len(self):
             return values.clone()
@@ -198,19 +195,19 @@ class Ragged:
         return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
 
     def mean(self) -> Tensor:
-        """(B, ...) the mean of each row, float32 unless the values are float64; an empty row gives 0."""
+        """Average each row (B, ...): float32 unless the values are float64; 0 for an empty row."""
         counts = to_device(self.lengths.clamp(min=1), self.values.device)
         return self.sum() / counts.reshape(-1, *[1] * (self.values.ndim - 1))
 
-    # -- moving -----------------------------------------------------------------------------------
+    # -- serialization ----------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as flat numpy buffers, see `to_buffer`."""
+        """Pickle as flat numpy buffers; see `to_buffer`."""
         return _rebuild, (to_buffer(self.values), to_buffer(self.lengths))
 
 
 def row_index(index: Rows, count: int) -> slice | Tensor:
-    """`index` into `count` rows as a slice of step 1, or as (K,) int64 numbers on the CPU, none negative."""
+    """Normalize `index` into `count` rows to a slice of step 1 or to non-negative int64 numbers (K,) on the CPU."""
     if isinstance(index, slice):
         start, stop, step = index.indices(count)
         if step == 1:
@@ -218,11 +215,11 @@ def row_index(index: Rows, count: int) -> slice | Tensor:
         index = range(start, stop, step)
     rows = torch.as_tensor(index, device="cpu")
     if rows.ndim != 1 or (rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point())):
-        raise BatchError(f"rows are chosen by a list of numbers, not by {index}; for a mask: mask.nonzero().flatten()")
+        raise BatchError(f"rows are selected by integers, not by {index}; for a mask use mask.nonzero().flatten()")
     rows = rows.long()
-    wrong = rows[(rows >= count) | (rows < -count)]
-    if len(wrong):
-        raise BatchError(f"there is no row {int(wrong[0])}: the batch has {count} rows")
+    invalid = rows[(rows >= count) | (rows < -count)]
+    if len(invalid):
+        raise BatchError(f"row {int(invalid[0])} is out of range: the batch has {count} rows")
     return torch.where(rows < 0, rows + count, rows)
 
 
@@ -230,18 +227,18 @@ Buffer = tuple[np.ndarray, str, tuple[int, ...]]
 
 
 def to_buffer(tensor: Tensor) -> Buffer:
-    """A tensor for pickle: its bytes (out of band in protocol 5, and never more than it shows), dtype, shape.
+    """Convert a tensor to bytes, dtype and shape for pickle; the bytes are sent out of band in protocol 5.
 
-    It comes back on the CPU and without gradient.
+    The restored tensor is on the CPU and has no gradient.
     """
-    plain = tensor.detach().cpu().contiguous()
-    # A single element counts as contiguous whatever its stride is, and a view as bytes does not.
-    flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+    contiguous = tensor.detach().cpu().contiguous()
+    # A single element is contiguous for any stride, but a view as bytes requires stride 1.
+    flat = contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
     return flat.numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def from_buffer(buffer: Buffer) -> Tensor:
-    """What went into `to_buffer`."""
+    """Restore a tensor from `to_buffer`."""
     flat, dtype, shape = buffer
     if not flat.size:
         return torch.empty(shape, dtype=getattr(torch, dtype))
@@ -254,6 +251,6 @@ def _rebuild(values: Buffer, lengths: Buffer) -> Ragged:
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The integers start, start + 1, ..., start + length - 1 of each pair, one after the other."""
+    """Concatenate the integer ranges start, ..., start + length - 1."""
     firsts = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return firsts + torch.arange(len(firsts))

@@ -1,8 +1,7 @@
-"""Where one process sits in the layout of its group.
+"""Position of a process in the parallel layout of its group.
 
-An engine states its seat; the controller splits and merges batches by it and asks nothing else. With
-that, dispatch needs no mode per backend: a tensor-parallel rank has the `dp_rank` of its neighbours
-and does not collect.
+Each engine declares the seat of its process. The controller splits and merges batches only by seats, so dispatch needs
+no backend-specific modes: a tensor-parallel rank has the same `dp_rank` as its neighbors and does not collect.
 """
 
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """`rank` of `world`; reads slice `dp_rank` of `dp_size`; its results are kept if `collects`."""
+    """Rank `rank` of `world`, which processes slice `dp_rank` of `dp_size`; its results are used if `collects`."""
 
     rank: int = 0
     world: int = 1

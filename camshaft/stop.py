@@ -1,17 +1,16 @@
-"""A run that is asked to stop: SIGTERM, or SIGUSR1 as Slurm's `--signal` sends it, lets it save and end.
+"""Graceful stop on SIGTERM or SIGUSR1 (Slurm's `--signal`): finish the current step, save and exit.
 
-    with listening() as stop:                 # the driver
+    with listening() as stop:                 # in the driver
         for batch in loader:
             ...
             if stop.asked: save(); stop.heed(step, total); break
     return stop.status
 
-    outlive_stop_signals()                    # a worker, whose driver is asked
+    outlive_stop_signals()                    # in workers, which the driver stops
 
-The driver ends with the step in hand. The exit status is what a shell gives to a program that the signal has ended,
-128 + its number, as the run is not finished: a scheduler that starts again what has failed does so. A second signal
-ends the driver at once. What sends the first may send it to every process of the job, and to one twice, so workers
-live on, and what comes within a second counts as one.
+The exit status is 128 + the signal number, as for a program ended by the signal, so that schedulers restart the
+unfinished run. A second signal ends the driver immediately. Schedulers may send the signal to every process of a job,
+and twice to some, so workers ignore it and signals within one second count as one.
 """
 
 from __future__ import annotations
@@ -27,47 +26,50 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 1.0
-"""Signals that come so soon after the first are the first: `timeout` signals its child, and then the group of it."""
+"""Signals within this time after the first are ignored: `timeout` signals its child and then the process group."""
 ENDED_BY_SIGNAL = 128
-"""The exit status of a program that was ended by signal n is this + n."""
+"""Exit status of a program that was ended by signal n, minus n."""
 
 logger = logging.getLogger(__name__)
 
 
 class Stop:
-    """Whether the run was asked to stop, and whether it did."""
+    """State of a stop request."""
 
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.status = 0
-        """Exit status of the run: 0 unless it ended early."""
+        """Exit status of the run: 0 unless it stopped early."""
         self._at = 0.0
 
     def ask(self, number: int, _frame: Any = None) -> None:
-        """A signal handler: the first signal asks, a later one has its usual effect."""
+        """Handle a signal: the first requests a stop, a later one has its default effect."""
         now = time.monotonic()
         if self.asked is None:
             self.asked, self._at = signal.Signals(number), now
-            # Not logged: the signal may have come while a line was being written.
-            told = f"\ncamshaft: {self.asked.name}: ends with the step in hand, and saves it. Once more ends at once\n"
-            os.write(2, told.encode())
+            # Written directly, because the signal may interrupt a log call.
+            message = (
+                f"\ncamshaft: {self.asked.name}: finishing the current step and saving; "
+                "send the signal again to exit immediately\n"
+            )
+            os.write(2, message.encode())
         elif now - self._at > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def heed(self, step: int, total: int) -> None:
-        """Called by the run that ends for it, after it has saved."""
+        """Record that the run stopped at `step`, after saving."""
         assert self.asked is not None
         self.status = ENDED_BY_SIGNAL + self.asked
         logger.info(
-            "%s: ended after step %d of %d. The same command goes on from there (exit status %d)",
+            "%s: stopped after step %d of %d. Run the same command to resume (exit status %d)",
             *(self.asked.name, step, total, self.status),
         )
 
 
 @contextlib.contextmanager
 def listening() -> Iterator[Stop]:
-    """Until the block ends, signals ask instead of ending the process; outside the main thread there are none."""
+    """Convert stop signals to stop requests within the block; no effect outside the main thread."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
@@ -82,7 +84,7 @@ def listening() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """A process that is started in the block does not hear stop signals before it calls `outlive_stop_signals`."""
+    """Block stop signals in processes started within the block until they call `outlive_stop_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -91,7 +93,7 @@ def held_back() -> Iterator[None]:
 
 
 def outlive_stop_signals(*numbers: signal.Signals) -> None:
-    """Let this process live on at stop signals, or at these; what it starts is ended by them as ever."""
+    """Ignore stop signals, or the given ones, in this process but not in its child processes."""
     for number in numbers or STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)  # an ignored signal would be ignored by child processes too
+        signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by child processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,12 +1,12 @@
-"""A folder on disk that is whole or not there: temporary name, manifest with checksums, rename.
+"""Atomic folders on disk: temporary name, manifest with checksums, fsync, rename.
 
     with new_folder("ckpt/global_step_20/actor", kind="engine", step=20) as folder:
         save_file(tensors, folder / "model.safetensors")
     manifest = verify("ckpt/global_step_20/actor")      # CheckpointError if a byte is missing
 
-Engines, trainer and export write through here, so a run that is killed in mid-write never leaves
-something that looks like a checkpoint, and never loses the one that it was about to replace. `begin` and
-`finish` are the two halves of `new_folder`, for a folder that several processes write into.
+Engines, trainer and export use this module, so that a run killed while writing leaves neither an incomplete checkpoint
+nor a missing previous one. `begin` and `finish` are the two halves of `new_folder`, for folders that several processes
+write. The functions below `copy_folder` also accept URLs.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ _PACKAGES = {
     "webhdfs": "requests",
     "oss": "ossfs",
 }
-"""What to install beside fsspec, by the beginning of a URL; others are named by fsspec itself."""
+"""URL scheme -> package that fsspec needs; fsspec's error names the others."""
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 
 @contextlib.contextmanager
 def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
-    """A folder to write into; it appears under `target` when the block ends well, replacing what was there.
+    """Yield a folder to write; it replaces `target` when the block ends without an error.
 
-    `facts` (JSON) are kept in the manifest beside the size and checksum of every file.
+    `facts` (JSON) are stored in the manifest with the size and checksum of every file.
     """
     work = begin(target)
     yield work
@@ -50,7 +50,7 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
 
 
 def begin(target: str | Path) -> Path:
-    """An empty folder beside `target`, to be written into and handed to `finish`."""
+    """Create an empty folder next to `target`, to write into before `finish`."""
     target = Path(target).expanduser().absolute()
     _put_back(target)
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
@@ -62,9 +62,9 @@ def begin(target: str | Path) -> Path:
 
 
 def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Let the folder that `begin` gave take the name `target`, with its manifest: `fingerprints` and `facts`.
+    """Write the manifest (`fingerprints` and `facts`) and rename the folder of `begin` to `target`.
 
-    What was there is set aside before and deleted after, so a kill at any moment leaves the one or the other.
+    An existing `target` is renamed before and deleted after, so that a kill at any moment leaves one of the two.
     """
     target = Path(target).expanduser().absolute()
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
@@ -82,7 +82,7 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
 
 @contextlib.contextmanager
 def new_file(target: str | Path) -> Iterator[Path]:
-    """The same for one file, without a manifest: a path to write to; it becomes `target` when the block ends well."""
+    """Yield a path to write; the file replaces `target` when the block ends without an error."""
     target = Path(target).expanduser().absolute()
     work = target.with_name(target.name + _UNFINISHED)
     yield work
@@ -92,7 +92,7 @@ def new_file(target: str | Path) -> Iterator[Path]:
 
 
 def hold(folder: Path) -> IO[str] | None:
-    """Keep others out of a folder while the file that this gives is open, however the process ends; None: one is in."""
+    """Lock a folder until the returned file is closed or the process ends; return None if it is already locked."""
     lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,35 +103,35 @@ def hold(folder: Path) -> IO[str] | None:
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
-    """Size and checksum of each of `paths`, by its name under `root`."""
+    """Return size and checksum of each path, by its name relative to `root`."""
     return {str(path.relative_to(root)): _fingerprint(path) for path in paths}
 
 
 def _put_back(target: Path) -> None:
-    """Undo a replacement that was killed between its two renames."""
+    """Undo a replacement that was interrupted between its two renames."""
     if not target.exists():
-        with contextlib.suppress(FileNotFoundError):  # there is none, or another reader was faster
+        with contextlib.suppress(FileNotFoundError):  # nothing to undo, or another process did it
             os.replace(target.with_name(target.name + _REPLACED), target)
 
 
 def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """The facts given at writing, after every file was found with its size and checksum.
+    """Verify size and checksum of every file and return the facts of the manifest.
 
-    With `share=(r, n)` this is one of n processes that look at every n-th file each.
+    With `share=(r, n)`, this process is one of n and verifies every n-th file.
     """
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder)
-    for name, told in list(manifest["files"].items())[share[0] :: share[1]]:
+    for name, expected in list(manifest["files"].items())[share[0] :: share[1]]:
         path = folder / name
         if not path.is_file():
             raise CheckpointError(f"{folder} is incomplete: '{name}' is missing")
-        if _fingerprint(path) != told:
+        if _fingerprint(path) != expected:
             raise CheckpointError(f"{folder} is damaged: '{name}' does not match its checksum")
     return manifest["facts"]
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Was `folder` written to its end, every file in its full length? (Cheap: it reads the manifest alone.)"""
+    """Return True if `folder` has a manifest and all files have their full size; checksums are not read."""
     folder = Path(folder).expanduser()
     try:
         files = read_manifest(folder)["files"]
@@ -141,11 +141,12 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Is this what `new_folder` was writing, or about to delete, when its process ended?"""
+    """Return True if this is a leftover of an interrupted `new_folder`."""
     return path.name.endswith((_UNFINISHED, _REPLACED))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    """Read the manifest of a folder; raise CheckpointError if it is missing or unreadable."""
     _put_back(folder)
     path = folder / MANIFEST
     if not path.is_file():
@@ -161,41 +162,40 @@ def _parsed(manifest: bytes, folder: str | Path) -> dict[str, Any]:
 
 
 def check_replaceable(target: str | Path, kind: str) -> None:
-    """An error if `new_folder(target, kind=kind)` would replace something that is not an older one of its kind."""
+    """Raise CheckpointError if `target` exists and is not a folder of the same `kind`."""
     target = Path(target).expanduser()
     _put_back(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if (target / MANIFEST).is_file() and read_manifest(target)["facts"].get("kind") == kind:
         return
-    raise CheckpointError(f"{target} is there already and would be replaced as a whole. Name a folder that is not")
+    raise CheckpointError(f"{target} already exists and is not an older {kind}; use a new folder")
 
 
 def prune(target: str | Path, keep: int) -> list[Path]:
-    """Remove the oldest folders that differ from `target` only in the number of `global_step_<n>`."""
+    """Delete the oldest folders that differ from `target` only in the number of `global_step_<n>`; keep `keep`."""
     target = Path(target).expanduser()
-    place = next((i for i, part in enumerate(target.parts) if _STEP.match(part)), None)
-    if place is None:
+    index = next((i for i, part in enumerate(target.parts) if _STEP.match(part)), None)
+    if index is None:
         raise CheckpointError(f"max_ckpt_to_keep needs a part 'global_step_<n>' in the path, got {target}")
-    root, rest = Path(*target.parts[:place]), target.parts[place + 1 :]
-    found = sorted((step, folder) for step, folder in step_folders(root) if (folder / Path(*rest)).is_dir())
+    root, rest = Path(*target.parts[:index]), target.parts[index + 1 :]
+    folders = sorted((step, folder) for step, folder in step_folders(root) if (folder / Path(*rest)).is_dir())
     removed = []
-    for _, folder in found[: max(0, len(found) - keep)]:
-        victim = folder.joinpath(*rest)
-        shutil.rmtree(victim)
-        removed.append(victim)
-        if victim != folder and not any(folder.iterdir()):
+    for _, folder in folders[: max(0, len(folders) - keep)]:
+        outdated = folder.joinpath(*rest)
+        shutil.rmtree(outdated)
+        removed.append(outdated)
+        if outdated != folder and not any(folder.iterdir()):
             folder.rmdir()
     return removed
 
 
 def step_folders(root: str | Path) -> list[tuple[int, Path]]:
-    """(n, folder) of every `global_step_<n>` in `root`, oldest first."""
+    """Return (n, folder) of every `global_step_<n>` in `root`, oldest first."""
     root = Path(root).expanduser()
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _STEP.match(path.name))]
-    return sorted(found)
+    return sorted((int(match[1]), path) for path in root.iterdir() if (match := _STEP.match(path.name)))
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -206,18 +206,18 @@ def _fingerprint(path: Path) -> dict[str, Any]:
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
-# -- copies elsewhere -----------------------------------------------------------------------------
+# -- local paths and URLs -------------------------------------------------------------------------
 
 
 def copy_folder(source: str, target: str) -> None:
-    """Copy a complete folder under its own checksums; each side is a path or a URL (`hdfs://`, `s3://`, ...).
+    """Copy a complete folder and verify its checksums; each side is a path or a URL (`hdfs://`, `s3://`, ...).
 
-    A local `target` appears whole or not at all. Object stores cannot rename: at a URL the manifest of an older copy
-    goes first and the new one comes last, so that whatever has a manifest is whole. Only files that a manifest names
-    are ever replaced or removed there.
+    A local `target` appears atomically. Object stores cannot rename: at a URL the manifest of an older copy is deleted
+    first and the new manifest is written last, so every folder with a manifest is complete. Only files listed in a
+    manifest are replaced or deleted there.
     """
     if is_url(source) and is_url(target):
-        raise CheckpointError(f"'{source}' to '{target}': one of the two has to be a local path")
+        raise CheckpointError(f"'{source}' to '{target}': one of the two must be a local path")
     if is_url(target):
         _upload(local(source), target)
     elif is_url(source):
@@ -225,15 +225,15 @@ def copy_folder(source: str, target: str) -> None:
     else:
         origin, goal = local(source), local(target)
         verify(origin)
-        work = begin(goal)
-        shutil.copytree(origin, work, dirs_exist_ok=True)
-        verify(work)
-        manifest = read_manifest(work)
+        copy = begin(goal)
+        shutil.copytree(origin, copy, dirs_exist_ok=True)
+        verify(copy)
+        manifest = read_manifest(copy)
         finish(goal, manifest["files"], manifest["facts"])
 
 
 def steps_at(place: str | Path) -> list[int]:
-    """The numbers of `step_folders`, in a folder or at a URL."""
+    """Return the step numbers of the `global_step_<n>` folders in a folder or at a URL."""
     if not is_url(place):
         return [step for step, _ in step_folders(local(place))]
     files, root = file_system(str(place))
@@ -242,7 +242,7 @@ def steps_at(place: str | Path) -> list[int]:
 
 
 def facts_at(place: str | Path) -> dict[str, Any]:
-    """The facts of a folder, also at a URL; an error if it has no manifest."""
+    """Return the manifest facts of a folder or URL; raise CheckpointError without a manifest."""
     if not is_url(place):
         return read_manifest(local(place))["facts"]
     files, root = file_system(str(place))
@@ -250,7 +250,7 @@ def facts_at(place: str | Path) -> dict[str, Any]:
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
-    """A small file in a folder, where it appears whole, or at a URL."""
+    """Write a small file to a folder (atomically) or a URL."""
     if is_url(place):
         files, root = file_system(str(place))
         files.pipe_file(f"{root}/{name}", text.encode())
@@ -260,7 +260,7 @@ def write_text(place: str | Path, name: str, text: str) -> None:
 
 
 def read_text(place: str | Path, name: str) -> str | None:
-    """What `write_text` wrote; None if there is no such file."""
+    """Read a file written by `write_text`; None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         if not is_url(place):
             return (local(place) / name).read_text(encoding="utf-8")
@@ -270,7 +270,7 @@ def read_text(place: str | Path, name: str) -> str | None:
 
 
 def is_there(folder: str | Path) -> bool:
-    """Is there such a folder? At a URL: is there one that counts, with a manifest?"""
+    """Return True if a local folder exists, or if a URL has a folder with a manifest."""
     if not is_url(folder):
         return local(folder).exists()
     files, root = file_system(str(folder))
@@ -278,7 +278,7 @@ def is_there(folder: str | Path) -> bool:
 
 
 def remove(folder: str | Path) -> None:
-    """Delete a folder; at a URL its manifest first, and nothing that this does not name."""
+    """Delete a folder; at a URL the manifest first, then only the files that it lists."""
     if not is_url(folder):
         shutil.rmtree(local(folder))
         return
@@ -287,17 +287,17 @@ def remove(folder: str | Path) -> None:
 
 
 def is_url(place: str | Path) -> bool:
-    """Is this not on the file system of this machine?"""
+    """Return True if `place` is a URL of another file system."""
     return isinstance(place, str) and "://" in place and not place.startswith("file://")
 
 
 def local(place: str | Path) -> Path:
-    """The path behind a place on this machine."""
+    """Return the local path of `place`."""
     return Path(str(place).removeprefix("file://")).expanduser()
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system behind a URL, and the path in it."""
+    """Return the fsspec file system of a URL, and the path in it."""
     scheme = url.partition("://")[0]
     try:
         from fsspec.core import url_to_fs
@@ -307,18 +307,18 @@ def file_system(url: str) -> tuple[Any, str]:
         package = _PACKAGES.get(scheme)
         more = f" {package}" if package else f" and the one for {scheme}://"
         raise StorageError(
-            f"'{url}' needs a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
+            f"'{url}' requires a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
         ) from error
     except ValueError as error:
-        raise StorageError(f"'{url}': {error}; give a local path, or a URL that fsspec knows") from error
+        raise StorageError(f"'{url}': {error}; use a local path, or a URL that fsspec supports") from error
     except OSError as error:
-        # pyarrow brings the client of Hadoop and looks for its libraries when it connects.
+        # pyarrow contains the Hadoop client and searches for the Hadoop libraries when it connects.
         hint = ". Set JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)" if scheme == "hdfs" else ""
-        reason = str(error).partition("\n")[0]  # of the places that pyarrow looks in, one is enough
-        raise StorageError(f"'{url}': {scheme}:// cannot be reached ({reason}){hint}") from error
+        reason = str(error).partition("\n")[0]  # pyarrow lists every searched path
+        raise StorageError(f"'{url}': {scheme}:// is unreachable ({reason}){hint}") from error
     if not root.strip("/"):
-        raise StorageError(f"'{url}' names no folder; put one after the host or bucket")
-    files.invalidate_cache()  # others write there
+        raise StorageError(f"'{url}' has no path; add a folder after the host or bucket")
+    files.invalidate_cache()  # other processes may write to it
     return files, root.rstrip("/")
 
 
@@ -329,47 +329,47 @@ def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
         raise CheckpointError(f"{url} is not a complete checkpoint: it has no {MANIFEST}") from error
     for name in manifest["files"]:
         if name.startswith("/") or ".." in name.split("/"):
-            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is no file inside it")
+            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is not inside the folder")
     return manifest
 
 
 def _remove_copy(files: Any, root: str, url: str) -> None:
     names: list[str] = []
-    with contextlib.suppress(CheckpointError):  # none, or cut off: then nobody knows what it named
+    with contextlib.suppress(CheckpointError):  # missing or truncated: its files are unknown
         names += _manifest_at(files, root, url)["files"]
     for name in (MANIFEST, *names):
         if files.exists(f"{root}/{name}"):
             files.rm_file(f"{root}/{name}")
     if files.exists(root) and not files.find(root):
-        files.rm(root, recursive=True)  # folders that are left empty, where a file system has such
+        files.rm(root, recursive=True)  # empty folders remain on some file systems
 
 
 def _upload(origin: Path, url: str) -> None:
     verify(origin)
-    told = read_manifest(origin)["files"]
+    expected = read_manifest(origin)["files"]
     files, root = file_system(url)
     _remove_copy(files, root, url)
-    for name in told:
+    for name in expected:
         files.put_file(str(origin / name), f"{root}/{name}")
     files.invalidate_cache()
-    for name in told:
+    for name in expected:
         size = files.info(f"{root}/{name}")["size"]
-        if size != told[name]["bytes"]:
-            raise CheckpointError(f"{url}: '{name}' has {size} bytes there, and {told[name]['bytes']} in {origin}")
+        if size != expected[name]["bytes"]:
+            raise CheckpointError(f"{url}: '{name}' has {size} bytes, but {expected[name]['bytes']} in {origin}")
     files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}")
 
 
 def _download(url: str, goal: Path) -> None:
     files, root = file_system(url)
     manifest = _manifest_at(files, root, url)
-    work = begin(goal)
-    for name, told in manifest["files"].items():
-        path = work / name
+    copy = begin(goal)
+    for name, expected in manifest["files"].items():
+        path = copy / name
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             files.get_file(f"{root}/{name}", str(path))
         except FileNotFoundError as error:
             raise CheckpointError(f"{url} is incomplete: '{name}' is missing") from error
-        if _fingerprint(path) != told:
-            raise CheckpointError(f"{url} is damaged, or was on its way here: '{name}' does not match its checksum")
+        if _fingerprint(path) != expected:
+            raise CheckpointError(f"{url} is damaged or was corrupted in transit: '{name}' does not match its checksum")
     finish(goal, manifest["files"], manifest["facts"])

@@ -332,7 +332,7 @@ def test_with_on_error_raise_a_bad_call_is_the_one_error(home: Path, tmp_path: P
 
 def test_an_export_never_replaces_a_folder_of_somebody_else(home: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    check(camshaft("sft", *sft_words(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "is there already"])
+    check(camshaft("sft", *sft_words(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "already exists"])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 

@@ -46,10 +46,10 @@ def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_
     run, whole = tmp_path / "run", tmp_path / "whole"
     ended = run_until(2, run, words(tmp_path, run), monkeypatch, signal.SIGTERM)
     assert ended.status == 143
-    assert "camshaft: SIGTERM: ends with the step in hand, and saves it." in ended.err
+    assert "camshaft: SIGTERM: finishing the current step and saving;" in ended.err
     assert "Traceback" not in ended.err
     said = " ".join(ended.out.split())
-    assert "SIGTERM: ended after step 2 of 4. The same command goes on from there (exit status 143)" in said
+    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in said
     assert steps(run) == [2]
     again = camshaft(*words(tmp_path, run))
     assert again.status == 0

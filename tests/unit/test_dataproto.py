@@ -112,7 +112,7 @@ def test_reading_a_missing_column_gives_the_same_error():
 
 
 def test_ragged_refuses_another_kind():
-    with pytest.raises(BatchError, match="'score' should hold one value per token, but is Tensor"):
+    with pytest.raises(BatchError, match="'score' must have one value per token, but is Tensor"):
         batch_of().ragged("score")
 
 
@@ -144,7 +144,7 @@ def test_select_and_rename_of_a_missing_column_are_errors():
         batch_of().select("advantages")
     with pytest.raises(BatchError, match="'absent'"):
         batch_of().rename({"absent": "x"})
-    with pytest.raises(BatchError, match="two columns one name"):
+    with pytest.raises(BatchError, match="two columns the same name"):
         batch_of().rename({"score": "responses"})
 
 
@@ -231,7 +231,7 @@ def test_reorder(index, expected):
 def test_reorder_by_mask_or_by_a_row_that_is_not_there_is_an_error():
     with pytest.raises(BatchError, match="nonzero"):
         batch_of().reorder(torch.tensor([True, False, True, False]))
-    with pytest.raises(BatchError, match="there is no row 4: the batch has 4 rows"):
+    with pytest.raises(BatchError, match="row 4 is out of range: the batch has 4 rows"):
         batch_of().reorder([4])
 
 
@@ -261,7 +261,7 @@ def test_concat_refuses_parts_that_differ():
         DataProto.concat([])
     with pytest.raises(BatchError, match=r"differ in columns \['score'\]"):
         DataProto.concat([batch_of(), batch_of().drop("score")])
-    with pytest.raises(BatchError, match=r"'score' is of different kinds: \['Ragged', 'Tensor'\]"):
+    with pytest.raises(BatchError, match=r"'score' has different kinds: \['Ragged', 'Tensor'\]"):
         DataProto.concat([batch_of(), batch_of().with_columns(score=Ragged.from_rows([[1.0]] * 4))])
 
 
@@ -282,7 +282,7 @@ def test_padding_repeats_the_first_rows_and_is_taken_back(num_rows, divisor, add
 def test_padding_errors():
     with pytest.raises(BatchError, match="divisor=0"):
         batch_of().pad_to_divisor(0)
-    with pytest.raises(BatchError, match="cannot take 5 rows from 4"):
+    with pytest.raises(BatchError, match="cannot remove 5 of 4 rows"):
         batch_of().unpad(5)
     assert DataProto().pad_to_divisor(3)[1] == 0
 

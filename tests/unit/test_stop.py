@@ -24,7 +24,7 @@ def test_the_first_signal_asks_and_the_handlers_are_gone_afterwards(
         stop.heed(3, 9)
         assert stop.status == 128 + number
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
-    assert f"camshaft: {number.name}: ends with the step in hand" in capfd.readouterr().err
+    assert f"camshaft: {number.name}: finishing the current step and saving" in capfd.readouterr().err
 
 
 def test_one_that_comes_right_after_the_first_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

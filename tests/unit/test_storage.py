@@ -87,7 +87,7 @@ def test_only_a_folder_of_the_same_kind_may_be_replaced(tmp_path: Path) -> None:
     for name in ("ours", "empty", "nothing"):
         storage.check_replaceable(tmp_path / name, "huggingface")
     for path in (tmp_path / "engine", tmp_path / "file", tmp_path):
-        with pytest.raises(CheckpointError, match="is there already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             storage.check_replaceable(path, "huggingface")
 
 
@@ -175,7 +175,7 @@ def test_a_kill_at_any_step_of_replacing_leaves_the_old_or_the_new(
 def test_what_was_set_aside_counts_as_there(tmp_path: Path) -> None:
     write(tmp_path / "x", kind="huggingface")
     os.replace(tmp_path / "x", tmp_path / "x.replaced")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         storage.check_replaceable(tmp_path / "x", "engine")
     assert storage.verify(tmp_path / "x") == {"kind": "huggingface"}
     assert storage.is_unfinished(tmp_path / "x.replaced")

@@ -85,7 +85,7 @@ def test_what_is_not_whole_at_a_url_is_named_and_nothing_appears(tmp_path: Path,
 def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, remote: str) -> None:
     told = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
     fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(told).encode())
-    with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*no file inside"):
+    with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*not inside the folder"):
         storage.copy_folder(remote, str(tmp_path / "back"))
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_arrived_short_is_noticed_before_the_manifest_is_written(
 ) -> None:
     write(tmp_path / "x", "hello")
     monkeypatch.setattr(breaking, "cuts", "a.txt")
-    with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes there, and 5 in"):
+    with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes, but 5 in"):
         storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
     assert not storage.is_there("breaking://host/actor")
 
@@ -156,7 +156,7 @@ def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> 
     ("url", "said"),
     [
         ("s4://bucket/x", "Protocol not known: s4; give a local path"),
-        ("memory://", "names no folder"),
+        ("memory://", "has no path"),
         ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
     ],
 )
@@ -177,5 +177,5 @@ def test_without_fsspec_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_from_one_url_to_another_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="one of the two has to be a local path"):
+    with pytest.raises(CheckpointError, match="one of the two must be a local path"):
         storage.copy_folder("memory://a/x", "memory://b/x")

@@ -80,7 +80,7 @@ def test_an_error_of_the_rank_that_writes_leaves_no_other_rank_waiting(tmp_path:
         taken.append("numbers")
         return {}
 
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export_hugging_face(gathered(), model_in(tiny_folder()), tmp_path, check=Probe(run))
     assert taken == ["weights", "numbers"]
 
@@ -130,9 +130,9 @@ def test_only_an_older_export_is_replaced(tmp_path: Path) -> None:
     empty.mkdir()
     (other / "notes.txt").write_text("mine")
     for taken in (other, other / "notes.txt", tiny_folder()):
-        with pytest.raises(CheckpointError, match="is there already"):
+        with pytest.raises(CheckpointError, match="already exists"):
             check_export_path(taken)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export_hugging_face(weights.items(), source, other)
     assert (other / "notes.txt").read_text() == "mine"
     export_hugging_face(weights.items(), source, empty)

@@ -257,7 +257,7 @@ def test_nothing_is_replaced_but_an_older_export_and_that_only_when_told_so(tmp_
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     (tmp_path / "empty").mkdir()
-    assert "is there already" in export(run, tmp_path / "mine", "--force").err
+    assert "already exists" in export(run, tmp_path / "mine", "--force").err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
     done(run, tmp_path / "empty")
     (tmp_path / "empty" / "of_the_first").touch()

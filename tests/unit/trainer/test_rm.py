@@ -184,5 +184,5 @@ def test_an_adapter_is_trained_with_the_head_and_merged(home: Path, tmp_path: Pa
 def test_a_taken_export_folder_is_an_error_before_training(home: Path, tmp_path: Path) -> None:
     (tmp_path / "huggingface").mkdir()
     (tmp_path / "huggingface" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         trainer_of(home, tmp_path)

@@ -56,7 +56,7 @@ def test_a_step_learns_and_says_at_which_rate(tmp_path: Path) -> None:
 def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         trainer_of(tmp_path, **{"trainer.export_path": tmp_path / "out"})
 
 
