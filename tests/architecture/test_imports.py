@@ -129,18 +129,40 @@ def test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_nobody_compares_a_strategy_outside_a_facade() -> None:
-    wrong = []
-    for path in modules():
-        if part_of(path) == "config":
-            continue  # which features are there yet is a fact about names
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare):
-                names = {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-                names |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-                if "strategy" in names:
-                    wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+def test_no_backend_name_is_compared_outside_the_registry() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in modules()
+        for line in backend_comparisons(ast.parse(path.read_text(encoding="utf-8")))
+    ]
     assert not wrong, wrong
+
+
+def backend_comparisons(tree: ast.AST) -> Iterator[int]:
+    """Lines that compare a strategy or the name of a rollout with a literal or a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = list(ast.walk(node))
+            backend = any(
+                (isinstance(part, ast.Name) and part.id == "strategy")
+                or (isinstance(part, ast.Attribute) and (part.attr == "strategy" or ast.unparse(part) == "rollout.name"))
+                for part in parts
+            )
+            literal = any(
+                (isinstance(part, ast.Constant) and isinstance(part.value, str))
+                or (isinstance(part, ast.Name) and part.id.isupper())
+                for part in parts
+            )
+            if backend and literal:
+                yield node.lineno
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["actor.strategy == 'fsdp'", "strategy in ('fsdp', 'fsdp2')", "rollout.name == 'vllm'", "part.strategy == PLAIN"],
+)
+def test_comparison_with_a_backend_name_is_found(source: str) -> None:
+    assert list(backend_comparisons(ast.parse(source)))
 
 
 def test_algorithms_import_nothing_of_the_package() -> None:

@@ -140,9 +140,9 @@ _FEATURES: dict[str, Means] = {
          "tests/contracts/test_sharded_contract.py::test_the_command_line_checks_on_ranks"),
     ),
     "roles know nothing of engines": (
-        "Roles import the facade alone, and nobody compares a strategy outside it.",
+        "Roles import the facade alone, and no backend name is compared outside the registry.",
         ("tests/architecture/test_imports.py::test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only",
-         "tests/architecture/test_imports.py::test_nobody_compares_a_strategy_outside_a_facade"),
+         "tests/architecture/test_imports.py::test_no_backend_name_is_compared_outside_the_registry"),
     ),
     "supervised training on the same engines": (
         "`camshaft sft`.",

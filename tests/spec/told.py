@@ -140,7 +140,14 @@ _VALIDATION: dict[str, tuple[Any, ...]] = {
     "top_p": ("top_p", 0.5),
 }
 
+_OWN_ENGINE = {f"{ACTOR}.strategy": "support.own_backends:OwnEngine"}
+_OWN_OPTION = ("options.pipeline_stages", {"pipeline_stages": 2}, 2, _OWN_ENGINE)
+
 TOLD: dict[str, Told] = {
+    f"{ACTOR}.engine_kwargs": Told("actor", *_OWN_OPTION),
+    f"{REF}.engine_kwargs": Told("ref", *_OWN_OPTION),
+    f"{CRITIC}.engine_kwargs": Told("critic", *_OWN_OPTION),
+    f"{REWARD}.engine_kwargs": Told("reward", *_OWN_OPTION),
     "data.max_response_length": Told("sampling", "max_tokens", 9),
     f"{MODEL}.path": Told("actor", "model.path", "{folder}/other"),
     **_fields("actor", MODEL, _TRAINED_MODEL | _LORA),
@@ -227,6 +234,10 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "micro_batch_size": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_rows_as_the_engine_is_told",),
         "max_tokens": (f"{_RULE}[fsdp-token_budget_is_hard]",),
         "infer_micro_batch_size": (f"{_RULE}[fsdp-hooks]",),
+        "options.pipeline_stages": (
+            "tests/unit/config/test_sharding.py::test_layout_of_another_packages_engine_is_its_own",
+            "tests/unit/config/test_sharding.py::test_options_of_an_engine_are_checked_by_its_schema",
+        ),
         "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_tokens_as_the_engine_is_told",),
         **{
             f"options.{name}": (f"{_OPTIONS}::{test}",)
