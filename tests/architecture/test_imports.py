@@ -145,7 +145,9 @@ def backend_comparisons(tree: ast.AST) -> Iterator[int]:
             parts = list(ast.walk(node))
             backend = any(
                 (isinstance(part, ast.Name) and part.id == "strategy")
-                or (isinstance(part, ast.Attribute) and (part.attr == "strategy" or ast.unparse(part) == "rollout.name"))
+                or (
+                    isinstance(part, ast.Attribute) and (part.attr == "strategy" or ast.unparse(part) == "rollout.name")
+                )
                 for part in parts
             )
             literal = any(
