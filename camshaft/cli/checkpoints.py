@@ -5,7 +5,7 @@
     step  state     size    age
       10  whole   3.4 MB    2 h  best
       20  whole   3.4 MB  3 min  newest
-      30  broken  1.1 MB   12 s  'critic' is not there, or was not written to its end
+      30  broken  1.1 MB   12 s  'critic' is missing or incomplete
 
 File sizes are compared with the manifests; checksums are verified when a run resumes. Exit status 1 if no checkpoint
 is complete.

@@ -1,10 +1,10 @@
-"""The role of `camshaft generate`: a generator with the weights of a model folder, and no engine.
+"""The role of `camshaft generate`: a rollout with the weights of a model folder, without an engine.
 
     generator = spawn(GenerateWorker, config, world_size=2)
     generator.init_model()
-    generator.generate_sequences(batch)       # reads `prompts` and `sampling_seed`, writes what roles/rollout.py does
+    generator.generate_sequences(batch)       # columns as in roles/rollout.py
 
-Each rank has a generator of its own, and the weights go over once, checked as in training.
+Each rank has one rollout. Weights are synced once, with the checks of training.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
 
 class GenerateWorker(Worker):
-    """A generator whose weights stay as they are."""
+    """A rollout with fixed weights."""
 
     rollout: BaseRollout
-    """Since `init_model`."""
+    """Set by `init_model`."""
 
     def __init__(self, config: GenerateConfig):
         super().__init__()
@@ -32,13 +32,13 @@ class GenerateWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the generator, and hand the weights of the folder over to it."""
+        """Build the rollout and load the weights of the folder into it."""
         self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
         hand_over(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response per row."""
+        """Generate one response per row."""
         params, start = SamplingParams(**generate_sampling(self.config)), time.perf_counter()
         out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, prompts["sampling_seed"])
         speed = len(out.responses.values) / max(time.perf_counter() - start, 1e-9)

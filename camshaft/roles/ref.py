@@ -1,8 +1,8 @@
-"""The reference: the policy that the KL is measured from. It never changes.
+"""The reference: the frozen policy of the KL penalty.
 
 Reads `prompts`, `responses`, `response_mask`; writes `ref_log_prob`.
 
-It is a model of its own, or, where the actor trains an adapter, the actor's model without it:
+It has its own weights, or, if the actor trains an adapter, it is the actor's model without the adapter:
 
     ref = RefWorker(config, topology) if config.needs_reference_model() else AdapterlessRef(config, actor.engine)
 """
@@ -20,7 +20,7 @@ from camshaft.roles.base import EngineRole, of_responses
 
 
 class RefWorker(EngineRole):
-    """The actor's model as it was at the start, without an optimizer."""
+    """The initial model of the actor, without an optimizer."""
 
     def __init__(self, config: PPOConfig, topology: Topology):
         super().__init__()
@@ -29,14 +29,14 @@ class RefWorker(EngineRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` of the responses, at the temperature they were sampled with."""
+        """Compute `ref_log_prob` of the responses at the sampling temperature."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
-        found = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
-        return DataProto.from_dict({"ref_log_prob": of_responses(found, "log_probs", data).to("cpu")})
+        predictions = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
+        return DataProto.from_dict({"ref_log_prob": of_responses(predictions, "log_probs", data).to("cpu")})
 
 
 class AdapterlessRef(RefWorker):
-    """The model under the actor's adapter, in the actor's own engine: no second copy of the weights."""
+    """The base model of the actor's adapter, in the actor's engine: no second copy of the weights."""
 
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         self.config, self.engine = config, engine

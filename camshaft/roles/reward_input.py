@@ -1,17 +1,17 @@
-"""What a reward model reads: the policy's own token ids, or the conversation in its own chat template.
+"""Inputs of the reward model: the policy's token ids, or the conversation in the reward model's chat template.
 
-    reads = SameTokens(longest, pad)                       # reward_model.model.input_tokenizer=null
-    reads = OtherTemplate(longest, pad, policys, own)      # the policy's tokenizer, the reward model's
-    found = reads(batch)                                   # found.ids, found.truncated
+    to_input = SameTokens(max_length, pad)                                           # input_tokenizer=null
+    to_input = OtherTemplate(max_length, pad, policy_tokenizer, reward_tokenizer)
+    inputs = to_input(batch)                                                         # inputs.ids, inputs.truncated
 
-The score is read off the last token, and which one that is follows `AutoModelForSequenceClassification`: the last
-that is not the pad token of the model's config. Nothing is padded here, so such tokens are at the end only where the
-text itself has them, as with models that pad with the token that ends a turn; no token before them sees them, and they
-are cut off. Everything else that a template writes behind the response is read, a newline too: the model was trained
+The score belongs to the last token that is not the pad token of the model's config, as in
+`AutoModelForSequenceClassification`. Batches have no padding, so pad tokens occur at the end only if the text has them,
+for example if a model pads with its end-of-turn token. Causal attention hides them from all tokens before, and they are
+removed. All other text that a template writes after the response is kept, including a newline: the model was trained
 with it.
 
-A sequence that is too long loses its beginning, never its end, where the response is and the score is read; a
-beginning-of-sequence token stays. `truncated` says of which rows.
+A sequence that is too long loses its first tokens, because the response and the score are at its end. A
+beginning-of-sequence token is kept. `truncated` marks these rows.
 """
 
 from __future__ import annotations
@@ -32,65 +32,67 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Read:
-    """The rows of a batch as the reward model reads them."""
+class RewardInputs:
+    """The rows of a batch as inputs of the reward model."""
 
     ids: Ragged
     truncated: Tensor
-    """(B,) bool: the row was too long, and its beginning is left out."""
+    """(B,) bool: the row was too long and lost its first tokens."""
 
 
 class RewardInput(ABC):
-    """Rows of prompt and response to rows of the reward model."""
+    """Converts rows of prompt and response to rows of the reward model."""
 
-    def __init__(self, longest: int, pad: int | None, bos: int | None = None):
-        self.longest, self.pad, self.bos = longest, pad, bos
+    def __init__(self, max_length: int, pad: int | None, bos: int | None = None):
+        self.max_length, self.pad, self.bos = max_length, pad, bos
 
-    def __call__(self, data: DataProto) -> Read:
+    def __call__(self, data: DataProto) -> RewardInputs:
         rows = [without_padding(row, self.pad) for row in self.rows(data)]
-        truncated = torch.tensor([len(ids) > self.longest for ids in rows], dtype=torch.bool)
-        return Read(Ragged.from_rows([keep_end(ids, self.longest, self.bos) for ids in rows], torch.int64), truncated)
+        truncated = torch.tensor([len(ids) > self.max_length for ids in rows], dtype=torch.bool)
+        kept = [keep_end(ids, self.max_length, self.bos) for ids in rows]
+        return RewardInputs(Ragged.from_rows(kept, torch.int64), truncated)
 
     @abstractmethod
     def rows(self, data: DataProto) -> list[list[int]]:
-        """Token ids of each row, whole."""
+        """Return the token ids of each row, not truncated."""
 
 
 class SameTokens(RewardInput):
-    """The model reads the ids that the policy wrote."""
+    """The model reads the token ids of the policy."""
 
     def rows(self, data: DataProto) -> list[list[int]]:
         return [row.tolist() for row in Ragged.join(data.ragged("prompts"), data.ragged("responses")).rows()]
 
 
 class OtherTemplate(RewardInput):
-    """The responses become text, and the conversation goes through the model's template and tokenizer.
+    """The model reads the conversation in its own chat template and tokens.
 
-    Of a response the special tokens are left out: the template writes those that the model knows. The prompt's
-    messages are those of the data (`raw_prompt`), or one message of the user (`raw_input_ids`, or a prompt that is
-    plain text).
+    Responses are decoded without special tokens; the template writes those of the reward model. The messages of the
+    prompt are those of the data (`raw_prompt`), or one user message (`raw_input_ids`, or a prompt of plain text).
     """
 
-    def __init__(self, longest: int, pad: int | None, policys: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase):
-        super().__init__(longest, pad, begins_with(own))
-        self.policys, self.own = policys, own
-        if not own.chat_template:
+    def __init__(
+        self, max_length: int, pad: int | None, policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase
+    ):
+        super().__init__(max_length, pad, begins_with(reward))
+        self.policy, self.reward = policy, reward
+        if not reward.chat_template:
             raise EngineError(
-                f"the reward model's tokenizer ({own.name_or_path or 'unnamed'}) has no chat template to put "
-                "conversations through; give its folder one, or, if it reads the policy's token ids, type "
+                f"the tokenizer of the reward model ({reward.name_or_path or 'unnamed'}) has no chat template; add one "
+                "to its folder, or, if the model reads the policy's token ids, set "
                 "reward_model.model.input_tokenizer=null"
             )
 
     def rows(self, data: DataProto) -> list[list[int]]:
         responses = self._texts(data.ragged("responses"))
         texts = [
-            render([*messages, {"role": "assistant", "content": response}], self.own, f"row {row}", False)
+            render([*messages, {"role": "assistant", "content": response}], self.reward, f"row {row}", False)
             for row, (messages, response) in enumerate(zip(self._prompts(data), responses, strict=True))
         ]
-        ids = encode(texts, self.own, special_tokens=False)
-        empty = next((row for row, found in enumerate(ids) if not found), None)
+        ids = encode(texts, self.reward, special_tokens=False)
+        empty = next((row for row, tokens in enumerate(ids) if not tokens), None)
         if empty is not None:
-            raise BatchError(f"row {empty}: the reward model's chat template makes no tokens of it: {texts[empty]!r}")
+            raise BatchError(f"row {empty}: the reward model's chat template gives no tokens for {texts[empty]!r}")
         return ids
 
     def _prompts(self, data: DataProto) -> list[list[Message]]:
@@ -100,12 +102,12 @@ class OtherTemplate(RewardInput):
         return [_as_messages(text) for text in self._texts(data.ragged("raw_input_ids"))]
 
     def _texts(self, ids: Ragged) -> list[str]:
-        texts: Any = self.policys.batch_decode([row.tolist() for row in ids.rows()], skip_special_tokens=True)
+        texts: Any = self.policy.batch_decode([row.tolist() for row in ids.rows()], skip_special_tokens=True)
         return texts
 
 
 def begins_with(tokenizer: Any) -> int | None:
-    """The token that it puts before a text, if it knows one."""
+    """Return the beginning-of-sequence token of a tokenizer, or None."""
     return tokenizer.bos_token_id
 
 

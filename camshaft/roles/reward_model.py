@@ -29,7 +29,7 @@ REWARD_METHODS = ("init_model", "compute_rm_score")
 class RewardModelWorker(EngineRole):
     """A model of `AutoModelForSequenceClassification` with one label, on any engine."""
 
-    reads: RewardInput
+    to_input: RewardInput
     """Set by `init_model`."""
 
     def __init__(self, config: PPOConfig, topology: Topology):
@@ -40,20 +40,20 @@ class RewardModelWorker(EngineRole):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the tokenizers, then build the model, so that errors of the tokenizers are reported first."""
-        self.reads = reward_input(self.config)
+        self.to_input = reward_input(self.config)
         super().init_model()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Compute `rm_scores`, on the last unmasked response token, and `rm_truncated`, true for truncated rows."""
-        read = self.reads(data)
+        inputs = self.to_input(data)
         with self.engine.eval_mode():
             predictions = self.engine.infer_batch(
-                DataProto.from_dict({"input_ids": read.ids}), StepContext(outputs=("scores",))
+                DataProto.from_dict({"input_ids": inputs.ids}), StepContext(outputs=("scores",))
             )
         scores = predictions["scores"].float().cpu()
         return DataProto.from_dict(
-            {"rm_scores": on_last_token(scores, data.ragged("response_mask")), "rm_truncated": read.truncated}
+            {"rm_scores": on_last_token(scores, data.ragged("response_mask")), "rm_truncated": inputs.truncated}
         )
 
 

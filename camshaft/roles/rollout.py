@@ -1,6 +1,6 @@
-"""The rollout role: generation with the weights of somebody's engine.
+"""The rollout role: generation with the weights of an engine.
 
-Reads `prompts` (and `sampling_seed` where the trainer wrote it); writes `responses`, `response_mask`,
+Reads `prompts` and, if present, `sampling_seed`; writes `responses`, `response_mask`,
 `rollout_log_probs`.
 """
 
@@ -21,10 +21,10 @@ from camshaft.seat import Seat
 
 
 class RolloutWorker(Worker):
-    """A generator that takes its weights from `engine` at each call."""
+    """A rollout that syncs its weights from `engine` before each call."""
 
     rollout: BaseRollout
-    """Since `init_model`; it sleeps between calls."""
+    """Set by `init_model`; it sleeps between calls."""
 
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         super().__init__()
@@ -36,13 +36,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the generator, which may measure how much memory is left and use this rank's process group."""
+        """Build the rollout, which may measure free memory and use this rank's process group."""
         self.rollout = build_rollout(self.config.actor_rollout_ref.rollout.name, rollout_engine(self.config))
         self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
-        """One response per row; `validate` chooses the sampling of validation, `greedy` the likeliest tokens."""
+        """Generate one response per row, with the sampling of training or validation, or greedily."""
         params = SamplingParams(**sampling(self.config, validate, greedy))
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
         start = time.perf_counter()
@@ -56,7 +56,7 @@ class RolloutWorker(Worker):
 
 
 def columns_of(out: Generation) -> dict[str, Any]:
-    """What a generator made, as the columns that this role writes."""
+    """Convert a generation to the columns of a batch."""
     responses = out.responses.to("cpu")
     return {
         "responses": responses,

@@ -1,4 +1,4 @@
-"""The model of supervised fine-tuning: cross-entropy over the trained tokens.
+"""The model of supervised fine-tuning: cross-entropy over the unmasked tokens.
 
 Reads `input_ids` and `loss_mask`.
 """
@@ -19,7 +19,7 @@ from camshaft.roles.supervised import SupervisedWorker
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-    """Cross-entropy of the trained tokens."""
+    """Compute the cross-entropy of the unmasked tokens."""
     mask = data.ragged("loss_mask")
     counts = Counts(mask.values, to_device(mask.lengths, mask.values.device), ctx["num_tokens"], ctx["num_sequences"])
     return sft_loss(predictions["log_probs"].values, counts), ctx
@@ -31,12 +31,12 @@ class SFTWorker(SupervisedWorker):
     def __init__(self, config: SFTConfig, total_steps: int):
         super().__init__(config, sft_engine(config, total_steps))
 
-    def learn(self, data: DataProto) -> StepResult:
+    def optimizer_step(self, data: DataProto) -> StepResult:
         return self.engine.train_batch(data, loss_fn=loss_fn)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`log_probs` of the trained tokens, 0 elsewhere."""
+        """Compute `log_probs` of the unmasked tokens; 0 elsewhere."""
         with self.engine.eval_mode():
-            found = self.engine.infer_batch(data, StepContext(outputs=("log_probs",)))
-        return DataProto.from_dict({"log_probs": found["log_probs"].to("cpu")})
+            predictions = self.engine.infer_batch(data, StepContext(outputs=("log_probs",)))
+        return DataProto.from_dict({"log_probs": predictions["log_probs"].to("cpu")})

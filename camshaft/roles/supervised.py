@@ -1,6 +1,6 @@
-"""What `sft.py` and `rm.py` share: a model that takes one optimizer step a batch.
+"""Base class of `sft.py` and `rm.py`: a model with one optimizer step per batch.
 
-The mean of the loss is taken over the whole batch, however it is cut and over however many ranks it is split.
+The loss is a mean over the whole batch, independent of micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class SupervisedWorker(TrainedRole, ABC):
         self.computes_in = config.fsdp_config.computes_in()
 
     @abstractmethod
-    def learn(self, data: DataProto) -> StepResult:
-        """One optimizer step."""
+    def optimizer_step(self, data: DataProto) -> StepResult:
+        """Run one optimizer step."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def train_batch(self, data: DataProto) -> DataProto:
-        """One optimizer step; `meta_info["metrics"]` says what happened."""
+        """Run one optimizer step; the metrics are in `meta_info["metrics"]`."""
         rate = self.engine.learning_rate
         with self.engine.train_mode():
-            result = self.learn(data)
+            result = self.optimizer_step(data)
         self.engine.lr_scheduler_step()
         metrics = {
             "loss": result.loss,

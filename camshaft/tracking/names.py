@@ -92,14 +92,14 @@ METRICS = (
     ),
     Metric("reward/overlong_reward/mean", "score", "mean overlong penalty, 0 or negative", "rewards/overlong.py"),
     Metric("reward/<value>/mean", "", "mean of a number in the reward function's dict results", "rewards/manager.py"),
-    Metric("baseline/score/mean", "score", "score of the greedy baseline responses of ReMax", "trainer/remax.py"),
+    Metric("baseline/score/mean", "score", "score of the greedy baseline responses of ReMax", "trainer/ppo.py"),
     Metric(
         "baseline/{errors,invalid,timeouts,crashes,slow}",
         "responses",
         "as in reward/, for the baseline responses",
-        "trainer/remax.py",
+        "trainer/ppo.py",
     ),
-    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, for the baseline responses", "trainer/remax.py"),
+    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, for the baseline responses", "trainer/ppo.py"),
     # -- dynamic sampling
     Metric("train/num_gen_batches", "batches", "generation batches of the step", "trainer/dynamic_sampling.py"),
     Metric(
@@ -195,31 +195,31 @@ METRICS = (
         "algorithms/mismatch.py",
     ),
     Metric(
-        "rollout_corr/rollout_is_{mean,max,min}", "1", "token-level importance weights", "trainer/rollout_correction.py"
+        "rollout_corr/rollout_is_{mean,max,min}", "1", "token-level importance weights", "trainer/advantages.py"
     ),
     Metric(
         "rollout_corr/rollout_is_eff_sample_size",
         "fraction of tokens",
         "effective sample size with these weights",
-        "trainer/rollout_correction.py",
+        "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_is_ratio_fraction_high",
         "fraction of tokens",
         "importance ratios above the threshold",
-        "trainer/rollout_correction.py",
+        "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_rs_masked_fraction",
         "fraction of tokens",
         "tokens masked by rejection",
-        "trainer/rollout_correction.py",
+        "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_rs_seq_masked_fraction",
         "fraction of responses",
         "responses with masked tokens",
-        "trainer/rollout_correction.py",
+        "trainer/advantages.py",
     ),
     # -- validation
     Metric("val/reward/mean", "score", "mean over all responses", "trainer/validate.py"),
@@ -258,7 +258,7 @@ METRICS = (
         " rank's responses on, run concurrently",
         "trainer/ppo.py",
     ),
-    Metric("timing_s/{gen_max,reward_max}", "seconds", "time of the baseline responses of ReMax", "trainer/remax.py"),
+    Metric("timing_s/{gen_max,reward_max}", "seconds", "time of the baseline responses of ReMax", "trainer/ppo.py"),
     Metric("timing_s/reward_call_max", "seconds", "slowest call of the reward function", "rewards/manager.py"),
     Metric("timing_s/{sync,sync_check}", "seconds", "weight sync, and weight check", "reshard/hybrid.py"),
     Metric("timing_s/step", "seconds", "whole step, without validation and saving", "trainer/metrics.py"),

@@ -1,13 +1,20 @@
-"""The trainers: the step of reinforcement learning, supervised fine-tuning and reward models, on the same engines.
+"""The trainers: PPO, supervised fine-tuning and reward models, on the same engines and roles.
 
-ppo.py         PPOTrainer: the step, and the loop around it. Read this first
-parts.py       what a run is made of, built from the config
-deal.py        which rank learns which rows, epoch by epoch
-advantages.py  scores -> rewards -> advantages, on the driver
-baseline.py    the greedy response that ReMax compares with
-dynamic.py     prompts until enough of them have something to learn from (DAPO)
-validate.py    scores on held-out prompts, and what was said
-metrics.py     the numbers of a step
-supervised.py  the run of one model; sft.py, rm.py   what is learnt in it
-main_ppo.py, main_sft.py, main_rm.py   the entry points: python -m camshaft.trainer.main_ppo key=value ...
+ppo.py               PPOTrainer: the step, and the loop around it; read this first
+build.py             PPOParts: data, rewards, worker pools, roles and checkpoints of a PPO run
+advantages.py        rewards, advantages and rollout correction, computed on the driver
+scoring.py           reward functions and the reward model of a run
+dynamic_sampling.py  sample prompts until enough of them have a learning signal (DAPO)
+mini_batches.py      sharding of mini-batches over the ranks
+seeds.py             seeds as functions of the run's seed, the step and the row
+validate.py          scores and responses on held-out prompts
+metrics.py           metrics of a step
+supervised.py        base class of sft.py and rm.py
+sft.py, rm.py        supervised fine-tuning; reward models
+generate.py          `camshaft generate`: responses to the prompts of a file
+evaluate.py          `camshaft eval`: scores of responses in a file
+check_data.py        `camshaft check-data`
+session.py           setup shared by all trainers: logging, output folder, worker pools, trackers
+resume.py            checks and log lines of a run that resumes
+main_ppo.py, main_sft.py   `python -m camshaft.trainer.main_ppo`, the same as `camshaft ppo`
 """

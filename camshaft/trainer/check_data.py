@@ -1,10 +1,10 @@
-"""What a run would find in its data, told before anything expensive starts: `camshaft check-data`.
+"""Checks of the data and the reward function of a PPO run, for `camshaft check-data`.
 
     status = check_data(config)        # a PPOConfig
 
-Tokenizer, files and scoring function are loaded as a run loads them, by the same functions and with the same errors; no
-model is. Exit status 0 where a run would start, 1 where it would not or the scoring function fails, and the last line
-says which.
+Tokenizer, files and reward function are loaded by the functions of a run, with the same errors; no model is loaded.
+The exit status is 0 if the run can start, and 1 if it cannot or the reward function fails. The last line gives the
+result.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from camshaft.trainer.session import logged
 
 _SCORED = 10
 _SHOWN = 2000
-"""Characters of the prompt that is shown."""
+"""Characters of the printed prompt."""
 _BAR = 40
 
 Say = Callable[[str], None]
 
 
 def check_data(config: PPOConfig) -> int:
-    """All of it; returns the exit status."""
+    """Check one config and print the report; returns the exit status."""
     console = Console(highlight=False)
 
     def say(text: str) -> None:
@@ -56,7 +56,7 @@ def check_data(config: PPOConfig) -> int:
     problems: list[str] = []
     with logged(console, config.trainer.seed):
         try:
-            for problem in _look(config, say):
+            for problem in _problems(config, say):
                 say(f"! {problem}")
                 problems.append(problem)
         except CamshaftError as error:
@@ -70,35 +70,35 @@ def check_data(config: PPOConfig) -> int:
     return 1
 
 
-def _look(config: PPOConfig, say: Say) -> Iterator[str]:
-    """Say what there is; yield what is wrong. What cannot be gone on from is raised."""
+def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
+    """Print the report and yield problems; a fatal problem raises."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
     options = prompt_options(config)
     read: dict[str, ReadPrompts] = {}
     batches: dict[str, DataProto] = {}
     for name, train in (("training", True), ("validation", False)):
-        paths, most = prompt_files(config, train)
+        paths, max_rows = prompt_files(config, train)
         if not paths:
             continue
         say(f"\n{name} prompts")
         files = data_files(paths)
-        _tell_schema(files, options, say)
-        found = read[name] = read_prompts(files, tokenizer, options, most)
+        _print_schema(files, options, say)
+        prompts = read[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
-            text = as_text(found.prompts[0], tokenizer, found.table.place(0))
-            say(f"  the first prompt as the model gets it:\n{_shortened(text, _SHOWN)}\n  ({_told(found)})")
-        _tell_lengths(found, options, say)
+            text = as_text(prompts.prompts[0], tokenizer, prompts.table.place(0))
+            say(f"  the first prompt as the model reads it:\n{_shortened(text, _SHOWN)}\n  ({_summary(prompts)})")
+        _print_lengths(prompts, options, say)
         try:
-            batches[name] = arrange(found, tokenizer, options).batch
+            batches[name] = arrange(prompts, tokenizer, options).batch
             if train:
                 StatefulLoader(batches[name], config.data.train_batch_size)
             if config.needs_function():
                 check_scorable(batches[name], config.custom_reward_function, beside_model=config.reward_model.enable)
         except CamshaftError as error:
             yield str(error)
-    _tell_repeated(read, say)
+    _print_duplicates(read, say)
     if not config.needs_function():
-        say("\nno scoring function is called: a reward model alone scores")
+        say("\nno reward function: only the reward model scores")
     elif "training" in batches:
         yield from _score(batches["training"], config.custom_reward_function, say)
 
@@ -106,7 +106,7 @@ def _look(config: PPOConfig, say: Say) -> Iterator[str]:
 # -- files and prompts ----------------------------------------------------------------------------
 
 
-def _tell_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> None:
+def _print_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> None:
     for facts in file_facts(files, [*options.columns(), *OPTIONAL]):
         say(f"  {facts.path}: {facts.num_rows} rows")
         for column in facts.columns:
@@ -114,12 +114,12 @@ def _tell_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> Non
             say(f"    {column.name:<20} {missing:<12} {_shortened(column.type, 80)}")
 
 
-def _told(read: ReadPrompts) -> str:
+def _summary(read: ReadPrompts) -> str:
     kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in read.prompts})
     return f"{int(read.ids.lengths[0])} tokens; the prompts of this set are {' and '.join(kinds)}"
 
 
-def _tell_lengths(read: ReadPrompts, options: PromptOptions, say: Say) -> None:
+def _print_lengths(read: ReadPrompts, options: PromptOptions, say: Say) -> None:
     facts, count = length_facts(read.ids.lengths), len(read.ids)
     shown = ", ".join(f"p{percent} {length}" for percent, length in facts.percentiles.items())
     say(f"  tokens of a prompt: {shown}, max {facts.longest}")
@@ -128,57 +128,59 @@ def _tell_lengths(read: ReadPrompts, options: PromptOptions, say: Say) -> None:
         say(f"    {first:>{width}}-{last:<{width}} {'#' * -(-_BAR * number // most):<{_BAR}} {number}")
     long, limit = len(read.too_long(options.max_prompt_length)), f"{options.length_key}={options.max_prompt_length}"
     if options.filter_overlong:
-        does = "data.filter_overlong_prompts=true leaves them out"
+        effect = "dropped by data.filter_overlong_prompts=true"
     else:
-        does = f"data.truncation={options.truncation} " + (
-            "makes them an error" if options.truncation == "error" else "cuts them"
-        )
-    say(f"  longer than {limit}: {long} of {count} ({long / count:.1%})" + (f"; {does}" if long else ""))
+        verb = "rejected" if options.truncation == "error" else "truncated"
+        effect = f"{verb} by data.truncation={options.truncation}"
+    say(f"  longer than {limit}: {long} of {count} ({long / count:.1%})" + (f"; {effect}" if long else ""))
 
 
-def _tell_repeated(read: dict[str, ReadPrompts], say: Say) -> None:
+def _print_duplicates(read: dict[str, ReadPrompts], say: Say) -> None:
     say("")
-    for name, found in read.items():
-        say(f"{name} prompts that are there more than once: {num_repeated(found.ids)} of {len(found.ids)}")
+    for name, prompts in read.items():
+        say(f"duplicate {name} prompts: {num_repeated(prompts.ids)} of {len(prompts.ids)}")
     if len(read) == 2:
         shared = num_shared(read["validation"].ids, read["training"].ids)
-        say(f"validation prompts that are training prompts too: {shared} of {len(read['validation'].ids)}")
+        say(f"validation prompts that are also training prompts: {shared} of {len(read['validation'].ids)}")
 
 
-# -- the scoring function -------------------------------------------------------------------------
+# -- the reward function --------------------------------------------------------------------------
 
 
 def _score(prompts: DataProto, custom: CustomRewardConfig, say: Say) -> Iterator[str]:
-    """A dry call: the ground truth as the response, and an empty one."""
+    """Score the ground truth and an empty response of the first rows."""
     rows = prompts.reorder(slice(0, _SCORED))
     truths = [
         truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
     ]
     say(f"\nscores of the first {len(rows)} training prompts ({custom.path or 'built in'}: {custom.function_name()})")
     with build_rewards(custom) as rewards:
-        given = {"ground truth": truths, "empty": [""] * len(rows)}
-        results = {what: rewards.score(_answered(rows), lambda _, texts=texts: texts) for what, texts in given.items()}
-    say(f"  {'ground truth':>12} {'empty':>12}   data_source, the ground truth")
+        responses = {"ground truth": truths, "empty": [""] * len(rows)}
+        results = {
+            name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts)
+            for name, texts in responses.items()
+        }
+    say(f"  {'ground truth':>12} {'empty':>12}   data_source, ground truth")
     columns = zip(*(_scores(result) for result in results.values()), rows["data_source"], truths, strict=True)
-    for with_truth, empty, source, truth in columns:
-        say(f"  {with_truth:>12} {empty:>12}   {source}, {_shortened(truth, 40)!r}")
-    failed = [failure for result in results.values() for failure in result.failures]
-    if failed:
+    for truth_score, empty, source, truth in columns:
+        say(f"  {truth_score:>12} {empty:>12}   {source}, {_shortened(truth, 40)!r}")
+    failures = [failure for result in results.values() for failure in result.failures]
+    if failures:
         count = sum(result.num_failed for result in results.values())
-        yield f"the scoring function failed in {count} of {2 * len(rows)} calls, first at {failed[0]}"
+        yield f"the reward function failed in {count} of {2 * len(rows)} calls, first at {failures[0]}"
     elif all(results["ground truth"].scores <= results["empty"].scores):
-        say("  note: no ground truth scores above an empty response; the function may want another form of answer")
+        say("  note: no ground truth scores above an empty response; the function may expect another format")
 
 
-def _answered(rows: DataProto) -> DataProto:
-    """The rows with a response of one token each, whose text is given by hand."""
+def _with_responses(rows: DataProto) -> DataProto:
+    """Add a response of one token per row; the text is supplied by the decoder."""
     return rows.with_columns(responses=Ragged.from_rows([[0]] * len(rows)))
 
 
 def _scores(result: RewardResult) -> list[str]:
-    failed = {failure.row: failure.kind for failure in result.failures}
-    return [failed.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
+    kinds = {failure.row: failure.kind for failure in result.failures}
+    return [kinds.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
+def _shortened(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}..."

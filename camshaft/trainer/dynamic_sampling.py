@@ -1,13 +1,13 @@
-"""Dynamic sampling: prompts whose responses are all worth the same are dropped, and others generated in their place.
+"""Dynamic sampling (DAPO): replace prompts whose responses all have the same score.
 
-    batch = informative(prompts, answered, loader, config, metrics)     # train_batch_size prompts that differ
+    batch = informative(prompts, generate_and_score, loader, config, metrics)     # train_batch_size prompts
 
-Where responses are compared with each other, such a prompt has no gradient: the policy always solves it, or never does.
-Batches of prompts are drawn from the loader until enough are left (Yu et al., arXiv:2503.14476).
+With group-relative advantages such a prompt has no gradient: the policy always or never solves it. Batches of prompts
+are drawn from the loader until enough prompts have different scores (Yu et al., arXiv:2503.14476).
 
-The prompts behind the last one that was needed are given back and come again in the next step: their responses are
-thrown away, the prompts are not, nothing is trained on that an older policy said, and the place in the data is all
-that a checkpoint has to hold. A prompt that was dropped comes again in the next epoch.
+Surplus prompts are returned to the loader for the next step and their responses are discarded. Every response therefore
+comes from the current policy, and a checkpoint stores only the position in the data. A dropped prompt returns in the
+next epoch.
 """
 
 from __future__ import annotations
@@ -24,50 +24,54 @@ from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.metrics import StepMetrics, over_calls
 
-Answered = Callable[[DataProto, StepMetrics, int], tuple[DataProto, RewardResult]]
-"""(prompts, metrics, how many rows the step has drawn before) -> their responses, scored, `rollout.n` rows for each."""
+GenerateAndScore = Callable[[DataProto, StepMetrics, int], tuple[DataProto, RewardResult]]
+"""(prompts, metrics, rows generated before in this step) -> (scored batch, reward result), `rollout.n` rows each."""
 
 
 def informative(
-    prompts: DataProto, answered: Answered, loader: StatefulLoader, config: PPOConfig, metrics: StepMetrics
+    prompts: DataProto,
+    generate_and_score: GenerateAndScore,
+    loader: StatefulLoader,
+    config: PPOConfig,
+    metrics: StepMetrics,
 ) -> DataProto:
-    """`data.train_batch_size` prompts with their responses; `prompts` is the loader's last batch, where it begins."""
-    wanted, n, metric = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, _metric(config)
+    """Return `data.train_batch_size` informative prompts with scored responses, starting with `prompts`."""
+    target, n, metric = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, _metric(config)
     kept: list[DataProto] = []
-    told: list[dict[str, float]] = []
-    counted: list[Tensor] = []
-    missing, drawn, same, unused = wanted, 0, 0, 0
+    call_metrics: list[dict[str, float]] = []
+    values: list[Tensor] = []
+    missing, drawn, same, unused = target, 0, 0, 0
     while True:
         call = StepMetrics()
-        batch, scored = answered(prompts, call, drawn * n)
-        worths = worth(scored, metric)
-        counted.append(worths[scored.kept])
-        differs = _differs(worths, scored.kept, n)
+        batch, scored = generate_and_score(prompts, call, drawn * n)
+        row_values = filter_values(scored, metric)
+        values.append(row_values[scored.kept])
+        differs = _differs(row_values, scored.kept, n)
         chosen = differs.nonzero().flatten()[:missing]
-        told.append(call.values)
+        call_metrics.append(call.values)
         kept.append(batch.reorder((chosen[:, None] * n + torch.arange(n)).flatten()))
         missing, drawn, same = missing - len(chosen), drawn + len(prompts), same + int((~differs).sum())
         if not missing:
             unused = len(prompts) - 1 - int(chosen[-1])
             break
-        _check_hope(config, len(told), wanted - missing, drawn >= len(loader.data))
+        _check_progress(config, len(call_metrics), target - missing, drawn >= len(loader.data))
         prompts = loader.next_batch()
     loader.give_back(unused)
-    metrics.add(over_calls(told))
+    metrics.add(over_calls(call_metrics))
     metrics.add(
         {
-            "train/num_gen_batches": float(len(told)),
+            "train/num_gen_batches": float(len(call_metrics)),
             "filter_groups/same_share": same / drawn,
             "filter_groups/given_back": float(unused),
-            f"filter_groups/{metric}/mean": float(torch.cat(counted).mean()),
+            f"filter_groups/{metric}/mean": float(torch.cat(values).mean()),
         }
     )
     return DataProto.concat(kept)
 
 
-def _differs(worths: Tensor, kept: Tensor, n: int) -> Tensor:
-    """(B / n,) whether the responses to a prompt are worth different things; those that were dropped say nothing."""
-    most, least = (torch.where(kept, worths, end).view(-1, n) for end in (-torch.inf, torch.inf))
+def _differs(values: Tensor, kept: Tensor, n: int) -> Tensor:
+    """Return which prompts have responses with different values, (B / n,) bool; dropped responses are ignored."""
+    most, least = (torch.where(kept, values, end).view(-1, n) for end in (-torch.inf, torch.inf))
     return most.amax(1) > least.amin(1)
 
 
@@ -76,33 +80,33 @@ def _metric(config: PPOConfig) -> str:
     return "seq_reward" if metric == "seq_final_reward" else metric
 
 
-def worth(scored: RewardResult, metric: str) -> Tensor:
-    """(B,) what the responses to a prompt must differ in; 0 where the function failed and gave no such number."""
+def filter_values(scored: RewardResult, metric: str) -> Tensor:
+    """Return the filter metric of each response, (B,); 0 if its scoring failed."""
     if metric == "seq_reward":
         return scored.token_level_scores.sum()
     if metric == "score":
         return scored.scores
     if not any(metric in part for part in scored.parts):
-        known = sorted({name for part in scored.parts for name in part})
+        names = sorted({name for part in scored.parts for name in part})
         raise RewardError(
-            f"algorithm.filter_groups.metric={metric}: the reward function's results have no number '{metric}' (they "
-            f"have: {', '.join(known) or 'the score alone'}). Type algorithm.filter_groups.metric=score, or return a "
-            f"dict with '{metric}'"
+            f"algorithm.filter_groups.metric={metric}: the results of the reward function have no number '{metric}' "
+            f"(they have: {', '.join(names) or 'only the score'}); use algorithm.filter_groups.metric=score, or return "
+            f"a dict with '{metric}'"
         )
     return torch.tensor([part.get(metric, 0.0) for part in scored.parts])
 
 
-def _check_hope(config: PPOConfig, calls: int, found: int, whole_pass: bool) -> None:
-    """More batches are allowed, and there is reason to believe that they help."""
-    filtering, wanted = config.algorithm.filter_groups, config.data.train_batch_size
+def _check_progress(config: PPOConfig, calls: int, num_informative: int, whole_epoch: bool) -> None:
+    """Raise an error if the limit of batches is reached, or a whole epoch had no informative prompt."""
+    filtering, target = config.algorithm.filter_groups, config.data.train_batch_size
     spent = 0 < filtering.max_num_gen_batches <= calls
-    if not spent and (found or not whole_pass):
+    if not spent and (num_informative or not whole_epoch):
         return
-    did = (
-        f"{found} of {wanted} prompts have responses that differ in {filtering.metric}, after {calls} batches of "
-        f"{config.generated_together()} prompts: the policy solves the others always, or never. Type a larger "
+    problem = (
+        f"{num_informative} of {target} prompts have responses that differ in {filtering.metric} after {calls} batches "
+        f"of {config.generated_together()} prompts: the policy always or never solves the remaining prompts; increase "
         "data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
     )
     limit = "algorithm.filter_groups.max_num_gen_batches"
-    more = f"; {limit}={calls} allows no more, {limit}=0 any number" if spent else "; these are all that there are"
-    raise BatchError(did + more)
+    reason = f"; {limit}={calls} is reached, {limit}=0 removes the limit" if spent else "; the data has no more prompts"
+    raise BatchError(problem + reason)

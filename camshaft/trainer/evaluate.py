@@ -1,8 +1,8 @@
-"""Scores of responses that are on disk: `camshaft eval`.
+"""Scoring of responses in files, for `camshaft eval`, and the table of scores.
 
     metrics = evaluate(config)          # val-core/<data_source>/reward/mean@n and so on, test_score/<data_source>
 
-The numbers are those of a validation, under the same names (`validate.py`), and `pass@k`.
+The metrics are those of a validation (`validate.py`) and `pass@k`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from camshaft.trainer.validate import Scored, at_n_metrics, by_question
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """Score, and write what was asked for."""
+    """Score the responses and write the requested files; returns the metrics."""
     data, custom = config.data, config.custom_reward_function
     columns = AnswerColumns(data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key)
     answers = read_answers([Path(path) for path in data.path], columns)
@@ -34,51 +34,51 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     batch = answers.batch
     _check_counts([Scored(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
     with build_rewards(custom) as rewards:
-        found = rewards.score_texts(batch, answers.texts)
-    told = (batch["data_source"], batch["uid"], found.scores.tolist(), found.answers, found.parts)
-    rows = [Scored(*row) for row in zip(*told, strict=True)]
+        result = rewards.score_texts(batch, answers.texts)
+    columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
+    rows = [Scored(*row) for row in zip(*columns_of_rows, strict=True)]
     metrics = _means(rows) | at_n_metrics(rows) | pass_metrics(rows, data.pass_score)
-    metrics |= {name: value for name, value in found.metrics.items() if not name.endswith("/mean")}
+    metrics |= {name: value for name, value in result.metrics.items() if not name.endswith("/mean")}
     if data.output_path is not None:
-        answers.write(data.output_path, data.score_key, found.scores.tolist(), found.answers)
+        answers.write(data.output_path, data.score_key, result.scores.tolist(), result.answers)
     if data.metrics_path is not None:
         with storage.new_file(data.metrics_path) as path:
             path.write_text(json.dumps(metrics, indent=1) + "\n", encoding="utf-8")
     return metrics
 
 
-def pass_metrics(rows: Sequence[Scored], least: float) -> dict[str, float]:
-    """`pass@k/mean`, k = 1, 2, 4, ... n: the chance that one of k responses scores `least` or more."""
-    found: dict[str, float] = {}
+def pass_metrics(rows: Sequence[Scored], threshold: float) -> dict[str, float]:
+    """Compute `pass@k/mean`, k = 1, 2, 4, ... n: the probability that one of k responses reaches `threshold`."""
+    metrics: dict[str, float] = {}
     for source, groups in by_question(rows).items():
         n = len(groups[0])
         for k in sorted({1, *draws(n)}):
             section = "val-core" if k in (1, n) else "val-aux"
-            chances = [pass_at([row.score for row in group], k, least) for group in groups]
-            found[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(chances)
-    return found
+            chances = [pass_at([row.score for row in group], k, threshold) for group in groups]
+            metrics[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(chances)
+    return metrics
 
 
 def _means(rows: Sequence[Scored]) -> dict[str, float]:
-    """The one number of each data set."""
+    """Return the mean score of each data set."""
     groups = by_question(rows)
     return {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
 
 
 def _check_counts(rows: Sequence[Scored]) -> None:
-    """What n responses are worth is told of n: each question of a data set must have as many."""
+    """Check that all questions of a data set have the same number of responses."""
     for source, groups in by_question(rows).items():
         sizes = {len(group): group[0].uid for group in groups}
         if len(sizes) > 1:
             (few, one), *_, (many, other) = sorted(sizes.items())
             raise BatchError(
-                f"data_source {source}: row {one} has {few} responses and row {other} has {many}. mean@n and the "
-                "others are of n responses to each question: score those with as many by themselves"
+                f"data_source {source}: row {one} has {few} responses and row {other} has {many}; mean@n and the other "
+                "metrics need the same number for each question, so score these rows separately"
             )
 
 
 def score_table(metrics: Mapping[str, float]) -> Table:
-    """A row each for mean@n, best@k and the others, a column for each data set."""
+    """Build a table with a row per metric (mean@n, best@k, ...) and a column per data set."""
     values: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         source, _, kind = name.partition("/")[2].rpartition("/reward/")

@@ -1,12 +1,12 @@
-"""Responses to the prompts of a file: `camshaft generate`, and how it goes on where it was stopped.
+"""Responses to the prompts of a file, for `camshaft generate`; a stopped run resumes.
 
     with GenerateRun(config) as run, Tracking(["console"], run.info()) as tracking:
         run.generate(tracking)
         run.write()
 
-A batch of prompts is generated, scored if that was asked for, and put down as a part; the file is made of the parts at
-the end. A row's seed is a function of `trainer.seed` and the row's number, so that the responses do not depend on where
-a run was stopped, and are those of a validation with the same seed and sampling.
+Each batch of prompts is generated, scored if a reward function is configured, and saved as a part; at the end the parts
+are merged into the output file. The seed of a row is a function of `trainer.seed` and the row's number. Responses
+therefore do not depend on interruptions, and equal those of a validation with the same seed and sampling.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from camshaft.trainer.seeds import VALIDATION, sampling_seeds
 from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import Scored, at_n_metrics
 
-PLACES = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
-"""Keys of the config that may change between two starts of a run; what is found there counts."""
+PATHS = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
+"""Keys that may change between two starts of a run, as long as the content of the files stays the same."""
 
-PACE = (
+SPEED = (
     "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.num_workers",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.gpu_memory_utilization",
     "rollout.free_cache_engine", "rollout.update_weights_bucket_megabytes",
     "trainer.nnodes", "trainer.n_gpus_per_node",
 )  # fmt: skip
-"""So may these, which say how the work is cut and what it may take; so may those that the generator does not read."""
+"""Keys that may change because they affect only speed and resources, like keys that the rollout does not read."""
 
 logger = logging.getLogger(__name__)
 
 
 class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
-    """One run: its prompts, its file, and in the `with` block a generator."""
+    """One run: prompts, output file and, inside the `with` block, a rollout."""
 
     def __init__(self, config: GenerateConfig):
         self.config, data, custom = config, config.data, config.custom_reward_function
@@ -60,9 +60,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             reward_fn_key=data.reward_fn_key if custom.is_named() else None,
             length_key="rollout.prompt_length",
         )
-        most = None if data.max_samples == -1 else data.max_samples
+        max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
-        self.prompts = load_prompts(self.sources, self.tokenizer, options, most).batch
+        self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
         if custom.is_named():
             check_scorable(self.prompts, custom)
         self.file = ResponseFile(Path(data.output_path), data.response_key, settings(config, self.prompts))
@@ -71,15 +71,15 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
     def __enter__(self) -> GenerateRun:
         config = self.config
-        with self._exit as undo:  # if a later part fails, the earlier ones are ended
+        with self._exit as undo:  # ends the earlier parts if a later one fails
             self.parts = undo.enter_context(self.file.parts())
             if self.parts.num_done:
-                logger.info("%d of %d prompts are done already", self.parts.num_done, len(self.prompts))
+                logger.info("resuming: %d of %d prompts are complete", self.parts.num_done, len(self.prompts))
             self.rewards = None
-            if config.custom_reward_function.is_named() and self._is_open():
+            if config.custom_reward_function.is_named() and self._is_incomplete():
                 self.rewards = undo.enter_context(build_rewards(config.custom_reward_function))
             self.generator: GenerateWorker | None = None
-            if self._is_open():
+            if self._is_incomplete():
                 specs = [global_pool(config.trainer, "generate")]
                 pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, None))
                 self.generator = spawn(GenerateWorker, config, pool=pools[GLOBAL_POOL], name="generate")
@@ -91,20 +91,20 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self._exit.close()
 
     def info(self) -> RunInfo:
-        """Steps are parts: those that are there, and the batches to come."""
-        rest = -(-(len(self.prompts) - self.parts.num_done) // self.config.data.batch_size)
+        """Describe the run for trackers; a step is a part."""
+        remaining = -(-(len(self.prompts) - self.parts.num_done) // self.config.data.batch_size)
         return RunInfo(
             project="generate",
             experiment=self.file.path.name,
             folder=self.parts.folder,
-            total_steps=len(self.parts) + rest,
+            total_steps=len(self.parts) + remaining,
             resumed_step=len(self.parts) or None,
         )
 
     def generate(self, tracking: Tracking) -> None:
-        """Make the parts that are not there."""
+        """Generate the missing parts."""
         seeds = sampling_seeds(self.config.trainer.seed, VALIDATION, len(self.prompts) * self.config.rollout.n)
-        while self._is_open():
+        while self._is_incomplete():
             start, n = self.parts.num_done, self.config.rollout.n
             prompts = self.prompts.reorder(slice(start, start + self.config.data.batch_size))
             rows = slice(start * n, (start + len(prompts)) * n)
@@ -114,11 +114,11 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             tracking.log(metrics, step=len(self.parts))
 
     def write(self) -> None:
-        """The file, made of all parts."""
+        """Merge the parts into the output file."""
         self.file.write(self.sources, [int(uid) for uid in self.prompts["uid"]], self.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Of the file that was written: what its scores come to, named as in a validation; empty without scores."""
+        """Return the validation metrics of the scores in the output file; empty without a reward function."""
         if not self.config.custom_reward_function.is_named():
             return {}
         scores, answers = (self.file.read(f"{self.file.name}{ending}") for ending in ("_score", "_pred"))
@@ -131,26 +131,26 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         ]
         return at_n_metrics(rows)
 
-    def _is_open(self) -> bool:
+    def _is_incomplete(self) -> bool:
         return self.parts.num_done < len(self.prompts)
 
     def _part(self, batch: DataProto) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """(column ending -> a value for each row, what the progress line shows)."""
+        """Generate one part; returns its columns by suffix, a value per row, and metrics of the progress line."""
         assert self.generator is not None
-        began = time.perf_counter()
-        asked, added = batch.select("prompts", "sampling_seed").pad_to_divisor(self.config.trainer.world_size)
-        made = DataProto(self.generator.generate_sequences(asked).unpad(added).columns)
-        seconds = time.perf_counter() - began
-        lengths = made["responses"].lengths
+        start = time.perf_counter()
+        padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(self.config.trainer.world_size)
+        generated = DataProto(self.generator.generate_sequences(padded).unpad(added).columns)
+        seconds = time.perf_counter() - start
+        lengths = generated["responses"].lengths
         columns: dict[str, list[Any]] = {
-            "": self._decode([row.tolist() for row in made["responses"].rows()]),
+            "": self._decode([row.tolist() for row in generated["responses"].rows()]),
             "_tokens": lengths.tolist(),
-            "_finished": made["finished"].tolist(),
-            "_log_prob": made["rollout_log_probs"].sum().tolist(),
+            "_finished": generated["finished"].tolist(),
+            "_log_prob": generated["rollout_log_probs"].sum().tolist(),
         }
         metrics = {"perf/throughput": float(lengths.sum()) / seconds, "timing_s/gen": seconds}
         if self.rewards is not None:
-            result = self.rewards.score(batch.union(made), self._decode)
+            result = self.rewards.score(batch.union(generated), self._decode)
             columns |= {"_score": result.scores.tolist(), "_pred": list(result.answers)}
             metrics["reward/mean"] = float(result.scores.mean())
         return columns, metrics
@@ -160,26 +160,26 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
 
 def settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
-    """What the responses depend on: the config, and what is found in the places that it names."""
+    """Return everything that the responses depend on: config values and checksums of the named files."""
     custom, sections = config.custom_reward_function, without_secrets(config)
-    free = {*PLACES, *PACE, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
-    found = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    found = {key: value for key, value in found.items() if key not in free}
+    ignored = {*PATHS, *SPEED, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
+    values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    values = {key: value for key, value in values.items() if key not in ignored}
     ids = prompts["prompts"]
-    found["the prompts"] = _checksum(ids.values.numpy().tobytes() + ids.lengths.numpy().tobytes())
-    found["the model"] = _files(model_folder(config.model.path))
+    values["the prompts"] = _checksum(ids.values.numpy().tobytes() + ids.lengths.numpy().tobytes())
+    values["the model"] = _files(model_folder(config.model.path))
     if config.data.tokenizer is not None:
-        found["the tokenizer"] = _files(local_folder(config.data.tokenizer))
+        values["the tokenizer"] = _files(local_folder(config.data.tokenizer))
     if custom.is_named():
         columns = [list(prompts[name]) for name in ("data_source", "ground_truth", "extra_info")]
-        found["what the scores depend on"] = _checksum(repr(columns).encode())
-        own = None if custom.path is None else Path(custom.path)
-        found["the reward function"] = _checksum(own.read_bytes()) if own and own.is_file() else custom.path
-    return found
+        values["what the scores depend on"] = _checksum(repr(columns).encode())
+        path = None if custom.path is None else Path(custom.path)
+        values["the reward function"] = _checksum(path.read_bytes()) if path and path.is_file() else custom.path
+    return values
 
 
 def _files(folder: Path) -> str:
-    """A checksum of the files of a folder, of every byte."""
+    """Return a checksum over all files of a folder."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     return _checksum(json.dumps(fingerprints(folder, paths)).encode())
 

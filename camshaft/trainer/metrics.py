@@ -1,11 +1,11 @@
-"""The numbers of one step: timers, what workers report, what the batch shows.
+"""Metrics of a step: timers, metrics of the workers, statistics of the batch.
 
     metrics = StepMetrics()
     with metrics.phase("gen"):                                  # timing_s/gen
         batch = metrics.union(batch, actor.generate_sequences(batch))
     metrics.add(batch_metrics(batch))
 
-Names are those that the ecosystem's dashboards know: `critic/score/mean`, `response_length/mean`,
+The names are those of common dashboards: `critic/score/mean`, `response_length/mean`,
 `actor/grad_norm`, `timing_s/gen`, `perf/throughput`, ...
 """
 
@@ -34,7 +34,7 @@ class StepMetrics:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step; one that is gone on with later has the sum."""
+        """Time a phase of the step; the times of a phase entered more than once are summed."""
         start, key = time.perf_counter(), f"timing_s/{name}"
         yield
         self.values[key] = self.values.get(key, 0.0) + time.perf_counter() - start
@@ -43,12 +43,12 @@ class StepMetrics:
         self.values.update(values)
 
     def union(self, batch: DataProto, result: DataProto) -> DataProto:
-        """`batch` with the columns of a worker's result; the worker's metrics are kept here."""
+        """Add the columns of a worker's result to `batch`, and its metrics to this step."""
         self.add(over_ranks(result))
         return batch.union(DataProto(result.columns))
 
     def finished(self, batch: DataProto) -> dict[str, float]:
-        """All of them, with the time of the step and its throughput."""
+        """Return all metrics, with the time and the throughput of the step."""
         seconds = time.perf_counter() - self._start
         tokens = float(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
         self.add({"timing_s/step": seconds, "perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds})
@@ -68,18 +68,18 @@ OVER_RANKS: dict[str, Callable[[Sequence[float]], float]] = {
     "timing_s/sync_check": max,
     "perf/rollout_tokens_per_second": sum,
 }
-"""What several ranks' numbers come to. Losses and their like are over all ranks already, and of what is not named
-here (`rollout/sync_bytes`, numbers of a generator of your own) that of the first rank stands for all."""
+"""How to merge metrics of several ranks. Losses are already reduced over all ranks; others (`rollout/sync_bytes`,
+metrics of a rollout of your own) are those of the first rank."""
 
 
 def over_ranks(result: DataProto) -> dict[str, float]:
-    """The metrics of a call."""
-    told: dict[str, float] = dict(result.meta_info.get("metrics", {}))
+    """Return the metrics of a call, merged over its ranks."""
+    merged: dict[str, float] = dict(result.meta_info.get("metrics", {}))
     ranks = result.meta_info.get(RANKS, ())
     for name, merge in OVER_RANKS.items():
-        if ranks and name in told:
-            told[name] = merge([meta["metrics"][name] for meta in ranks])
-    return told
+        if ranks and name in merged:
+            merged[name] = merge([meta["metrics"][name] for meta in ranks])
+    return merged
 
 
 OVER_CALLS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -90,27 +90,27 @@ OVER_CALLS: dict[str, Callable[[Sequence[float]], float]] = {
     "perf/sync_peak_memory_bytes": max,
     "perf/rollout_tokens_per_second": mean,
 }
-"""What the numbers of several calls in one step come to; times add up, and the rest are means of as many rows each."""
+"""How to merge metrics of several calls in one step. Times are summed; other metrics are averaged."""
 
 
-def over_calls(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The metrics of calls that were made one after the other."""
-    names = dict.fromkeys(name for metrics in told for name in metrics)
-    found: dict[str, float] = {}
+def over_calls(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Merge the metrics of consecutive calls."""
+    names = dict.fromkeys(name for metrics in calls for name in metrics)
+    merged: dict[str, float] = {}
     for name in names:
         merge = OVER_CALLS.get(name, sum if name.startswith("timing_s/") else mean)
-        found[name] = merge([metrics[name] for metrics in told if name in metrics])
-    return found
+        merged[name] = merge([metrics[name] for metrics in calls if name in metrics])
+    return merged
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Rewards, advantages, lengths."""
+    """Compute statistics of scores, rewards, advantages, values and lengths."""
     mask = batch["response_mask"].values
     responses, prompts = batch["responses"].lengths.float(), batch["prompts"].lengths.float()
-    counted = batch["response_mask"].sum() > 0  # a row that was dropped has no score
-    found = {
-        **_spread("critic/score", batch["token_level_scores"].sum()[counted]),
-        **_spread("critic/rewards", batch["token_level_rewards"].sum()[counted]),
+    scored = batch["response_mask"].sum() > 0  # dropped rows have no score
+    metrics = {
+        **_spread("critic/score", batch["token_level_scores"].sum()[scored]),
+        **_spread("critic/rewards", batch["token_level_rewards"].sum()[scored]),
         **_spread("critic/advantages", batch["advantages"].values[mask]),
         **_spread("critic/returns", batch["returns"].values[mask]),
         **_spread("response_length", responses),
@@ -118,18 +118,18 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         "response_length/clip_ratio": 1.0 - float(batch["finished"].float().mean()),
     }
     if "values" in batch:
-        found |= _spread("critic/values", batch["values"].values[mask])
-        found["critic/vf_explained_var"] = _explained(batch["values"].values[mask], batch["returns"].values[mask])
+        metrics |= _spread("critic/values", batch["values"].values[mask])
+        metrics["critic/vf_explained_var"] = _explained(batch["values"].values[mask], batch["returns"].values[mask])
     if "entropy" in batch:
-        found["actor/entropy"] = float(batch["entropy"].values[mask].mean())
-    return found
+        metrics["actor/entropy"] = float(batch["entropy"].values[mask].mean())
+    return metrics
 
 
 def mismatch(batch: DataProto) -> dict[str, float]:
-    """What the rollout said of its tokens against what the trainer says of them; see `algorithms/mismatch.py`."""
+    """Compare the log-probs of rollout and trainer; formulas in `algorithms/mismatch.py`."""
     train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values
-    found = algorithms.mismatch(train.values, batch["rollout_log_probs"].values, mask, train.lengths)
-    return {f"rollout/{name}": float(value) for name, value in found.items()}
+    metrics = algorithms.mismatch(train.values, batch["rollout_log_probs"].values, mask, train.lengths)
+    return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
 def _spread(name: str, values: Tensor) -> dict[str, float]:
@@ -142,6 +142,6 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
 
 
 def _explained(values: Tensor, returns: Tensor) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 one that knows only the mean."""
+    """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
     spread = float(returns.var())
     return 1 - float((returns - values).var()) / spread if spread > 0 else math.nan

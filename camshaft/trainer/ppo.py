@@ -32,7 +32,7 @@ from camshaft.trainer.dynamic_sampling import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sharded_rows
 from camshaft.trainer.resume import check_resume, config_record, log_resume
-from camshaft.trainer.scoring import check_left, with_scores
+from camshaft.trainer.scoring import check_remaining, with_scores
 from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
 
@@ -167,7 +167,7 @@ class PPOTrainer:
         with metrics.phase("reward_max"):
             greedy = self.parts.model_scored(prompts.union(DataProto(generated.columns)))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
-        check_left(result.kept, result, "greedy responses")
+        check_remaining(result.kept, result, "greedy responses")
         baselines = torch.where(result.kept, result.token_level_scores.sum(), torch.nan)
         renamed = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}
         metrics.add(renamed | {"baseline/score/mean": float(baselines.nanmean())})
@@ -216,7 +216,7 @@ class PPOTrainer:
             self.global_step = saved.step
             log_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
-            self.parts.checkpoints.put_aside(after=self.global_step)
+            self.parts.checkpoints.move_aside(after=self.global_step)
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Training a reward model: the run of `supervised.py` with the role in `roles/rm.py`.
+"""Training of a reward model, with the role of `roles/rm.py`.
 
 with RMTrainer(config) as trainer:
     trainer.prepare()
@@ -19,7 +19,7 @@ from camshaft.trainer.supervised import SupervisedTrainer
 
 
 class RMTrainer(SupervisedTrainer[RMWorker]):
-    """Bradley-Terry on pairs of answers."""
+    """Trains with the Bradley-Terry loss on preference pairs."""
 
     tokens = ("chosen", "rejected")
 
@@ -31,7 +31,7 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
         self.pad = settings.get_text_config().pad_token_id
         super().__init__(config, RMWorker)
 
-    def rows(self, files: list[Path], most: int | None) -> DataProto:
+    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
         options = PreferenceOptions(
             max_length=self.data.max_length,
             truncation=self.data.truncation,
@@ -41,14 +41,14 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
             margin_key=self.data.margin_key,
             pad=self.pad,
         )
-        return load_preferences(files, self.tokenizer, options, most).batch
+        return load_preferences(files, self.tokenizer, options, max_rows).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
-        """The loss, and what it consists of, on held-out pairs."""
-        found = self.infer(rows, self.model.compute_scores)
+        """Compute the loss and its parts on held-out pairs."""
+        scores = self.infer(rows, self.model.compute_scores)
         loss, metrics = preference_loss(
-            found["chosen_scores"].double(),
-            found["rejected_scores"].double(),
+            scores["chosen_scores"].double(),
+            scores["rejected_scores"].double(),
             rows["margin"],
             len(rows),
             center=self.center,

@@ -1,9 +1,9 @@
-"""What scores the responses of an RL run: scoring functions, a reward model, a penalty for length; whether they can.
+"""Scoring of responses: reward functions, the reward model, the length penalty, and checks of the data for them.
 
-    rewards = build_rewards(config.custom_reward_function)      # functions; camshaft generate has no more
-    rewards = run_rewards(config)                               # those, beside a reward model or without
-    batch = model_scores(batch, reward_model, ranks)            # `rm_scores`, which `run_rewards(config).score` reads
-    batch = with_scores(batch, rewards.score(batch, decode))    # `token_level_scores`
+    rewards = build_rewards(config.custom_reward_function)      # only reward functions, for camshaft generate
+    rewards = run_rewards(config)                               # reward functions, reward model and length penalty
+    batch = model_scores(batch, reward_model, ranks)            # adds `rm_scores`, an input of `rewards.score`
+    batch = with_scores(batch, rewards.score(batch, decode))    # adds `token_level_scores`
 
 Used by training, validation and `camshaft generate`.
 """
@@ -23,13 +23,13 @@ from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
 
 READ_BY_MODEL = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
-"""What ours reads, where it is there."""
+"""Columns that the built-in reward model reads, if present."""
 ABOUT_ROWS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info")
-"""What else a worker of the user's own may want to know."""
+"""Further columns that a user's reward model may read."""
 
 
 def build_rewards(custom: CustomRewardConfig) -> RewardManager:
-    """The scoring function of the config, loaded in a process of its own."""
+    """Load the configured reward function in its own processes."""
     return RewardManager(
         custom.path,
         custom.function_name(),
@@ -42,16 +42,16 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
 
 
 def run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | OverlongPenalty:
-    """All that scores in an RL run."""
+    """Build the scoring of a PPO run: reward functions, reward model and length penalty."""
     overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    rewards = _given(config)
+    rewards = _rewards(config)
     if not overlong.enable:
         return rewards
     return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)
 
 
-def _given(config: PPOConfig) -> RewardManager | CombinedRewards:
-    """What functions and model give."""
+def _rewards(config: PPOConfig) -> RewardManager | CombinedRewards:
+    """Build the scoring without the length penalty."""
     if not config.reward_model.enable:
         return build_rewards(config.custom_reward_function)
     function = build_rewards(config.custom_reward_function) if config.needs_function() else None
@@ -59,21 +59,21 @@ def _given(config: PPOConfig) -> RewardManager | CombinedRewards:
 
 
 def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) -> DataProto:
-    """`batch` with the scores of the reward model on so many ranks, if there is one.
+    """Add the scores of the reward model, if there is one, which runs on `ranks` ranks.
 
-    Rows are added so that every rank gets as many, and taken away again.
+    Rows are padded to the same number per rank, and the padding is removed from the result.
     """
     if model is None:
         return batch
-    asked = batch.select(*(name for name in (*READ_BY_MODEL, *ABOUT_ROWS) if name in batch))
-    padded, added = asked.pad_to_divisor(ranks)
+    inputs = batch.select(*(name for name in (*READ_BY_MODEL, *ABOUT_ROWS) if name in batch))
+    padded, added = inputs.pad_to_divisor(ranks)
     return batch.union(DataProto(model.compute_rm_score(padded).unpad(added).columns))
 
 
 def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """`batch` with its scores. A row that is dropped stays, and none of its tokens counts any more.
+    """Add the scores. Dropped rows stay in the batch with a mask that is false at all tokens.
 
-    So does a row that has nothing to be compared with, because the scoring of its baseline failed.
+    A row is dropped if its scoring failed (`on_error=drop`) or that of its greedy baseline.
     """
     batch, kept = batch.with_columns(token_level_scores=result.token_level_scores), result.kept
     if "reward_baselines" in batch:
@@ -82,41 +82,40 @@ def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
         batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
     if kept.all():
         return batch
-    check_left(kept, result, "responses")
+    check_remaining(kept, result, "responses")
     mask = batch.ragged("response_mask")
     return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
 
 
-def check_left(kept: Tensor, result: RewardResult, what: str) -> None:
-    """An error if no row is left, all for want of a score."""
+def check_remaining(kept: Tensor, result: RewardResult, what: str) -> None:
+    """Raise an error if all rows were dropped."""
     if len(kept) and not kept.any():
         raise RewardError(
             f"the reward function failed on all {len(kept)} {what} of a step, and custom_reward_function.on_error=drop "
-            f"leaves nothing to learn from. The first failure is at {result.failures[0]}"
+            f"drops them all; first failure: {result.failures[0]}"
         )
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:
-    """Can a scoring function of ours score these rows? One of the user's own is not second-guessed."""
+    """Check that a built-in reward function can score these rows; functions of the user are not checked."""
     if custom.path is not None or not len(prompts):
         return
-    own = "custom_reward_function.path=my_reward.py for a function of your own"
+    alternative = "custom_reward_function.path=my_reward.py for your own function"
     if beside_model:
-        own += ", or custom_reward_function.name=null to score with the reward model alone"
+        alternative += ", or custom_reward_function.name=null to score with the reward model only"
     chosen = {str(source): reward_for(source) for source in prompts["data_source"]}
     unknown = sorted(source for source, name in chosen.items() if name is None)
     if custom.function_name() == "auto" and unknown:
         raise RewardError(
-            f"no scoring function goes with data_source {', '.join(unknown[:5])} (known: {', '.join(SOURCES)}). Type "
-            f"custom_reward_function.name=exact_match to compare with the ground truth, or {own}"
+            f"data_source {', '.join(unknown[:5])} has no built-in reward function (known: {', '.join(SOURCES)}); use "
+            f"custom_reward_function.name=exact_match to compare with the ground truth, or {alternative}"
         )
     if custom.function_name() == "auto":
         for name in sorted({name for name in chosen.values() if name is not None}):
-            import_attribute(REWARDS[name])  # says what to install for it, before anything is started
+            import_attribute(REWARDS[name])  # raises early if an optional library is missing
     without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
     if without:
         raise RewardError(
-            f"{len(without)} of {len(prompts)} rows have nothing to compare a response with, first row "
-            f"{without[0]}: give the files a struct 'reward_model' with 'ground_truth', or a column 'ground_truth'; or "
-            f"type {own}"
+            f"{len(without)} of {len(prompts)} rows have no ground truth, first row {without[0]}; add a struct "
+            f"'reward_model' with 'ground_truth' or a column 'ground_truth' to the files, or use {alternative}"
         )

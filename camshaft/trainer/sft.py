@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the run of `supervised.py` with the role in `roles/sft.py`.
+"""Supervised fine-tuning, with the role of `roles/sft.py`.
 
 with SFTTrainer(config) as trainer:
     trainer.prepare()
@@ -17,7 +17,7 @@ from camshaft.trainer.supervised import SupervisedTrainer
 
 
 class SFTTrainer(SupervisedTrainer[SFTWorker]):
-    """Cross-entropy over the trained tokens."""
+    """Trains with the cross-entropy of the unmasked tokens."""
 
     tokens = ("input_ids",)
 
@@ -25,18 +25,18 @@ class SFTTrainer(SupervisedTrainer[SFTWorker]):
         self.data = config.data
         super().__init__(config, SFTWorker)
 
-    def rows(self, files: list[Path], most: int | None) -> DataProto:
+    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
         options = SFTOptions(
             max_length=self.data.max_length,
             truncation=self.data.truncation,
             prompt_key=self.data.prompt_key,
             response_key=self.data.response_key,
         )
-        return load_sft(files, self.tokenizer, options, most).batch
+        return load_sft(files, self.tokenizer, options, max_rows).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
-        """Cross-entropy per token on held-out rows."""
-        found = self.infer(rows, self.model.compute_log_prob)
+        """Compute the cross-entropy per token on held-out rows."""
+        predictions = self.infer(rows, self.model.compute_log_prob)
         mask = rows["loss_mask"].values
-        total = -float(found["log_probs"].values[mask].double().sum())
+        total = -float(predictions["log_probs"].values[mask].double().sum())
         return {"val/loss": total / int(mask.sum())}

@@ -1,14 +1,14 @@
-"""The run that supervised fine-tuning (`sft.py`) and reward models (`rm.py`) have in common.
+"""Base class of supervised fine-tuning (`sft.py`) and reward-model training (`rm.py`).
 
     with SFTTrainer(config) as trainer:
         trainer.prepare()
         trainer.fit(tracking)
 
-    train_all(configs, SFTTrainer)        # the same with session and trackers; returns the exit status
+    train_all(configs, SFTTrainer)        # with session and trackers; returns the exit status
 
-One optimizer step per batch, the mean taken over the whole batch however it is cut. At the end the model is written
-as a Hugging Face folder. A single rank lives in this process, several are worker processes, which leaving the context
-ends.
+Each batch is one optimizer step, with a loss averaged over the whole batch, independent of micro-batches and ranks. At
+the end the model is exported as a Hugging Face folder. A single rank runs in this process; several ranks are worker
+processes, which end when the context is left.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ W = TypeVar("W", bound=SupervisedWorker)
 
 
 class SupervisedTrainer(ABC, Generic[W]):
-    """One run of one role."""
+    """One training run of one model."""
 
     tokens: ClassVar[tuple[str, ...]]
-    """The columns of tokens that the model reads."""
+    """Columns of token ids that the model reads."""
 
     def __init__(self, config: SupervisedConfig, worker: type[W]):
         self.config = config
         check_export_path(config.export_path())
         self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
-        most = config.data.train_max_samples
+        max_rows = config.data.train_max_samples
         self.loader = StatefulLoader(
-            self.rows(data_files(config.data.train_files), None if most == -1 else most),
+            self.rows(data_files(config.data.train_files), None if max_rows == -1 else max_rows),
             config.data.train_batch_size,
             total_epochs=config.trainer.total_epochs,
             shuffle=config.data.shuffle,
@@ -79,23 +79,23 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        """Wait for what is written in the background."""
+        """Wait for checkpoints that are written in the background."""
         finish_saving([self.model], failed)
 
-    # -- what differs -----------------------------------------------------------------------------
+    # -- subclasses ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def rows(self, files: list[Path], most: int | None) -> DataProto:
-        """The rows of these files, or the first `most` of them."""
+    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
+        """Load the rows of the files, at most `max_rows`."""
 
     @abstractmethod
     def validate(self, rows: DataProto) -> dict[str, float]:
-        """Metrics of held-out rows."""
+        """Compute metrics on held-out rows."""
 
     # -- the loop ---------------------------------------------------------------------------------
 
     def prepare(self) -> Saved | None:
-        """Build the model and, if there is something to resume from, load it."""
+        """Build the model and load the checkpoint to resume from, if any; returns that checkpoint."""
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
         if saved is not None:
             check_resume(saved, self.config, ["model"])
@@ -107,11 +107,11 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.global_step = saved.step
             log_resume(saved, self.total_steps)
         if self.config.trainer.resume_mode == "disable":
-            self.checkpoints.put_aside(after=0)
+            self.checkpoints.move_aside(after=0)
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train to the end and write the Hugging Face folder, or until it is asked to stop; the last step's metrics."""
+        """Train to the end and export the model, or until a stop signal; returns the metrics of the last step."""
         trainer, stop = self.config.trainer, stop or Stop()
         metrics: dict[str, float] = {}
         for batch in self.loader:
@@ -141,7 +141,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         return metrics
 
     def step(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step."""
+        """Run one optimizer step."""
         start = time.perf_counter()
         tokens = torch.stack([batch.ragged(name).lengths for name in self.tokens]).sum(0)
         metrics = self.model.train_batch(even_shares(batch, tokens, self.dp_size)).meta_info["metrics"]
@@ -149,15 +149,15 @@ class SupervisedTrainer(ABC, Generic[W]):
         return metrics | {"timing_s/step": seconds, "perf/throughput": int(tokens.sum()) / seconds}
 
     def infer(self, rows: DataProto, method: Callable[[DataProto], DataProto]) -> DataProto:
-        """What a method of the model says of any number of rows."""
-        found = []
+        """Apply a method of the model to any number of rows, batch by batch."""
+        results = []
         for batch in rows.split(self.config.data.train_batch_size):
             padded, added = batch.pad_to_divisor(self.dp_size)
-            found.append(method(padded).unpad(added))
-        return DataProto.concat(found)
+            results.append(method(padded).unpad(added))
+        return DataProto.concat(results)
 
     def save(self) -> None:
-        """All state of the run, whole or not at all."""
+        """Save the state of the run as one atomic checkpoint."""
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
         keep = {"model": self.config.trainer.max_ckpt_to_keep}
         exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}

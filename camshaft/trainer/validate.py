@@ -1,11 +1,11 @@
-"""Validation: scores on held-out prompts, and the responses themselves.
+"""Validation: scores and responses on held-out prompts.
 
     metrics, samples = validate(parts, config)
     save_samples(samples, folder / "step_20.jsonl")
 
-Every validation of a run asks the same questions with the same sampling (greedy unless `val_kwargs` says
-otherwise), so two of them differ by the weights alone. `at_n_metrics` says what several responses to one question are
-worth together; the formulas are in `algorithms/at_n.py`.
+All validations of a run use the same prompts, sampling (greedy by default, `val_kwargs`) and seeds, so that two of them
+differ only by the weights. `at_n_metrics` aggregates several responses to one question; the formulas are in
+`algorithms/at_n.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from camshaft.trainer.seeds import VALIDATION, sampling_seeds
 
 @dataclass(frozen=True)
 class Sample:
-    """One question, what the policy said, and what that was worth."""
+    """One prompt with its response and score."""
 
     prompt: str
     response: str
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one response is worth, and the question that it answers."""
+    """The score of one response, and its question."""
 
     data_source: str
     uid: str
@@ -48,18 +48,18 @@ class Scored:
 
 
 CORE = ("reward", "acc")
-"""The values whose mean@n, best@n and maj@n, over all n responses, stand in `val-core`; all else is in `val-aux`."""
+"""Values whose mean@n, best@n and maj@n over all n responses are in `val-core`; other metrics are in `val-aux`."""
 
 
 COUNTED = (
     *("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/slow"),
     "reward/model/truncated",
 )
-"""What scoring counts, where it scores with what has it."""
+"""Counters of the scoring, if the run has them."""
 
 
 def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
-    """(metrics named `val-core/<data_source>/reward/mean` and so on, all responses)."""
+    """Generate and score the validation prompts; returns the metrics (`val-core/...`, `val-aux/...`) and samples."""
     rows: list[Scored] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
@@ -90,33 +90,33 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
 def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     """`val-core/<data_source>/<value>/mean@n`, `best@n/mean`, `maj@n/mean`; `std@n`, `worst@k/mean`, ... in `val-aux`.
 
-    The values are `reward` and the numbers of dict results that the reward function gave for all responses of a data
-    set; of a response that it failed on they are 0, as its score is. Where no response has an answer there is no `maj`.
+    The values are `reward` and the numbers that the reward function returned for all responses of a data set. They are
+    0 for a response whose scoring failed. `maj` needs answers.
     """
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for source, groups in by_question(rows).items():
         every = [row for group in groups for row in group]
-        told = any(row.answer is not None for row in every)
-        answers = [[row.answer for row in group] for group in groups] if told else None
+        has_answers = any(row.answer is not None for row in every)
+        answers = [[row.answer for row in group] for group in groups] if has_answers else None
         values = {"reward": [[row.score for row in group] for group in groups]}
-        for name in _given_by_all(every):
+        for name in _common_values(every):
             values[name] = [[row.parts.get(name, 0.0) for row in group] for group in groups]
         for name, of_groups in values.items():
             for suffix, value in at_n(of_groups, answers).items():
-                found[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
-    return found
+                metrics[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
+    return metrics
 
 
 def by_question(rows: Iterable[Scored]) -> dict[str, list[list[Scored]]]:
-    """Of each data set, the responses to each question."""
-    found: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+    """Group the responses by data set and question."""
+    questions: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        found[row.data_source][row.uid].append(row)
-    return {source: list(groups.values()) for source, groups in found.items()}
+        questions[row.data_source][row.uid].append(row)
+    return {source: list(groups.values()) for source, groups in questions.items()}
 
 
-def _given_by_all(rows: Sequence[Scored]) -> list[str]:
-    """The numbers that every dict result has."""
+def _common_values(rows: Sequence[Scored]) -> list[str]:
+    """Return the names of the values that every dict result has."""
     results = [row.parts.keys() for row in rows if row.parts]
     return sorted(frozenset.intersection(*map(frozenset, results)) - {"reward"}) if results else []
 
@@ -127,7 +127,7 @@ def _section(name: str, suffix: str, n: int) -> str:
 
 
 def samples_of(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample]:
-    """The rows as text."""
+    """Decode the rows."""
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
     rows = zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)
@@ -135,7 +135,7 @@ def samples_of(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample
 
 
 def save_samples(samples: list[Sample], path: Path) -> None:
-    """One JSON object per line."""
+    """Write one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as out:
         for sample in samples:

@@ -225,7 +225,7 @@ def test_a_run_that_was_killed_goes_on_and_its_file_is_that_of_the_undisturbed_r
     again = camshaft("generate", *generate_words(home, {**scored, "data.output_path": killed}))
     assert again.status == 0, again.err
     done = 4 * (call - 1)
-    assert (f"{done} of 16 prompts are done already" in again.out) == (done > 0)
+    assert (f"resuming: {done} of 16 prompts are complete" in again.out) == (done > 0)
     assert again.out.count("step ") == 5 - call
     assert camshaft("generate", *generate_words(home, {**scored, "data.output_path": whole})).status == 0
     assert parquet.ParquetFile(killed).read().equals(parquet.ParquetFile(whole).read(), check_metadata=True)

@@ -257,7 +257,7 @@ def test_resume_path_of_a_folder_with_several_steps_names_one(
 ) -> None:
     run = camshaft(*command(PPO, tmp_path, resume_mode="resume_path", resume_from_path=undisturbed))
     assert run.status == 1
-    assert "holds several steps" in run.err
+    assert "is a folder of checkpoints" in run.err
     assert "global_step_6" in run.err
 
 

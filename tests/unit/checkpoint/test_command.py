@@ -36,7 +36,7 @@ def test_each_step_has_a_line_with_what_can_be_told_of_it(tmp_path: Path) -> Non
     ]
     assert lines[0][4:] == ["2", "h", "best"]
     assert lines[1][-1] == "newest"
-    assert lines[2][-1] == "'actor' is not there, or was not written to its end"
+    assert lines[2][-1] == "'actor' is missing or incomplete"
 
 
 def test_a_run_without_a_whole_step_is_told_by_the_status(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_a_step_that_lost_a_part_is_passed_over(lost: str, tmp_path: Path, caplo
     found = manager.latest()
     assert found is not None
     assert found.step == 1
-    assert "passed over" in caplog.text
+    assert "skipped" in caplog.text
     assert "global_step_2" in caplog.text
 
 
@@ -118,15 +118,15 @@ def test_what_a_kill_in_mid_write_left_is_swept_away_by_the_next_step(tmp_path: 
     assert list(there(tmp_path)) == [1, 3]
 
 
-def test_steps_of_an_earlier_run_are_put_aside_and_not_lost(tmp_path: Path) -> None:
+def test_steps_of_an_earlier_run_are_move_aside_and_not_lost(tmp_path: Path) -> None:
     manager = save(save(save(CheckpointManager(tmp_path), 2), 4), 6)
-    manager.put_aside(after=2)
+    manager.move_aside(after=2)
     assert list(there(tmp_path)) == [2]
     assert list(there(tmp_path / "aside.1")) == [4, 6]
     assert not (tmp_path / LATEST).exists()
-    manager.put_aside(after=2)
+    manager.move_aside(after=2)
     assert not (tmp_path / "aside.2").exists()
-    manager.put_aside(after=0)
+    manager.move_aside(after=0)
     assert list(there(tmp_path / "aside.2")) == [2]
     assert manager.latest() is None
 
@@ -277,7 +277,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     found = CheckpointManager(tmp_path / "b", str(second)).latest()
     assert found is not None
     assert found.step == 1
-    assert "passed over" in caplog.text
+    assert "skipped" in caplog.text
 
 
 def test_a_step_written_again_over_a_background_save_has_no_old_part(tmp_path: Path) -> None:

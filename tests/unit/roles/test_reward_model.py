@@ -200,7 +200,7 @@ def test_a_token_that_begins_all_sequences_stays_where_the_beginning_is_cut(home
     tokenizer.bos_token = "0"
     tokenizer.save_pretrained(folder)
     worker = built(config_of(home, "other", reward_model__model__path=folder, reward_model__max_length=20))
-    read = worker.reads(conversations(home, raw_prompt=chats()))
+    read = worker.to_input(conversations(home, raw_prompt=chats()))
     assert read.truncated.all()
     assert [row[0].item() for row in read.ids.rows()] == [tokenizer.bos_token_id] * 4
     whole = templated(folder)

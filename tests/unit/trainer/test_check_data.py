@@ -72,8 +72,8 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
     assert "tokens of a prompt: p50 9, p90 10, p99 10, max 10" in said
     assert "     9-9  ######################################## 3" in said
     assert "longer than data.max_prompt_length=512: 0 of 4 (0.0%)" in said
-    assert "training prompts that are there more than once: 1 of 4" in said
-    assert "validation prompts that are training prompts too: 1 of 2" in said
+    assert "duplicate training prompts: 1 of 4" in said
+    assert "validation prompts that are also training prompts: 1 of 2" in said
     assert "             1            0   sums, '3'" in said
     assert not (tmp_path / "out").exists()
 
@@ -81,9 +81,9 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "status", "does"),
     [
-        (["data.truncation=left"], 0, "data.truncation=left cuts them"),
-        (["data.filter_overlong_prompts=true"], 0, "data.filter_overlong_prompts=true leaves them out"),
-        ([], 1, "data.truncation=error makes them an error"),
+        (["data.truncation=left"], 0, "truncated by data.truncation=left"),
+        (["data.filter_overlong_prompts=true"], 0, "dropped by data.filter_overlong_prompts=true"),
+        ([], 1, "rejected by data.truncation=error"),
     ],
 )
 def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, words, status, does) -> None:
@@ -132,12 +132,12 @@ def test_a_function_that_wants_another_form_of_answer_is_noted(check: Check) -> 
 def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:
     status, said = check([row("1", source="nobodys")] * 2, "custom_reward_function.path=null")
     assert status == 1
-    assert "no scoring function goes with data_source nobodys" in said
+    assert "data_source nobodys has no built-in reward function" in said
     status, said = check(
         [row("1", None)] * 2, "custom_reward_function.path=null", "custom_reward_function.name=exact_match"
     )
     assert status == 1
-    assert "2 of 2 rows have nothing to compare a response with" in said
+    assert "2 of 2 rows have no ground truth" in said
 
 
 def test_a_wrong_config_is_told_as_by_a_run(check: Check) -> None:

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
-from camshaft.trainer.dynamic_sampling import _differs, informative, worth
+from camshaft.trainer.dynamic_sampling import _differs, filter_values, informative
 from camshaft.trainer.metrics import StepMetrics
 
 DAPO: dict[str, Any] = {
@@ -106,24 +106,24 @@ def test_too_many_batches_are_an_error_that_says_what_to_type(config_with) -> No
     with pytest.raises(BatchError) as caught:
         draw(loader_of(20), Policy({1, 4}), config_with(**changes))
     text = str(caught.value)
-    assert "2 of 3 prompts have responses that differ in seq_reward, after 2 batches of 4 prompts" in text
-    assert "max_num_gen_batches=2 allows no more" in text
+    assert "2 of 3 prompts have responses that differ in seq_reward after 2 batches of 4 prompts" in text
+    assert "max_num_gen_batches=2 is reached" in text
     draw(loader_of(20), Policy({1, 4, 5}), config_with(**changes))
 
 
 def test_data_without_a_single_prompt_that_differs_are_an_error_and_not_an_endless_loop(config_with) -> None:
-    with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* these are all that there are"):
+    with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* the data has no more prompts"):
         draw(loader_of(20), Policy(set()), config_with())
 
 
 def test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results() -> None:
     found = result([1.0, 2.0], [{"acc": 1.0}, {}])
     shaped = replace(found, token_level_scores=found.token_level_scores.map(lambda values: values - 0.5))
-    assert worth(shaped, "seq_reward").tolist() == [0.5, 1.5]
-    assert worth(shaped, "score").tolist() == [1.0, 2.0]
-    assert worth(shaped, "acc").tolist() == [1.0, 0.0]
+    assert filter_values(shaped, "seq_reward").tolist() == [0.5, 1.5]
+    assert filter_values(shaped, "score").tolist() == [1.0, 2.0]
+    assert filter_values(shaped, "acc").tolist() == [1.0, 0.0]
     with pytest.raises(RewardError, match=r"metric=f1: .* no number 'f1' \(they have: acc\)"):
-        worth(shaped, "f1")
+        filter_values(shaped, "f1")
 
 
 def test_responses_that_were_dropped_make_no_difference() -> None:

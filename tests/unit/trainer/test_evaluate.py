@@ -132,12 +132,12 @@ def test_a_response_that_cannot_be_scored_counts_as_zero_and_is_told(tmp_path: P
         (
             [row("a", ["1"], "1")],
             {"custom_reward_function__name": "auto"},
-            "no scoring function goes with data_source a",
+            "data_source a has no built-in reward function",
         ),
         ([row("a", ["1"], "1")], {"data__output_path": __file__}, "data.output_path"),
         ([row("a", ["1"], "1")], {"data__metrics_path": "nowhere/m.json"}, "there is no folder"),
         ([row("a", ["1"], "1")], {"custom_reward_function__name": "gsm9k"}, "gsm8k"),
-        ([{"data_source": "a", "responses": ["1"]}], {}, "rows have nothing to compare a response with"),
+        ([{"data_source": "a", "responses": ["1"]}], {}, "rows have no ground truth"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
