@@ -194,9 +194,7 @@ METRICS = (
         "effective sample size with sequence-level importance weights",
         "algorithms/mismatch.py",
     ),
-    Metric(
-        "rollout_corr/rollout_is_{mean,max,min}", "1", "token-level importance weights", "trainer/advantages.py"
-    ),
+    Metric("rollout_corr/rollout_is_{mean,max,min}", "1", "token-level importance weights", "trainer/advantages.py"),
     Metric(
         "rollout_corr/rollout_is_eff_sample_size",
         "fraction of tokens",
