@@ -1,15 +1,15 @@
-"""Does a generator say of its tokens what a training engine says of them, and if not, why? `camshaft parity`.
+"""Compare the log-probs of a rollout with those of an engine, and diagnose a difference: `camshaft parity`.
 
-    diagnosis = diagnose(ParityCase("fsdp", "vllm", "models/tiny"), prompts, limit=1e-3)
-    diagnosis.rounds["as loaded"].metrics["log_prob_diff_max"]
-    diagnosis.findings                         # none if they agree
+    diagnosis = diagnose(ParityCase("fsdp", "vllm", "models/tiny"), prompts, tokenizer, limit=1e-3)
+    diagnosis.comparisons["as loaded"].metrics["log_prob_diff_max"]
+    diagnosis.findings                         # empty if the two agree
 
-    pair.py       an engine and a rollout on one model folder: hand over, generate, compute again, compare
-    causes.py     experiments that change one thing and look whether the difference goes away
-    tokens.py     prompts to try it with, two tokenizers side by side
-    command.py    what the command prints
+    pair.py       an engine and a rollout on one model: sync weights, generate, recompute log-probs, compare
+    diagnosis.py  experiments that change one setting and test whether the difference disappears
+    tokens.py     test prompts, and a comparison of two tokenizers
+    report.py     the output of the command
 
-It uses the two interfaces and nothing below them, so that it works on engines and generators of other packages.
+The package uses only the public interfaces, so it works with engines and rollouts of other packages.
 """
 
 from camshaft.parity.diagnosis import Diagnosis, Finding, diagnose

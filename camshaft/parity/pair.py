@@ -1,8 +1,8 @@
-"""An engine and a rollout on one model folder, as a run puts them together.
+"""Build an engine and a rollout on one model, and compare their log-probs as in a run.
 
 pair = Pair(ParityCase("reference", "torch", "models/tiny", sampling=SamplingParams(max_tokens=32)))
-measured = pair.measure(prompts)       # weights over, generate, log-probs by the engine, the difference
-pair.update(measured)                  # one optimizer step, so that the weights are no longer the folder's
+comparison = pair.measure(prompts)     # sync weights, generate, recompute log-probs with the engine, compare
+pair.update(comparison)                # one optimizer step, after which the weights differ from the folder's
 pair.measure(prompts)
 """
 
@@ -28,34 +28,34 @@ DType = Literal["float32", "bfloat16", "float64"]
 EXACT: DType = "float32"
 
 STEP = 0.1
-"""Length of the one update, in the space of all weights: the log-probs of the tokens learned move by about as much."""
+"""Norm of the update over all weights; it changes the log-probs of the learned tokens by about as much."""
 
 ROWS = 4
-"""Sequences that the engine computes together."""
+"""Sequences per micro-batch of the engine."""
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """Which two, on what, told what."""
+    """An engine and a rollout, their model and their settings."""
 
     engine: str
     rollout: str
     model: str
     device: str = "cpu"
     dtype: DType = EXACT
-    """Of the engine's weights; what it computes in is an option of its own (mixed_precision.param_dtype)."""
+    """dtype of the engine's weights; `mixed_precision.param_dtype` in `options` sets that of its forward pass."""
     rollout_dtype: DType = EXACT
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=32))
     longest_prompt: int = 64
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the engine, as `EngineConfig.options`."""
+    """Options of the engine, as in `EngineConfig.options`."""
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Of the rollout."""
+    """Arguments of the rollout, as in `RolloutEngineConfig.engine_kwargs`."""
 
     def exact(self) -> ParityCase:
-        """The same with float32 on both sides; float64 stays as it is."""
+        """Return the case with float32 instead of bfloat16 on both sides; float64 is unchanged."""
         options = dict(self.options)
         numbers = options.get("mixed_precision") or {}
         if numbers.get("param_dtype") == "bfloat16":
@@ -68,11 +68,11 @@ class ParityCase:
         )
 
     def computes_in(self) -> str:
-        """What the engine's forward pass is in."""
+        """Return the dtype of the engine's forward pass."""
         return (self.options.get("mixed_precision") or {}).get("param_dtype") or self.dtype
 
     def engine_config(self) -> EngineConfig:
-        """An engine that can be trained, where its weights are fine enough for that."""
+        """Return the config of the engine, with an optimizer if it can train."""
         optim = OptimConfig(optimizer="SGD", lr=STEP, weight_decay=0.0) if self.trains() else None
         return EngineConfig(
             model=EngineModel(path=self.model, trust_remote_code=self.trust_remote_code),
@@ -87,10 +87,11 @@ class ParityCase:
         )
 
     def trains(self) -> bool:
-        """Small updates of bfloat16 weights are lost to rounding, and engines refuse them."""
+        """Return False for bfloat16 weights, where rounding discards small updates."""
         return self.dtype != "bfloat16"
 
     def rollout_config(self) -> RolloutEngineConfig:
+        """Return the config of the rollout."""
         return RolloutEngineConfig(
             model_path=self.model,
             dtype=self.rollout_dtype,
@@ -104,36 +105,36 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one generation came to."""
+    """The responses of one generation, with log-probs from the rollout and from the engine."""
 
     prompts: Ragged
     responses: Ragged
     rollout: Ragged
-    """log-probs by the rollout"""
+    """log-probs from the rollout"""
     engine: Ragged
-    """log-probs by the engine"""
+    """log-probs from the engine"""
     metrics: dict[str, float]
-    """See `algorithms.mismatch`."""
+    """Metrics of `algorithms.mismatch`."""
 
     @property
     def worst(self) -> float:
-        """The largest difference; what is not a number is the worst of all."""
+        """The largest difference; infinity for NaN."""
         largest = self.metrics["log_prob_diff_max"]
         return largest if largest == largest else float("inf")
 
     def against(self, engine: Ragged) -> Comparison:
-        """The same generation and other log-probs by the engine."""
+        """Compare the same generation with other log-probs of the engine."""
         ones = torch.ones_like(engine.values, dtype=torch.bool)
-        found = mismatch(engine.values, self.rollout.values, ones, engine.lengths)
-        return replace(self, engine=engine, metrics={name: float(value) for name, value in found.items()})
+        metrics = mismatch(engine.values, self.rollout.values, ones, engine.lengths)
+        return replace(self, engine=engine, metrics={name: float(value) for name, value in metrics.items()})
 
 
 class WeightSyncError(RolloutError):
-    """The weights did not arrive; generation was not begun."""
+    """The weight sync failed, so nothing was generated."""
 
 
 class Pair:
-    """The two, built."""
+    """An engine and a rollout on the same model."""
 
     def __init__(self, case: ParityCase):
         self.case = case
@@ -142,48 +143,48 @@ class Pair:
         self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config())
 
     def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Comparison:
-        """Hand over, generate with the case's sampling or another, compute the log-probs again, compare."""
+        """Sync weights, generate, recompute the log-probs with the engine, and compare."""
         sampling = sampling or self.case.sampling
         seeds = torch.arange(len(prompts)) + 1000 * self.case.seed
-        arrived = False
+        synced = False
         try:
             with rollout_mode(self.engine, self.rollout):
-                arrived = True
+                synced = True
                 out = self.rollout.generate_sequences(prompts, sampling, seeds)
         except RolloutError as error:
-            if arrived:
+            if synced:
                 raise
             raise WeightSyncError(str(error)) from error
-        measured = Comparison(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
-        return measured.against(self.log_probs(prompts, measured.responses, temperature_of(sampling)))
+        comparison = Comparison(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
+        return comparison.against(self.log_probs(prompts, comparison.responses, temperature_of(sampling)))
 
     def log_probs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
-        """Of the response tokens, by the engine."""
+        """Return the engine's log-probs of the response tokens."""
         ctx = StepContext(outputs=("log_probs",), temperature=temperature)
         with self.engine.eval_mode():
-            found = self.engine.infer_batch(_sequences(prompts, responses), ctx)
-        return found["log_probs"].suffix(responses.lengths).to("cpu")
+            outputs = self.engine.infer_batch(_sequences(prompts, responses), ctx)
+        return outputs["log_probs"].suffix(responses.lengths).to("cpu")
 
-    def update(self, measured: Comparison) -> float:
-        """One optimizer step towards what was generated; returns how far its log-probs moved, the mean |change|."""
-        batch = _sequences(measured.prompts, measured.responses)
-        before = self.log_probs(measured.prompts, measured.responses, 1.0)
+    def update(self, comparison: Comparison) -> float:
+        """Train one step on the responses; return the mean absolute change of their log-probs."""
+        batch = _sequences(comparison.prompts, comparison.responses)
+        before = self.log_probs(comparison.prompts, comparison.responses, 1.0)
         with self.engine.train_mode():
             self.engine.train_batch(batch, StepContext(outputs=("log_probs",)), _likelihood)
             self.engine.optimizer_zero_grad()
-        after = self.log_probs(measured.prompts, measured.responses, 1.0)
+        after = self.log_probs(comparison.prompts, comparison.responses, 1.0)
         return float((after.values - before.values).abs().mean())
 
     def first_tokens(self, prompts: Ragged, changed: str | None) -> tuple[Tensor, Tensor]:
-        """(tokens, log-probs) of one-token responses; the weight called `changed` goes over as another one.
+        """Return (tokens, log-probs) of one-token responses, with other values for the weight `changed`.
 
-        Past the check of the hand-over, which would find it out.
+        The weight sync is not verified, since the verification would detect the change.
         """
         with self.engine.eval_mode():
             self.rollout.wake_up()
             try:
                 self.rollout.load_weights(
-                    (name, _another(tensor) if name == changed else tensor)
+                    (name, _changed_values(tensor) if name == changed else tensor)
                     for name, tensor in self.engine.named_weights()
                 )
                 out = self.rollout.generate_sequences(prompts, SamplingParams(max_tokens=1), torch.arange(len(prompts)))
@@ -196,20 +197,20 @@ class Pair:
             return [name for name, _ in self.engine.named_weights()]
 
     def close(self) -> None:
-        """Let go of both, so that others fit."""
+        """Free the memory of both."""
         del self.engine, self.rollout
         gc.collect()
 
 
 def temperature_of(sampling: SamplingParams) -> float:
-    """What divides the logits: greedy rows come with log-probs at temperature 1."""
+    """Return the temperature of the log-probs, which is 1 for greedy rows."""
     return 1.0 if sampling.greedy else sampling.temperature
 
 
 def _sequences(prompts: Ragged, responses: Ragged) -> DataProto:
     ids = Ragged.join(prompts, responses)
-    wanted = ids.positions() >= torch.repeat_interleave(prompts.lengths, ids.lengths)
-    return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(wanted)})
+    is_response = ids.positions() >= torch.repeat_interleave(prompts.lengths, ids.lengths)
+    return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(is_response)})
 
 
 def _likelihood(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -218,6 +219,6 @@ def _likelihood(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Te
     return -counted.sum() / ctx["num_tokens"], ctx
 
 
-def _another(tensor: Tensor) -> Tensor:
-    """A tensor that a model with it computes something else with: turned around, and larger."""
+def _changed_values(tensor: Tensor) -> Tensor:
+    """Return a tensor with other values: reversed and scaled."""
     return (tensor.flatten().flip(0).view(tensor.shape) * 1.5 + 0.01).to(tensor.dtype)

@@ -1,6 +1,6 @@
-"""What `camshaft parity` does with its arguments, and what it prints.
+"""The command `camshaft parity`: check its arguments, compare the pair, and print the report.
 
-status = run(options)          # 0: they agree, 1: they do not
+status = run(options)          # 0 if the two agree, 1 if not
 """
 
 from __future__ import annotations
@@ -30,38 +30,44 @@ ROWS = {
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure the pair, print the report and what is likely to explain it."""
+    """Compare the pair and print the report with the likely causes of a difference."""
     _check(options)
     case = _case(options)
-    own = load_tokenizer(options.model, options.trust_remote_code)
-    tokenizer = own if options.tokenizer is None else load_tokenizer(options.tokenizer, options.trust_remote_code)
+    model_tokenizer = load_tokenizer(options.model, options.trust_remote_code)
+    tokenizer = (
+        model_tokenizer if options.tokenizer is None else load_tokenizer(options.tokenizer, options.trust_remote_code)
+    )
     if options.data is None:
         prompts = random_prompts(tokenizer, options.prompts, options.prompt_length, options.seed)
     else:
         prompts = file_prompts(options.data, tokenizer, options.prompts, options.prompt_length)
     console = Console(highlight=False)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(f"  {text}", markup=False, style="dim", soft_wrap=True)
 
-    _print(console, f"{options.engine} and {options.rollout} on {options.model}: {len(prompts)} prompts, {_told(case)}")
-    diagnosis = diagnose(case, prompts, tokenizer, options.limit, say)
-    if tokenizer is not own:
-        diagnosis.findings += _two_tokenizers(differences(own, tokenizer), options)
+    _print(
+        console, f"{options.engine} and {options.rollout} on {options.model}: {len(prompts)} prompts, {_settings(case)}"
+    )
+    diagnosis = diagnose(case, prompts, tokenizer, options.limit, log)
+    if tokenizer is not model_tokenizer:
+        diagnosis.findings += _two_tokenizers(differences(model_tokenizer, tokenizer), options)
     _report(console, diagnosis, options.limit)
     return 1 if diagnosis.findings or diagnosis.worst > options.limit else 0
 
 
 def _check(options: argparse.Namespace) -> None:
-    """A wrong argument is told before a model is loaded."""
+    """Reject wrong arguments before a model is loaded."""
     if not options.limit > 0:
-        raise ConfigError(f"--limit {options.limit:g}: the largest difference allowed is above 0, for instance 1e-3")
+        raise ConfigError(f"--limit {options.limit:g} must be above 0, for instance 1e-3")
     if options.prompts < 1 or options.prompt_length < 2:
-        raise ConfigError("--prompts must be 1 or more, --prompt-length 2 or more")
+        raise ConfigError(
+            f"--prompts {options.prompts} must be at least 1 and --prompt-length {options.prompt_length} at least 2"
+        )
     for find, name in ((engine_class, options.engine), (rollout_class, options.rollout)):
         find(name)
     if options.data is not None and not Path(options.data).is_file():
-        raise ConfigError(f"--data {options.data}: there is no such file. Name a parquet file, or leave it out")
+        raise ConfigError(f"--data {options.data} does not exist; name a parquet file, or omit the option")
     try:
         for option in ("model", "tokenizer"):
             if vars(options)[option] is not None:
@@ -79,8 +85,8 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
             top_p=options.top_p,
         )
     except RolloutError as error:
-        said = str(error).removeprefix("SamplingParams: ")
-        raise ConfigError(f"--response-length, --temperature, --top-k, --top-p: {said}") from error
+        message = str(error).removeprefix("SamplingParams: ")
+        raise ConfigError(f"--response-length, --temperature, --top-k, --top-p: {message}") from error
 
 
 def _case(options: argparse.Namespace) -> ParityCase:
@@ -100,7 +106,8 @@ def _case(options: argparse.Namespace) -> ParityCase:
     )
 
 
-def _told(case: ParityCase) -> str:
+def _settings(case: ParityCase) -> str:
+    """Describe sampling, dtypes and device."""
     sampling = case.sampling
     return (
         f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
@@ -108,35 +115,35 @@ def _told(case: ParityCase) -> str:
     )
 
 
-def _two_tokenizers(found: list[str], options: argparse.Namespace) -> list[Finding]:
-    """The prompts' tokenizer against that of the model's folder."""
-    if not found:
+def _two_tokenizers(different: list[str], options: argparse.Namespace) -> list[Finding]:
+    """Report differences between the tokenizer of the prompts and that of the model."""
+    if not different:
         return []
-    seen = f"{options.model} and {options.tokenizer} do not have the same tokenizer: {'; '.join(found)}."
-    advice = "Prompts and stop tokens must be those that the model was trained with: take the tokenizer of its folder"
-    return [Finding("template", seen, advice)]
+    evidence = f"{options.model} and {options.tokenizer} have different tokenizers: {'; '.join(different)}."
+    advice = "Prompts and stop tokens must match the training of the model: use the tokenizer of its folder"
+    return [Finding("template", evidence, advice)]
 
 
 def _report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
-    if diagnosis.rounds:
-        _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in diagnosis.rounds))
-        for key, said in ROWS.items():
-            numbers = "".join(f"{measured.metrics[key]:>18.3g}" for measured in diagnosis.rounds.values())
-            _print(console, f"{said:24}{numbers}")
-        tokens = "".join(f"{len(measured.responses.values):>18}" for measured in diagnosis.rounds.values())
+    if diagnosis.comparisons:
+        _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in diagnosis.comparisons))
+        for key, label in ROWS.items():
+            numbers = "".join(f"{comparison.metrics[key]:>18.3g}" for comparison in diagnosis.comparisons.values())
+            _print(console, f"{label:24}{numbers}")
+        tokens = "".join(f"{len(comparison.responses.values):>18}" for comparison in diagnosis.comparisons.values())
         _print(console, f"{'tokens':24}{tokens}")
     if diagnosis.moved is not None:
         _print(console, f"(the update moved the log-probs by {diagnosis.moved:.2g} on average)")
     if diagnosis.no_update is not None:
-        _print(console, f"(no update was tried: {diagnosis.no_update})")
+        _print(console, f"(update skipped: {diagnosis.no_update})")
     if diagnosis.worst <= limit and not diagnosis.findings:
-        _print(console, f"they agree: no difference above {limit:g}")
+        _print(console, f"engine and rollout agree: no difference above {limit:g}")
     for finding in diagnosis.findings:
         console.print(f"[red]LIKELY CAUSE: {finding.kind}[/]")
         _print(console, f"  {finding.evidence}")
         _print(console, f"  {finding.advice}.")
     if diagnosis.findings:
-        _print(console, "docs/mismatch.md says what the numbers mean")
+        _print(console, "docs/mismatch.md explains the numbers")
 
 
 def _print(console: Console, text: str) -> None:

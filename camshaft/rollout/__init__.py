@@ -1,15 +1,23 @@
-"""Rollout engines: one interface, one file per generator.
+"""Rollouts: generators that receive weights from an engine, behind one interface.
 
     from camshaft.rollout import SamplingParams, build_rollout
+    rollout = build_rollout("torch", RolloutEngineConfig(model_path="models/tiny"))
 
-`torch` is the built-in generator (`torch_rollout.py`: continuous batching on the training weights), `hf` is
-`transformers.generate`, the plain one. Both run a model whose weights are somebody else's (`borrowed.py`). Keys and
-values of the built-in one are in `slots.py`, its steps in `flat.py` and, on a GPU, `recorded.py`, copies of weights in
-`packed.py`.
-`process` is any of them in a process of its own. vLLM (`vllm_rollout`), its server (`server_rollout`) and SGLang
-(`sglang_rollout`) are libraries of their own and share `external.py`. What goes over is checked by `arrivals.py` and
-`digest.py`, and between processes moved by `transport.py`. `sampling.py` chooses tokens. `contract.py` proves any
-generator right, on the bench of `harness.py`. Roles import from here and never from a generator.
+base.py          `BaseRollout`, `SamplingParams` and `Generation`
+builtin/         `torch`: continuous batching on the training weights
+hf.py            `hf`: `transformers.generate`
+vllm/            `vllm`: vLLM in the ranks of the trainer
+server/          `server`: vLLM's server over HTTP
+sglang/          `sglang`: SGLang in child processes
+process/         `process`: any other rollout in a child process
+weights/         validate a weight sync, pack weights into buckets, move them between processes
+external.py      base class of rollouts that copy weights into a library: vLLM, its server, SGLang
+shared_model.py  a transformers model that shares its weights with the training engine
+sampling.py      sample tokens from logits with per-row seeds
+stop_strings.py  find the token that completes a stop string
+
+`camshaft/contracts/rollout` has the contract suite for all of them. Other packages import from this module, not from a
+rollout.
 """
 
 from camshaft.config import backends
@@ -35,10 +43,10 @@ ROLLOUTS = targets(backends.ROLLOUTS)
 
 
 def rollout_class(name: str) -> type[BaseRollout]:
-    """The class called `name`: a name above, an entry point, or `package.module:Class`."""
+    """Return the class for `name`: a key of `ROLLOUTS`, an entry point, or `package.module:Class`."""
     return load(name, ROLLOUTS, "camshaft.rollouts", BaseRollout)
 
 
 def build_rollout(name: str, config: RolloutEngineConfig) -> BaseRollout:
-    """A generator of the class called `name`; it has no weights before `load_weights`."""
+    """Build the rollout called `name`; it has no weights until `load_weights`."""
     return rollout_class(name)(config)

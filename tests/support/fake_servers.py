@@ -1,7 +1,7 @@
-"""A server that answers as it is told to, for what a real one does not do when asked.
+"""An HTTP server with scripted replies, for faults that a real server does not show on demand.
 
 with fake_server(lambda path, body: (200, {"choices": []})) as fake:
-    fake.url, fake.asked                    # every path that was asked for
+    fake.url, fake.asked                    # the URL, and the path of every request
 """
 
 import json
@@ -12,20 +12,20 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answers = Callable[[str, Any], tuple[int, Any]]
+Handler = Callable[[str, Any], tuple[int, Any]]
 HANG_UP = 0
-"""A status that is none: the connection ends without an answer."""
+"""A status that closes the connection without a reply."""
 
 
 @dataclass
-class Fake:
+class FakeServer:
     url: str
     asked: list[str] = field(default_factory=list)
 
 
 @contextmanager
-def fake_server(answers: Answers) -> Iterator[Fake]:
-    class Handler(BaseHTTPRequestHandler):
+def fake_server(reply: Handler) -> Iterator[FakeServer]:
+    class RequestHandler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -34,11 +34,11 @@ def fake_server(answers: Answers) -> Iterator[Fake]:
         def do_GET(self) -> None:
             text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fake.asked.append(self.path)
-            status, told = answers(self.path, json.loads(text) if text else None)
+            status, content = reply(self.path, json.loads(text) if text else None)
             if status == HANG_UP:
                 self.close_connection = True
                 return
-            data = json.dumps(told).encode()
+            data = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -46,9 +46,9 @@ def fake_server(answers: Answers) -> Iterator[Fake]:
 
         do_POST = do_GET
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), RequestHandler) as server:
         server.daemon_threads = True
-        fake = Fake(f"http://127.0.0.1:{server.server_port}")
+        fake = FakeServer(f"http://127.0.0.1:{server.server_port}")
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         try:

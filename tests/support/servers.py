@@ -1,7 +1,7 @@
-"""Servers of vLLM for tests: few at a time, each used by all tests that can use it.
+"""A pool of vLLM servers, shared by all tests with the same model and dtype.
 
 servers = Servers(keep=2)
-rollout = servers.rollout(config)       # a rollout that was given the url of one of them
+rollout = servers.rollout(config)       # a rollout with the URL of a running server
 servers.end()
 """
 
@@ -12,35 +12,35 @@ from camshaft.rollout.server import ServerRollout
 from camshaft.rollout.server.launch import ServerProcess
 
 SECONDS = 600.0
-"""So long may one take to start on a machine that is busy."""
+"""Time limit for the start of a server on a busy machine."""
 LONGEST = 1024
 
 
 class Servers:
-    """One for each model and number format; when there are more than `keep`, the one used least ends."""
+    """One server per model and dtype; beyond `keep` servers, the least used one is stopped."""
 
     def __init__(self, keep: int):
         self._keep = keep
         self._running: dict[tuple[str, str], ServerProcess] = {}
         self._uses: Counter[tuple[str, str]] = Counter()
 
-    def launched(self, config: RolloutEngineConfig) -> ServerProcess:
+    def server(self, config: RolloutEngineConfig) -> ServerProcess:
         key = (config.model_path, config.dtype)
-        launched = self._running.pop(key, None)
-        if launched is None or launched.ended():
+        process = self._running.pop(key, None)
+        if process is None or process.ended():
             while len(self._running) >= self._keep:
                 self._running.pop(min(self._running, key=lambda other: self._uses[other])).end()
-            launched = ServerProcess(config.model_copy(update={"max_model_len": LONGEST, "max_num_seqs": 256}), {})
-            launched.wait(SECONDS)
-        self._running[key] = launched
+            process = ServerProcess(config.model_copy(update={"max_model_len": LONGEST, "max_num_seqs": 256}), {})
+            process.wait(SECONDS)
+        self._running[key] = process
         self._uses[key] += 1
-        return launched
+        return process
 
     def rollout(self, config: RolloutEngineConfig) -> ServerRollout:
-        own = {"vllm_server_base_url": self.launched(config).url}
-        return ServerRollout(config.model_copy(update={"engine_kwargs": own | config.engine_kwargs}))
+        kwargs = {"vllm_server_base_url": self.server(config).url}
+        return ServerRollout(config.model_copy(update={"engine_kwargs": kwargs | config.engine_kwargs}))
 
     def end(self) -> None:
-        for launched in self._running.values():
-            launched.end()
+        for process in self._running.values():
+            process.end()
         self._running.clear()

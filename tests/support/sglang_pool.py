@@ -1,16 +1,16 @@
-"""Rollouts that run SGLang, one of each config for many tests: an engine takes a minute to start.
+"""A pool of SGLang rollouts, one per config, since an engine takes a minute to start.
 
     harness = RolloutHarness(SGLangPool(), folder)     # in place of the class
 
-Whoever asks for a config gets its rollout after a sleep, without weights and with nothing in its cache, as a new one.
-Nobody may ask for one config twice at once; a rollout that was dropped for others says that its process has ended.
+Each call returns the rollout of the config after a sleep: without weights and with an empty cache, like a new one. Two
+users of one config at a time are not supported. A rollout that was evicted reports that its process has ended.
 """
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.rollout.sglang import SGLangRollout
 
-MOST = 2
-"""Engines alive; each has processes of about a gigabyte."""
+MAX_ENGINES = 2
+"""Maximum number of live engines; the processes of each take about a gigabyte."""
 
 
 class SGLangPool:
@@ -23,8 +23,8 @@ class SGLangPool:
             self._rollouts[key].sleep()
             self._rollouts[key].wake_up()
             return self._rollouts[key]
-        while len(self._rollouts) >= MOST:
-            first, *others = self._rollouts  # the first is of the config that most tests ask for
+        while len(self._rollouts) >= MAX_ENGINES:
+            first, *others = self._rollouts  # most tests use the first config
             del self._rollouts[others[0] if others else first]
         self._rollouts[key] = SGLangRollout(config)
         return self._rollouts[key]

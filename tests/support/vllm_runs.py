@@ -1,8 +1,8 @@
-"""Small PPO runs that generate with vLLM, and what the trained model says greedily after each step.
+"""Small PPO runs with vLLM, and greedy responses of vLLM and transformers after each step.
 
-said = run_with_vllm(tmp_path, {"trainer.n_gpus_per_node": 2}, steps=3)
-said[-1].by_vllm == said[-1].by_transformers        # token for token
-said[-1].metrics["critic/score/mean"]
+steps = run_with_vllm(tmp_path, {"trainer.n_gpus_per_node": 2}, steps=3)
+steps[-1].by_vllm == steps[-1].by_transformers      # token for token
+steps[-1].metrics["critic/score/mean"]
 """
 
 import shutil
@@ -36,8 +36,8 @@ FOR_VLLM: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Said:
-    """What two programs say to the same prompts with the weights after one step."""
+class StepResponses:
+    """Greedy responses of vLLM and transformers with the weights after one step."""
 
     metrics: dict[str, float]
     by_vllm: list[list[int]]
@@ -45,14 +45,14 @@ class Said:
 
 
 def with_wide_heads(folder: Path, seed: int = 0) -> None:
-    """What `ppo_words` writes to the folder, with another actor: vLLM's attention on a CPU has heads of 32 and more."""
+    """Write the folder of `ppo_words` with a wider actor: vLLM's CPU attention requires heads of at least 32."""
     ppo_words(folder)
     shutil.rmtree(folder / "actor")
     make_tiny_model(folder / "actor", hidden=128, seed=seed, initializer_range=SPREAD)
 
 
-def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Said]:
-    """Train for so many steps."""
+def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[StepResponses]:
+    """Train for `steps` steps, and return the responses after each."""
     with_wide_heads(folder)
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**FOR_VLLM, **lengths, **(overrides or {})})
@@ -63,30 +63,30 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
         scaling = model.lora_alpha / max(model.lora_rank, 1)
         listener = _Listener(parts, folder / "actor", config.data.max_response_length, scaling)
         trainer.fit(listener)  # pyright: ignore[reportArgumentType]
-    return listener.said
+    return listener.steps
 
 
 class _Listener:
-    """A tracker; called at the end of each step."""
+    """A tracker that generates at the end of each step."""
 
     def __init__(self, parts: PPOParts, model: Path, length: int, scaling: float):
         self.parts, self.model, self.length, self.scaling = parts, model, length, scaling
         random = torch.Generator().manual_seed(0)
         self.prompts = [torch.randint(3, 90, (n,), generator=random) for n in (3, 5, 8, 5, 12, 7)]
-        self.said: list[Said] = []
+        self.steps: list[StepResponses] = []
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         batch = DataProto.from_dict({"prompts": Ragged.from_rows(self.prompts)})
         out = self.parts.actor.generate_sequences(batch, validate=True, recompute_log_prob=False)
         by_vllm = [row.tolist() for row in out.ragged("responses").rows()]
-        self.said.append(Said(dict(metrics), by_vllm, self._greedy(weights_of(self.parts.actor))))
+        self.steps.append(StepResponses(dict(metrics), by_vllm, self._greedy(weights_of(self.parts.actor))))
 
     @torch.no_grad()
     def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
         with quiet_transformers():
             plain = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
         adapter = {name: weight for name, weight in weights.items() if ".lora_" in name}
-        if adapter:  # a checkpoint has nothing else then
+        if adapter:  # a LoRA checkpoint has only the adapter
             assert adapter.keys() == weights.keys()
             for name in filter(lambda name: ".lora_A." in name, adapter):
                 delta = adapter[name.replace(".lora_A.", ".lora_B.")] @ adapter[name]
@@ -96,10 +96,10 @@ class _Listener:
             assert set(missing) <= {"lm_head.weight"}, missing
             assert not unexpected, unexpected
         plain.tie_weights()
-        said = []
+        responses = []
         for prompt in self.prompts:
             mask = torch.ones_like(prompt)[None]
             how = {"do_sample": False, "max_new_tokens": self.length, "eos_token_id": END, "pad_token_id": 0}
             out = plain.generate(prompt[None], attention_mask=mask, **how)  # pyright: ignore[reportCallIssue]
-            said.append(out[0, len(prompt) :].tolist())
-        return said
+            responses.append(out[0, len(prompt) :].tolist())
+        return responses

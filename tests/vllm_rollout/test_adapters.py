@@ -163,7 +163,7 @@ def test_sleep_drops_the_adapter_and_keeps_the_base(pair: AdapterPair) -> None:
         assert len(llm.llm_engine.list_loras()) == 1
     assert len(llm.llm_engine.list_loras()) == 0
     pair.rollout.wake_up()
-    with pytest.raises(RolloutError, match="no adapter: call load_adapter"):
+    with pytest.raises(RolloutError, match="no adapter; call load_adapter"):
         pair.rollout.generate_sequences(pair.harness.prompts(4), GREEDY)
     pair.rollout.sleep()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.processes import in_use
-from support.vllm_runs import Said, run_with_vllm
+from support.vllm_runs import StepResponses, run_with_vllm
 
 pytestmark = pytest.mark.vllm
 
@@ -20,13 +20,13 @@ SHARDED = {
 }
 
 
-def check(said: list[Said], steps: int) -> None:
-    assert len(said) == steps
-    for step in said:
+def check(steps_done: list[StepResponses], steps: int) -> None:
+    assert len(steps_done) == steps
+    for step in steps_done:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/sync_bytes"] > 0
         assert math.isfinite(step.metrics["actor/grad_norm"])
-    assert said[0].by_vllm != said[-1].by_vllm  # the weights changed
+    assert steps_done[0].by_vllm != steps_done[-1].by_vllm  # the weights changed
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""`camshaft parity`: pairs that agree, and for each kind of fault one that has it and hears it named."""
+"""`camshaft parity`: pairs that agree, and one faulty rollout for each kind of finding."""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ SHARP: dict[str, Any] = {"hidden": 32, "initializer_range": 0.3, "tie_embeddings
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """A model that prefers some tokens to others."""
+    """Return a model that prefers some tokens."""
     return tiny_folder(**SHARP)
 
 
@@ -31,31 +31,31 @@ def parity(folder: Path, rollout: str, *words: str, engine: str = "reference") -
 
 
 def cause(run: Run) -> str:
-    """The kinds that were named."""
+    """Return the kinds of the findings."""
     return " ".join(line.split(": ")[1] for line in run.out.splitlines() if line.startswith("LIKELY CAUSE"))
 
 
-# -- what is measured -----------------------------------------------------------------------------
+# -- comparison ------------------------------------------------------------------------------------
 
 
-def test_the_difference_is_that_of_the_rollout_and_of_plain_transformers(folder: Path) -> None:
+def test_difference_equals_that_of_rollout_and_transformers(folder: Path) -> None:
     pair = Pair(ParityCase("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=6, temperature=0.7)))
     prompts = random_prompts(load_tokenizer(str(folder)), 3, 8, seed=1)
-    measured = pair.measure(prompts)
+    comparison = pair.measure(prompts)
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     worst = 0.0
     for prompt, response, engine, rollout in zip(
-        prompts.rows(), measured.responses.rows(), measured.engine.rows(), measured.rollout.rows(), strict=True
+        prompts.rows(), comparison.responses.rows(), comparison.engine.rows(), comparison.rollout.rows(), strict=True
     ):
         with torch.no_grad():
             scores = (plain(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
-        wanted = scores.gather(-1, response[:, None])[:, 0]
-        torch.testing.assert_close(engine.double(), wanted, rtol=0, atol=2e-5)
+        expected = scores.gather(-1, response[:, None])[:, 0]
+        torch.testing.assert_close(engine.double(), expected, rtol=0, atol=2e-5)
         worst = max(worst, float((engine.double() - rollout.double()).abs().max()))
-    assert measured.worst == pytest.approx(worst, abs=1e-12)
+    assert comparison.worst == pytest.approx(worst, abs=1e-12)
 
 
-def test_an_update_moves_the_weights_and_the_rollout_hears_of_it(folder: Path) -> None:
+def test_update_changes_engine_and_rollout(folder: Path) -> None:
     pair = Pair(ParityCase("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=8)))
     prompts = random_prompts(load_tokenizer(str(folder)), 3, 8, seed=1)
     before = pair.measure(prompts)
@@ -67,21 +67,21 @@ def test_an_update_moves_the_weights_and_the_rollout_hears_of_it(folder: Path) -
 
 @pytest.mark.parametrize("words", [(), ("--temperature", "0.7"), ("--temperature", "0")], ids=["1", "0.7", "greedy"])
 @pytest.mark.parametrize("rollout", ["torch", "hf"])
-def test_pairs_of_ours_agree_before_and_after_an_update(rollout: str, words: tuple[str, ...], folder: Path) -> None:
+def test_pairs_agree_before_and_after_an_update(rollout: str, words: tuple[str, ...], folder: Path) -> None:
     run = parity(folder, rollout, *words)
     assert run.status == 0, run.out + run.err
-    assert "they agree" in run.out
+    assert "engine and rollout agree" in run.out
     assert "after an update" in run.out
 
 
-def test_the_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path) -> None:
+def test_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path) -> None:
     write_arithmetic(tmp_path, left=(0, 20), right=(0, 20), num_train=8, num_heldout=8)
     run = parity(folder, "torch", "--data", str(tmp_path / "train.parquet"), engine="fsdp")
     assert run.status == 0, run.out + run.err
     assert "4 prompts" in run.out
 
 
-# -- faults, each named ---------------------------------------------------------------------------
+# -- findings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,18 @@ def test_the_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: 
     ],
     ids=["rollout", "engine", "inside the engine"],
 )
-def test_a_coarser_number_format_on_one_side(engine: str, words: list[str], folder: Path) -> None:
+def test_lower_precision_on_one_side_is_found(engine: str, words: list[str], folder: Path) -> None:
     run = parity(folder, "torch", *words, engine=engine)
     assert (run.status, cause(run)) == (1, "dtype"), run.out + run.err
     assert "bfloat16" in run.out.split("LIKELY CAUSE")[1]
-    # It is enough for who allows for it.
+    # A larger limit accepts the difference.
     run = parity(folder, "torch", *words, "--limit", "2", engine=engine)
     assert run.status == 0
-    assert ("no update was tried: small updates of bfloat16" in run.out) == ("--dtype" in words)
+    assert ("update skipped: rounding discards small updates of bfloat16" in run.out) == ("--dtype" in words)
 
 
 @pytest.mark.parametrize("words", [("--top-p", "0.8"), ("--top-k", "5", "--temperature", "0.7")], ids=" ".join)
-def test_a_distribution_that_is_cut_before_it_is_sampled_from(words: tuple[str, ...], folder: Path) -> None:
+def test_truncated_distribution_is_found(words: tuple[str, ...], folder: Path) -> None:
     run = parity(folder, "torch", *words)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
     assert "without top_k and top_p" in run.out
@@ -112,51 +112,51 @@ def test_a_distribution_that_is_cut_before_it_is_sampled_from(words: tuple[str, 
 
 
 @pytest.mark.parametrize("words", [("--temperature", "0.7"), ("--top-p", "0.8")], ids=" ".join)
-def test_log_probs_of_the_model_where_something_else_is_sampled_from(words: tuple[str, ...], folder: Path) -> None:
-    # With top_p they even agree with the engine's, and are still not those of what was sampled from.
+def test_raw_log_probs_are_found(words: tuple[str, ...], folder: Path) -> None:
+    # With top_p they agree with the engine's, but not with the sampled distribution.
     run = parity(folder, FAULTY + "RawLogProbs", *words)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
     assert "raw log-probs" in run.out
 
 
-def test_sampling_settings_of_the_generators_own(folder: Path) -> None:
+def test_sampling_settings_of_the_generator_are_found(folder: Path) -> None:
     run = parity(folder, FAULTY + "OwnTemperature")
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
-    assert "temperature 0.6, it was told 1" in run.out
+    assert "temperature 0.6 instead of 1" in run.out
     run = parity(folder, FAULTY + "OwnTopK")
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
-    assert "the rollout cuts" in run.out
+    assert "the rollout truncates the distribution" in run.out
 
 
-def test_a_weight_that_arrives_as_another_one_is_named(folder: Path) -> None:
+def test_transposed_weight_is_named(folder: Path) -> None:
     run = parity(folder, FAULTY + "Transposed")
     assert (run.status, cause(run)) == (1, "weights"), run.out + run.err
     assert "model.layers.0.self_attn.o_proj.weight" in run.out
 
 
-def test_a_weight_that_stays_what_it_was_is_named(folder: Path) -> None:
+def test_stale_weight_is_named(folder: Path) -> None:
     run = parity(folder, FAULTY + "StaleHead")
     assert (run.status, cause(run)) == (1, "weights"), run.out + run.err
-    assert "Without effect on it: lm_head.weight." in run.out
+    assert "Without effect: lm_head.weight." in run.out
     assert "after one update" in run.out
 
 
-def test_a_weight_that_is_not_computed_with_is_named(folder: Path) -> None:
+def test_unused_weight_is_named(folder: Path) -> None:
     run = parity(folder, FAULTY + "WithoutNorm")
     assert (run.status, cause(run)) == (1, "weights"), run.out + run.err
-    assert "Without effect on it: model.layers.0.post_attention_layernorm.weight." in run.out
+    assert "Without effect: model.layers.0.post_attention_layernorm.weight." in run.out
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [("AddsStart", "with <|im_start|> in front"), ("DropsFirst", "without their first token")]
+    ("fault", "message"), [("AddsStart", "with <|im_start|> in front"), ("DropsFirst", "without their first token")]
 )
-def test_prompts_that_become_others_on_the_way(fault: str, said: str, folder: Path) -> None:
+def test_changed_prompts_are_found(fault: str, message: str, folder: Path) -> None:
     run = parity(folder, FAULTY + fault)
     assert (run.status, cause(run)) == (1, "template"), run.out + run.err
-    assert said in run.out
+    assert message in run.out
 
 
-def test_a_tokenizer_that_is_not_the_models(folder: Path, tmp_path: Path) -> None:
+def test_different_tokenizer_is_found(folder: Path, tmp_path: Path) -> None:
     other = load_tokenizer(str(folder))
     other.eos_token = other.pad_token
     other.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -169,36 +169,36 @@ def test_a_tokenizer_that_is_not_the_models(folder: Path, tmp_path: Path) -> Non
     assert differences(load_tokenizer(str(folder)), load_tokenizer(str(folder))) == []
 
 
-def test_a_fault_is_found_behind_a_number_format(folder: Path) -> None:
+def test_fault_is_found_despite_lower_precision(folder: Path) -> None:
     run = parity(folder, FAULTY + "AddsStart", "--rollout-dtype", "bfloat16")
     assert (run.status, cause(run)) == (1, "template"), run.out + run.err
 
 
-def test_what_none_of_it_explains_is_called_unknown(folder: Path) -> None:
+def test_unexplained_difference_is_unknown(folder: Path) -> None:
     run = parity(folder, FAULTY + "Noisy")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
-    assert "every weight arrived as it was sent, and each has an effect." in run.out
-    assert "no update was tried: the two differ before it" in run.out
+    assert "the weight sync is correct for every weight, and each has an effect." in run.out
+    assert "update skipped: the two differ without it" in run.out
 
 
-@pytest.mark.parametrize(("most", "said"), [("MOST_TENSORS", "are too many"), ("MOST_SECONDS", "would take")])
-def test_what_was_not_tried_is_not_claimed(most: str, said: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, most, 0)
+@pytest.mark.parametrize(("name", "message"), [("MAX_TENSORS", "are too many"), ("MAX_SECONDS", "would take")])
+def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, name, 0)
     run = parity(folder, FAULTY + "Noisy")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
-    assert said in run.out
-    assert "whether each has an effect was not tried" in run.out
+    assert message in run.out
+    assert "the effect of each was not tested" in run.out
     run = parity(folder, FAULTY + "StaleHead")
     assert (run.status, cause(run)) == (1, "weights"), run.out + run.err
     assert "some effect" not in run.out
-    assert "was not tried" in run.out
+    assert "was not tested" in run.out
 
 
 # -- arguments ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--rollout", "trch"], "Did you mean 'torch'?"),
         (["--engine", "fdsp"], "Did you mean 'fsdp'?"),
@@ -214,7 +214,7 @@ def test_what_was_not_tried_is_not_claimed(most: str, said: str, folder: Path, m
         (["--option", "fsdp_size"], "KEY=VALUE"),
     ],
 )
-def test_a_wrong_argument_is_told(words: list[str], said: str, folder: Path) -> None:
+def test_invalid_argument_is_rejected(words: list[str], message: str, folder: Path) -> None:
     run = parity(folder, "torch", *words)
     assert run.status == 2, run.err  # 1 is a difference
-    assert said in run.err
+    assert message in run.err
