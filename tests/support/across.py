@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import ray
 
+from camshaft.contracts.controller.roles import Toy
 from camshaft.controller import Dispatch, Options, PoolSpec, RankInfo, pool, register, spawn
 from camshaft.errors import WorkerError
-from support.toy_roles import Toy
 
 TWO = PoolSpec(nnodes=2, device="cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.toy_roles import LateToy, Toy
+from camshaft.contracts.controller.roles import LateToy, Toy
 
 from camshaft.controller import Worker, shutdown, spawn, workers
 from camshaft.dataproto import DataProto
@@ -75,7 +75,7 @@ def test_a_proxy_shows_its_name_role_and_methods():
 
 def test_a_seat_is_asked_for_only_when_a_batch_is_split():
     with workers(LateToy) as toy:
-        with pytest.raises(RuntimeError, match="init_model comes first"):
+        with pytest.raises(RuntimeError, match="call init_model first"):
             toy.same(BATCH)
         toy.init_model()
         assert toy.same(BATCH) is BATCH
@@ -117,7 +117,7 @@ def test_a_role_without_registered_methods_is_no_puzzle():
 
 SNIPPET = """\
 from camshaft.controller import spawn
-from support.toy_roles import Toy
+from camshaft.contracts.controller.roles import Toy
 
 toy = spawn(Toy, world_size=2)
 reveal_type(toy)

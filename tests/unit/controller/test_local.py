@@ -13,7 +13,7 @@ import torch
 from support import ranks  # noqa: F401  (for what it makes the fork server import)
 from support.command_line import hear_ctrl_c
 from support.processes import still_running
-from support.toy_roles import Toy
+from camshaft.contracts.controller.roles import Toy
 
 from camshaft.controller import Worker, process_pool, shutdown, spawn, workers
 from camshaft.errors import WorkerError
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 DRIVER = """
 import sys, time
 from camshaft.controller import local, spawn
-from support.toy_roles import Toy
+from camshaft.contracts.controller.roles import Toy
 
 if __name__ == "__main__":
     local.PRELOAD[:] = ["camshaft.controller.local"]  # each of these drivers starts a fork server of its own

@@ -1,4 +1,4 @@
-"""Roles that learn nothing, for the tests of the controller."""
+"""Roles without a model, which the controller contract runs on the ranks of a pool."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from camshaft.seat import Seat
 
 
 class Toy(Worker):
-    """Data-parallel over all ranks."""
+    """A data-parallel role, with one method per behaviour that the contract tests."""
 
     def __init__(self, factor: float = 2.0, fail_on: int | None = None):
         if fail_on == self.rank:
@@ -31,7 +31,7 @@ class Toy(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def scale(self, batch: DataProto, shift: float = 0.0) -> DataProto:
         scaled = batch["tokens"].map(lambda values: values * self.factor + shift)
-        return DataProto({"scaled": scaled, "uid": batch["uid"]}, {"said_by": self.seat.dp_rank})
+        return DataProto({"scaled": scaled, "uid": batch["uid"]}, {"answered_by": self.seat.dp_rank})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def rows_seen(self, batch: DataProto) -> DataProto:
@@ -50,13 +50,13 @@ class Toy(Worker):
         return float(batch["x"].mean())  # pyright: ignore[reportReturnType]
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def when_told(self, batch: DataProto, folder: str) -> DataProto:
-        """Answers when the folder has a file of this rank's number, or fails with what that says."""
+    def wait_for_file(self, batch: DataProto, folder: str) -> DataProto:
+        """Return the batch once `folder` has a file named after this rank; a file with text is an error."""
         file = Path(folder) / str(self.rank)
         while not file.exists():
             time.sleep(0.01)
-        if complaint := file.read_text():
-            raise KeyError(complaint)
+        if text := file.read_text():
+            raise KeyError(text)
         return batch
 
     # -- ONE_TO_ALL
@@ -135,15 +135,15 @@ class Toy(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def log(self, text: str) -> None:
-        logging.getLogger("camshaft.toy").info(text)
+        logging.getLogger(__name__).info(text)
         os.system(f"echo of a child: {text}")
 
     def helper(self) -> None:
-        """Not for the driver."""
+        """Not registered, so that the driver cannot call it."""
 
 
 class PairedToy(Toy):
-    """Two neighbours hold one model together: they read the same rows, and the second does not collect."""
+    """Pairs of ranks share one slice of the rows, as tensor parallelism does; the second rank does not collect."""
 
     @property
     def seat(self) -> Seat:
@@ -151,22 +151,22 @@ class PairedToy(Toy):
 
 
 class TwoLayouts(PairedToy):
-    """Pairs of ranks share their rows, but for one method."""
+    """Pairs of ranks share one slice of the rows, except in one method."""
 
     def seat_for(self, method: str) -> Seat:
-        alone = Seat(self.rank, self.world, self.rank, self.world)
-        return alone if method == "rows_seen" else self.seat
+        all_ranks = Seat(self.rank, self.world, self.rank, self.world)
+        return all_ranks if method == "rows_seen" else self.seat
 
 
 class LateToy(Toy):
-    """Like a role whose engine knows its seat only after the model is built."""
+    """A role whose seat is unknown until its model is built."""
 
     ready = False
 
     @property
     def seat(self) -> Seat:
         if not self.ready:
-            raise RuntimeError("init_model comes first")
+            raise RuntimeError("call init_model first")
         return Seat(self.rank, self.world, self.world - 1 - self.rank, self.world)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,0 +1,212 @@
+"""Rules of the controller contract on mistakes of the driver, failures of ranks, and cleanup."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+
+from camshaft.contracts.controller.harness import (
+    ControllerHarness,
+    eight_rows,
+    expect_ended,
+    expect_equal,
+    expect_faster,
+    expect_worker_error,
+    uids,
+)
+from camshaft.contracts.controller.roles import Toy
+from camshaft.contracts.rules import expect, expect_error
+from camshaft.controller import shutdown, spawn, submit
+from camshaft.dataproto import DataProto
+from camshaft.errors import BatchError
+
+# -- mistakes on the driver ------------------------------------------------------------------------
+
+
+def unregistered_methods_are_named(harness: ControllerHarness) -> None:
+    """A method without @register and a misspelt method are AttributeErrors that say so."""
+    with harness.role() as toy:
+        expect_error(lambda: toy.helper(), "Toy.helper is not decorated with @register", "helper ran", AttributeError)
+        misspelt = lambda: toy.scael(eight_rows())  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
+        expect_error(misspelt, "did you mean 'scale'", "a misspelt method ran", AttributeError)
+
+
+def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
+    """Rows that do not divide, wrong results and arguments that cannot be pickled are errors; the role stays usable."""
+    with harness.role() as toy:
+        rows = eight_rows().reorder(slice(0, 5))
+        expect_error(lambda: toy.scale(rows), "5 = 2 x 2 + 1", "5 rows were split for 2 ranks", BatchError)
+        padded, added = rows.pad_to_divisor(2)
+        expect_equal(list(toy.scale(padded).unpad(added)["uid"]), uids(0, 5), "uids of a padded batch")
+        ones = DataProto.from_dict({"x": torch.ones(8)})
+        expect_error(lambda: toy.mean(ones), "returned float on rank 0", "a float was merged", BatchError)
+        expect_worker_error(lambda: toy.echo([lambda: None, 1]), "Toy.echo: an argument cannot be sent", "top level")
+        expect_equal(toy.echo([1, 2]), [(0, 1), (1, 2)], "call after the mistakes")
+
+
+# -- failures of ranks -----------------------------------------------------------------------------
+
+
+def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
+    """An exception on one rank is an error within seconds, with rank, one traceback and the exception as its cause."""
+    with harness.role() as toy:
+        pids = toy.pids()
+        with expect_faster(5.0):
+            error = expect_worker_error(lambda: toy.fail(1))  # rank 0 waits for rank 1 in a barrier
+        text = str(error)
+        start = "Toy.fail raised on rank 1 of 2: KeyError: 'weights of layer 3'"
+        expect(text.startswith(start), f"the error does not start with '{start}': {text}")
+        expect_equal(text.count("Traceback"), 1, "number of tracebacks")
+        expect('raise KeyError("weights of layer 3")' in text, f"the traceback lacks the line that raised: {text}")
+        internal = ("controller/executor.py", "controller/worker.py")
+        expect(not any(file in text for file in internal), f"the traceback shows frames of the controller: {text}")
+        expect(isinstance(error.__cause__, KeyError), f"the cause is {error.__cause__!r}")
+        expect_ended(pids)
+        again = "Toy.set_factor: its workers have ended (fail failed: "
+        expect_worker_error(lambda: toy.set_factor(1.0), again, "layer 3", "spawn it again")
+        shutdown(toy)
+
+
+def equal_failures_are_one_error(harness: ControllerHarness) -> None:
+    """The same exception on all ranks is reported once."""
+    with harness.role() as toy:
+        error = expect_worker_error(lambda: toy.fail_everywhere())
+        expect_equal(str(error).count("Traceback"), 1, "number of tracebacks")
+
+
+def pending_calls_raise(harness: ControllerHarness) -> None:
+    """A pending result raises the error of its call, and later calls say why their workers have ended."""
+    with harness.role() as toy:
+        failing, after = submit(toy.fail_everywhere), submit(toy.set_factor, 1.0)
+        expect_worker_error(failing.result, "KeyError: 'weights of layer 3'")
+        expect_worker_error(after.result, "its workers have ended (fail_everywhere failed")
+
+
+def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
+    """A rank that fails after another has answered is one error, for the parts and for the result."""
+    with harness.role() as toy:
+        pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
+        parts = pending.parts()
+        expect_equal(next(parts)[0], 1, "first part")
+        harness.let_answer(0, "weights of layer 3")
+        expect_worker_error(
+            lambda: next(parts), "Toy.wait_for_file raised on rank 0 of 2: KeyError: 'weights of layer 3'"
+        )
+        expect_worker_error(pending.result, "its workers have ended (wait_for_file failed")
+
+
+def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
+    """A role that cannot be built is an error of spawn()."""
+    with harness.pools(2) as (pool,):
+        expect_worker_error(
+            lambda: spawn(Toy, fail_on=1, pool=pool), "Toy.__init__ raised on rank 1 of 2: ValueError: no such model"
+        )
+
+
+def results_must_pickle(harness: ControllerHarness) -> None:
+    """A result that cannot be sent is an error of its rank."""
+    with harness.role() as toy:
+        expect_worker_error(lambda: toy.give_a_lambda(), "give_a_lambda raised on rank 0 of 2", "lambda")
+
+
+def late_ranks_are_named(harness: ControllerHarness) -> None:
+    """A rank that exceeds the time limit is named with its stack, and the pool ends."""
+    with harness.role(timeout=3, name="critic") as toy:
+        pids = toy.pids()
+        begin = time.monotonic()
+        error = expect_worker_error(
+            lambda: toy.stall(1), "critic.stall: rank(s) 1 of 2 have not answered for 3.", "spawn(..., timeout=3)"
+        )
+        duration = time.monotonic() - begin
+        expect(3 <= duration < 8, f"a limit of 3 s took {duration:.1f} s")
+        expect("in stall" in str(error), f"the stack of the late rank is missing: {error}")
+        expect("On rank 0" not in str(error), f"a rank that answered is shown: {error}")
+        expect_ended(pids)
+
+
+def killed_ranks_are_errors(harness: ControllerHarness) -> None:
+    """A rank that is killed in a call is an error within seconds."""
+    with harness.role() as toy:
+        pids = toy.pids()
+        with expect_faster(5.0):  # rank 0 waits for rank 1, and loses its connection
+            expect_worker_error(
+                lambda: toy.kill(1), f"rank 1 of 2 of Toy (process {pids[1]}) died in kill (", "SIGKILL", "memory"
+            )
+        expect_ended(pids)
+
+
+def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
+    """A rank that was killed between two calls is an error of the next call."""
+    with harness.role() as toy:
+        pids = toy.pids()
+        os.kill(pids[0], signal.SIGKILL)
+        expect_ended(pids[:1], 5)
+        expect_worker_error(lambda: toy.set_factor(1.0), "rank 0 of 2 of Toy", "died in set_factor (", "SIGKILL")
+        expect_ended(pids)
+
+
+def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
+    """A death in one pool ends the wait for another pool."""
+    with harness.pools(2, 2) as (first, second):
+        slow, dying = spawn(Toy, pool=first, name="slow"), spawn(Toy, pool=second, name="dying")
+        waiting, killed = submit(slow.stall, 1, seconds=30.0), submit(dying.kill, 0)
+        with expect_faster(5.0):
+            expect_worker_error(waiting.result, "rank 0 of 2 of dying")
+        expect_worker_error(killed.result, "its workers have ended")
+
+
+def stopped_ranks_do_not_block(harness: ControllerHarness) -> None:
+    """A stopped process blocks neither a large message to it nor the end of its pool."""
+    with harness.role(timeout=3) as toy:
+        pids = toy.pids()
+        os.kill(pids[1], signal.SIGSTOP)
+        expect_worker_error(
+            lambda: toy.echo([torch.zeros(1_000_000)] * 2),
+            "rank(s) 1 of 2 have not answered",
+            "did not react to a signal",
+        )
+        expect_ended(pids)
+
+
+# -- cleanup ---------------------------------------------------------------------------------------
+
+
+def shutdown_leaves_no_process(harness: ControllerHarness) -> None:
+    """After shutdown no rank and no child process of a role runs, and calls say why."""
+    with harness.pools(2) as (pool,):
+        toy = spawn(Toy, pool=pool)
+        pids = [*toy.pids(), *toy.start_child()]
+        pool.shutdown()
+        expect_ended(pids)
+        expect_worker_error(lambda: toy.set_factor(1.0), "it was shut down")
+
+
+def errors_leave_no_process(harness: ControllerHarness) -> None:
+    """After an error no rank and no child process of a role runs."""
+    with harness.role() as toy:
+        pids = [*toy.pids(), *toy.start_child()]
+        expect_worker_error(lambda: toy.fail(0))
+        expect_ended(pids)
+
+
+CHECKS: tuple[Callable[[ControllerHarness], None], ...] = (
+    unregistered_methods_are_named,
+    wrong_batches_leave_the_ranks_intact,
+    exceptions_reach_the_driver,
+    equal_failures_are_one_error,
+    pending_calls_raise,
+    failures_after_a_part_are_errors,
+    construction_errors_are_raised_by_spawn,
+    results_must_pickle,
+    late_ranks_are_named,
+    killed_ranks_are_errors,
+    deaths_between_calls_are_found,
+    deaths_end_waits_for_other_pools,
+    stopped_ranks_do_not_block,
+    shutdown_leaves_no_process,
+    errors_leave_no_process,
+)

@@ -1,0 +1,124 @@
+"""Pools of the controller backend under test, and the helpers of its rules."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from camshaft.contracts.controller.roles import Toy
+from camshaft.contracts.rules import Violation, expect
+from camshaft.controller import Options, Pool, PoolSpec, Worker, spawn
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import WorkerError
+
+R = TypeVar("R", bound=Worker)
+Start = Callable[[Sequence[PoolSpec], Options], list[Pool]]
+"""A backend: starts the pools of some specs, all or none."""
+
+
+class ControllerHarness:
+    """A backend and a scratch folder; `folder` is a new one for each rule."""
+
+    worlds = (1, 2, 4)
+    """Sizes of the pools that rules on results run on."""
+
+    def __init__(self, start: Start, folder: str | Path):
+        self.start, self.folder = start, Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def pools(self, *sizes: int, log_folder: str | None = None) -> Iterator[list[Pool]]:
+        """Start one pool per size."""
+        specs = [PoolSpec(f"pool{number}", ranks_per_node=size) for number, size in enumerate(sizes)]
+        pools = self.start(specs, Options(timeout=60, log_folder=log_folder, preload=(Toy.__module__,)))
+        try:
+            yield pools
+        finally:
+            for pool in pools:
+                pool.shutdown()
+
+    @contextlib.contextmanager
+    def role(self, role_class: type[R] = Toy, world: int = 2, timeout: float = 60, **options: Any) -> Iterator[R]:
+        """Build a role on a pool of `world` ranks."""
+        with self.pools(world) as (pool,):
+            yield spawn(role_class, pool=pool, timeout=timeout, **options)
+
+    @contextlib.contextmanager
+    def each_world(self, role_class: type[R] = Toy, **options: Any) -> Iterator[Iterator[tuple[int, R]]]:
+        """Yield (world, role) for each size of `worlds`; a role ends before the next one is built."""
+        with contextlib.ExitStack() as stack:
+
+            def roles() -> Iterator[tuple[int, R]]:
+                for world in self.worlds:
+                    stack.close()
+                    yield world, stack.enter_context(self.role(role_class, world, **options))
+
+            yield roles()
+
+    def let_answer(self, rank: int, error: str = "") -> str:
+        """Let a rank return from `Toy.wait_for_file`, with an error if there is text; returns the folder."""
+        draft = self.folder / "draft"
+        draft.write_text(error)
+        draft.rename(self.folder / str(rank))
+        return str(self.folder)
+
+
+def eight_rows() -> DataProto:
+    """Return a batch whose row i has the tokens 0, ..., i % 3 - 1 and the uid `u<i>`."""
+    tokens = Ragged.from_rows([torch.arange(row % 3).float() for row in range(8)], dtype=torch.float32)
+    return DataProto.from_dict({"tokens": tokens, "uid": uids(0, 8)})
+
+
+def uids(first: int, end: int) -> list[str]:
+    """Return the uids of rows `first` to `end`."""
+    return [f"u{i}" for i in range(first, end)]
+
+
+def expect_equal(value: Any, expected: Any, subject: str) -> None:
+    """Raise `Violation` unless the values are equal."""
+    expect(value == expected, f"{subject}: {value!r}, expected {expected!r}")
+
+
+def expect_worker_error(action: Callable[[], Any], *phrases: str) -> WorkerError:
+    """Return the `WorkerError` of `action`, whose message must contain all `phrases`."""
+    try:
+        action()
+    except WorkerError as error:
+        for phrase in phrases:
+            expect(phrase in str(error), f"the error does not contain '{phrase}': {error}")
+        return error
+    raise Violation(f"no WorkerError with {phrases}")
+
+
+def expect_ended(pids: Iterable[int], seconds: float = 2.0) -> None:
+    """Raise `Violation` if one of the processes runs for longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    running = [pid for pid in pids if _runs(pid)]
+    while running and time.monotonic() < deadline:
+        time.sleep(0.02)
+        running = [pid for pid in running if _runs(pid)]
+    expect(not running, f"processes still run after {seconds:g} s: {running}")
+
+
+@contextlib.contextmanager
+def expect_faster(seconds: float) -> Iterator[None]:
+    """Raise `Violation` if the block takes longer."""
+    begin = time.monotonic()
+    yield
+    duration = time.monotonic() - begin
+    expect(duration < seconds, f"took {duration:.1f} s, expected less than {seconds:g} s")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
