@@ -4,8 +4,8 @@
         rule.check(ControllerHarness(start, folder))          # raises Violation
     for finding in check_controller(start, folder): ...       # all of them
 
-`start` is the backend: a function from pool specs and `Options` to running pools. A rule is a function of a harness. Its
-docstring states the promise, and reports show its name. `failures.py` has the rules on errors, deaths and cleanup.
+`start` is the backend: a function from pool specs and `Options` to running pools. Rules are functions of a
+harness. Their docstrings state what they prove, and reports show its name. `failures.py` has the rules on errors, deaths and cleanup.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def test_the_message_has_both_sides_of_the_sum() -> None:
     assert told is not None
     lines = [line.split() for line in told.splitlines()]
     assert told.startswith(
-        "the cluster has no room for pool 'critics': it asks for 1 machine(s) with 4 GPU, 4 CPU free"
+        "the cluster is too small for pool 'critics': it needs 1 machine(s) with 4 GPU, 4 CPU free"
     )
-    assert "and 0 can give that, the rest is in use or promised to the pools above." in told
+    assert "and 0 have that; the others are in use or reserved for the pools above." in told
     assert ["global_pool", "actor_rollout_ref", "2", "x", "8", "16", "GPU,", "16", "CPU"] in lines
     assert ["sum", "20", "GPU,", "20", "CPU"] in lines
     assert ["10.0.0.2", "8", "GPU,", "64", "CPU", "8", "GPU,", "64", "CPU"] in lines
@@ -51,5 +51,5 @@ def test_the_message_has_both_sides_of_the_sum() -> None:
 def test_what_others_use_is_not_there() -> None:
     told = shortage([PoolSpec("a", 1, 8, "cuda")], machines(1, busy=2))
     assert told is not None
-    assert "is in use" in told
-    assert "is in use" not in (shortage([PoolSpec("a", 1, 9, "cuda")], machines(1, busy=2)) or "")
+    assert "are in use" in told
+    assert "are in use" not in (shortage([PoolSpec("a", 1, 9, "cuda")], machines(1, busy=2)) or "")
