@@ -1,7 +1,7 @@
 """Devices and process groups. Only this module maps devices to communication backends.
 
-    device = place(config.device)          # torch.device("cuda", 3) on local rank 3
-    join_group(device)                     # the existing process group, torchrun's, or a group of one process
+    device = resolve_device(config.device)  # torch.device("cuda", 3) on local rank 3
+    join_group(device)                      # the existing process group, torchrun's, or a group of one process
 
 A device is any name supported by PyTorch or a registered backend: `cpu`, `cuda`, `xpu`, `npu`, ... The rest of the
 package is device-agnostic.
@@ -25,7 +25,7 @@ from torch import Tensor
 from camshaft.errors import EngineError
 
 
-def place(device: str) -> torch.device:
+def resolve_device(device: str) -> torch.device:
     """Resolve `device` to the device index of this process and select it; raise EngineError if it is unavailable."""
     try:
         resolved = torch.device(device)

@@ -19,7 +19,7 @@
     executor.py        executes requests in a worker process
     local.py           the backend for one machine
     ray.py             the backend for a Ray cluster
-    port_monitor.py    detects dead machines of a cluster
+    network.py         detects dead machines of a cluster; network interfaces
     stacks.py          stack dumps of other processes
 
 Nothing in this package depends on reinforcement learning.

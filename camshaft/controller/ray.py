@@ -5,7 +5,7 @@
 Ray places the processes, transfers the messages and reports deaths. A request is a list of a small pickle and its
 buffers. A large one is put into the object store once for all ranks with the same request, and read without a copy (a
 rebuilt batch copies what it writes to). Before the pools are requested, `resources.py` compares their needs with the
-resources of the cluster. While an answer is awaited, `port_monitor.py` connects to the daemons of the cluster, which
+resources of the cluster. While an answer is awaited, `network.py` connects to the daemons of the cluster, which
 detects a dead machine within seconds; Ray needs fifteen.
 
 Without a cluster to join (`ray_init.address`, RAY_ADDRESS, or a cluster on this machine), a cluster is started on this
@@ -15,13 +15,10 @@ machine. It is declared with at least as many CPUs as the pools request: on a sm
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -44,7 +41,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import Options, Pool
-from camshaft.controller.port_monitor import PortMonitor, accepts_connections
+from camshaft.controller.network import PortMonitor, accepts_connections, interface_of
 from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks, stack_file
@@ -65,8 +62,6 @@ HEAD_SECONDS = 30.0
 """Time limit for the head of a cluster to answer."""
 STACK_SECONDS = 10.0
 """Time limit for a machine to read the stacks of one of its processes."""
-
-_SIOCGIFADDR = 0x8915
 
 FORWARDED = re.compile(
     r"(CAMSHAFT|HF|TRANSFORMERS|TOKENIZERS|TORCH|TORCHINDUCTOR|NCCL|GLOO|OMP|MKL|VLLM|SGLANG|SGL|WANDB|MLFLOW|CUBLAS)_"
@@ -377,19 +372,6 @@ class _PickledClass:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return cloudpickle.loads, (self._code,)
-
-
-def interface_of(address: str) -> str | None:
-    """Return the network interface with this address, which gloo must be told by name."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # the interface has no address
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
 
 
 def as_arrays(frames: Frames) -> list[Any]:

@@ -3,8 +3,8 @@
     specs = [PoolSpec("global_pool", nnodes=2, ranks_per_node=8, device="cuda"), PoolSpec("critic", 1, 4, "cuda")]
     problem = shortage(specs, [Node("10.0.0.1", total={"GPU": 8, "CPU": 64}, free={"GPU": 8, "CPU": 60}), ...])
 
-A scheduler waits silently for a pool that no machine can hold. Comparing first gives an error message with all pools and
-their roles, all machines, and the first pool that does not fit.
+A scheduler waits silently for a pool that no machine can hold. Comparing first gives an error message with all
+pools and their roles, all machines, and the first pool that does not fit.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.device import place, random_states, set_random_states, to_device
+from camshaft.device import random_states, resolve_device, set_random_states, to_device
 from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
@@ -114,7 +114,7 @@ class TorchEngine(BaseEngine):
     # -- model, optimizer, schedule ---------------------------------------------------------------
 
     def init_model(self) -> None:
-        self._device = place(self.config.device)
+        self._device = resolve_device(self.config.device)
         self.module = self._build()
         if self.config.optim is not None:
             # Before any forward pass: the optimizer must hold the parameters that the layout has made.

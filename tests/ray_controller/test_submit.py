@@ -24,7 +24,7 @@ from support.namespaces import ROOT, Machine, two_bare_machines, why_not
 from support.ppo_runs import ppo_words
 from support.processes import MARK, marked, still_running
 
-from camshaft.controller.port_monitor import accepts_connections
+from camshaft.controller.network import accepts_connections
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 

@@ -63,7 +63,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE), raising=False)
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
         patch.setattr("camshaft.device.pins_for", lambda device: device.type == DEVICE)
-        patch.setattr("camshaft.engine.torch_engine.place", lambda _: torch.device(DEVICE))
+        patch.setattr("camshaft.engine.torch_engine.resolve_device", lambda _: torch.device(DEVICE))
         yield DEVICE
     _pinned.clear()
 

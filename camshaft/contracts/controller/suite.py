@@ -5,7 +5,7 @@
     for finding in check_controller(start, folder): ...       # all of them
 
 `start` is the backend: a function from pool specs and `Options` to running pools. Rules are functions of a
-harness. Their docstrings state what they prove, and reports show its name. `failures.py` has the rules on errors, deaths and cleanup.
+harness; a docstring states the promise, and reports show the name. `failures.py` has the rules on errors and cleanup.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from camshaft.contracts.controller.roles import LateToy, Toy
 
+from camshaft.contracts.controller.roles import LateToy, Toy
 from camshaft.controller import Worker, shutdown, spawn, workers
 from camshaft.dataproto import DataProto
 from camshaft.errors import BatchError, ConfigError, WorkerError

@@ -13,8 +13,8 @@ import torch
 from support import ranks  # noqa: F401  (for what it makes the fork server import)
 from support.command_line import hear_ctrl_c
 from support.processes import still_running
-from camshaft.contracts.controller.roles import Toy
 
+from camshaft.contracts.controller.roles import Toy
 from camshaft.controller import Worker, process_pool, shutdown, spawn, workers
 from camshaft.errors import WorkerError
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from camshaft.controller import ray as on_ray
-from camshaft.controller.port_monitor import PortMonitor
+from camshaft.controller.network import PortMonitor
 from camshaft.controller.process_pool import Inbox
 from camshaft.controller.worker import RankInfo
 

@@ -39,9 +39,7 @@ def test_the_message_has_both_sides_of_the_sum() -> None:
     told = shortage(asked, machines(2))
     assert told is not None
     lines = [line.split() for line in told.splitlines()]
-    assert told.startswith(
-        "the cluster is too small for pool 'critics': it needs 1 machine(s) with 4 GPU, 4 CPU free"
-    )
+    assert told.startswith("the cluster is too small for pool 'critics': it needs 1 machine(s) with 4 GPU, 4 CPU free")
     assert "and 0 have that; the others are in use or reserved for the pools above." in told
     assert ["global_pool", "actor_rollout_ref", "2", "x", "8", "16", "GPU,", "16", "CPU"] in lines
     assert ["sum", "20", "GPU,", "20", "CPU"] in lines

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from camshaft.controller.ray import interface_of
+from camshaft.controller.network import interface_of
 from camshaft.controller.stacks import read_stacks, stack_file
 
 PROGRAM = """

@@ -1,16 +1,18 @@
-"""Detect dead machines by connecting to the ports of their daemons at short intervals, in a thread.
+"""Network checks: a monitor of the daemons of a cluster, and the interface of an address.
 
     monitor = PortMonitor()
     monitor.add("the Ray daemon of 10.0.0.2", "10.0.0.2", 40123)
     monitor.error()             # None, or a message about the first daemon that stopped answering
 
-Ray declares a machine dead after fifteen seconds, and does not detect the death of its own head. A refused connection
-shows either at once.
+The monitor connects to each port at short intervals, in a thread. Ray declares a machine dead after fifteen seconds,
+and does not detect the death of its head; a refused connection shows both at once.
 """
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 import threading
 import time
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ MISSED_HEARTBEATS = 3
 """Number of consecutive failures after which a daemon is reported as dead."""
 PROBE_SECONDS = 1.0
 """Time limit for a port to accept a connection."""
+_SIOCGIFADDR = 0x8915
 
 
 def accepts_connections(host: str, port: int) -> bool:
@@ -81,3 +84,16 @@ class PortMonitor:
                 else:
                     daemon.since = daemon.since if daemon.missed else time.monotonic()
                     daemon.missed += 1
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface with this address, which gloo must be told by name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # the interface has no address
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None

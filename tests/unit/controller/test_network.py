@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from camshaft.controller import port_monitor
-from camshaft.controller.port_monitor import PortMonitor
+from camshaft.controller import network
+from camshaft.controller.network import PortMonitor
 
 
 def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_not():
@@ -14,7 +14,7 @@ def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_no
         monitor = PortMonitor()
         monitor.add("the one that stays", *there.getsockname())
         monitor.add("the one that leaves", *leaving.getsockname())
-        time.sleep(3 * port_monitor.HEARTBEAT_SECONDS)
+        time.sleep(3 * network.HEARTBEAT_SECONDS)
         assert monitor.error() is None
         leaving.close()
         until = time.monotonic() + 10
@@ -30,8 +30,8 @@ def test_one_missed_heartbeat_is_none():
         place = there.getsockname()
     monitor = PortMonitor()
     monitor.add("late", *place)
-    time.sleep(port_monitor.HEARTBEAT_SECONDS * 0.6)
+    time.sleep(network.HEARTBEAT_SECONDS * 0.6)
     with socket.create_server(place, reuse_port=False):
-        time.sleep(4 * port_monitor.HEARTBEAT_SECONDS)
+        time.sleep(4 * network.HEARTBEAT_SECONDS)
         assert monitor.error() is None
         monitor.stop()
