@@ -1,4 +1,4 @@
-"""The kernels of the fused output head, run by Triton's interpreter, against the plain formula in float64."""
+"""The Triton kernels of the fused output layer, interpreted, against the formula in float64."""
 
 from types import ModuleType
 
@@ -24,70 +24,70 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of all words, logsumexp and entropy, in float64."""
+    """Log-probs of the vocabulary, logsumexp and entropy, in float64."""
     scaled = logits.double() / temperature
     log_p = scaled.log_softmax(1)
     return log_p, scaled.logsumexp(1), -(log_p.exp() * log_p).sum(1)
 
 
-@pytest.mark.parametrize("words", [1, 2, 77, 4096, 4097, 9000])
+@pytest.mark.parametrize("vocabulary", [1, 2, 77, 4096, 4097, 9000])
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-def test_a_tile_is_looked_at(kernels: ModuleType, words: int, temperature: float):
-    logits = 4 * numbers(9, words)
-    columns = torch.arange(9) * words // 9
-    normalisers, chosen, entropy = kernels.looked(logits, columns, temperature, True)
+def test_a_tile_is_reduced_as_in_float64(kernels: ModuleType, vocabulary: int, temperature: float):
+    logits = 4 * numbers(9, vocabulary)
+    columns = torch.arange(9) * vocabulary // 9
+    normalisers, chosen, entropy = kernels.reduce_tile(logits, columns, temperature, True)
     _, lse, expected = plain(logits, temperature)
     torch.testing.assert_close(normalisers.double(), lse, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(chosen, logits.gather(1, columns[:, None])[:, 0] / temperature)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)
-    assert [each.tolist() for each in kernels.looked(logits, columns, temperature, False)] == [
+    assert [each.tolist() for each in kernels.reduce_tile(logits, columns, temperature, False)] == [
         normalisers.tolist(),
         chosen.tolist(),
     ]
 
 
-def test_a_target_of_another_tile_counts_nothing(kernels: ModuleType):
+def test_a_target_outside_the_tile_has_no_gradient(kernels: ModuleType):
     logits = numbers(4, 50)
     columns = torch.tensor([-1, 50, 49, -(2**40)])
-    _, chosen = kernels.looked(logits, columns, 1.0, False)
+    _, chosen = kernels.reduce_tile(logits, columns, 1.0, False)
     assert chosen.tolist() == [0, 0, logits[2, 49].item(), 0]
     normalisers, ones = logits.logsumexp(1), torch.ones(4)
-    grad = kernels.slopes(logits, columns, normalisers, None, ones, None, 1.0, torch.float32)
+    grad = kernels.logit_gradient(logits, columns, normalisers, None, ones, None, 1.0, torch.float32)
     expected = -logits.softmax(1)
     expected[2, 49] += 1
     torch.testing.assert_close(grad, expected)
 
 
-def test_words_that_cannot_be_said(kernels: ModuleType):
-    """A score of -inf, in a part of the words, in all of the first ones looked at, and in all words of a tile."""
+def test_logits_of_minus_infinity(kernels: ModuleType):
+    """In a part of the vocabulary, in the whole first block, and in the whole tile."""
     logits = numbers(3, 5000)
     logits[0, ::2] = -torch.inf
     logits[1, :4500] = -torch.inf
     logits[2] = -torch.inf
     columns = torch.tensor([1, 4999, 0])
-    normalisers, _, entropy = kernels.looked(logits, columns, 1.0, True)
+    normalisers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True)
     assert normalisers[2] == -torch.inf
-    for row, said in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
-        _, lse, expected = plain(said, 1.0)
+    for row, finite in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
+        _, lse, expected = plain(finite, 1.0)
         torch.testing.assert_close((normalisers[row].double(), entropy[row].double()), (lse[0], expected[0]))
     ones = torch.ones(2)
-    grad = kernels.slopes(logits[:2], columns[:2], normalisers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
+    grad = kernels.logit_gradient(logits[:2], columns[:2], normalisers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
     assert grad.isfinite().all()
     assert (grad[logits[:2] == -torch.inf] == 0).all()
 
 
-def test_what_is_not_a_number_stays_none(kernels: ModuleType):
+def test_nan_logits_give_nan(kernels: ModuleType):
     logits = numbers(3, 300)
     logits[1, 7] = torch.nan
-    found = kernels.looked(logits, torch.zeros(3, dtype=torch.int64), 1.0, True)
-    assert [found[i].isnan().tolist() for i in (0, 2)] == [[False, True, False]] * 2
+    results = kernels.reduce_tile(logits, torch.zeros(3, dtype=torch.int64), 1.0, True)
+    assert [results[i].isnan().tolist() for i in (0, 2)] == [[False, True, False]] * 2
 
 
 def test_large_logits_lose_no_digits(kernels: ModuleType):
     """The entropy is a sum of two terms of one sign: an offset of all logits changes nothing but their own rounding."""
     logits = numbers(5, 600)
     shifted = (logits * 1024).round() / 1024 + 4096  # exact in float32
-    _, _, entropy = kernels.looked(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
+    _, _, entropy = kernels.reduce_tile(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
     torch.testing.assert_close(entropy.double(), plain(shifted, 1.0)[2], rtol=1e-6, atol=1e-6)
 
 
@@ -97,7 +97,7 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
     logits, columns, temperature = 3 * numbers(7, 5000), torch.arange(7) * 800, 0.7
     log_p, lse, entropy = plain(logits, temperature)
     of = (numbers(7, seed=1) if of_log_probs else None, numbers(7, seed=2) if of_entropy else None)
-    grad = kernels.slopes(logits, columns, lse.float(), entropy.float(), *of, temperature, dtype)
+    grad = kernels.logit_gradient(logits, columns, lse.float(), entropy.float(), *of, temperature, dtype)
     scaled = (logits.double() / temperature).requires_grad_()
     log_p = scaled.log_softmax(1)
     wanted = torch.zeros(())
@@ -113,12 +113,12 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
 
 @pytest.mark.parametrize("tile", [(5, 7), (37, 29), (10, 4)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_the_whole_head(
+def test_all_tiles_give_the_values_and_gradients_of_float64(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int], temperature: float
 ):
-    """Values and gradients through all tiles, as on a GPU; what operators of torch would have done is not done."""
+    """The path of a GPU; the torch operators of the CPU path are disabled."""
     monkeypatch.setattr(head, "_kernels", lambda _: kernels)
-    monkeypatch.setattr(head, "_slopes", None)
+    monkeypatch.setattr(head, "_logit_gradient", None)
     hidden, weight = numbers(37, 8).requires_grad_(), numbers(29, 8, seed=1).requires_grad_()
     targets = torch.randint(0, 29, (37,), generator=torch.Generator().manual_seed(2))
     mixture = numbers(2, 37, seed=3)
@@ -132,9 +132,9 @@ def test_the_whole_head(
     torch.testing.assert_close([each.double() for each in got], list(wanted), rtol=1e-4, atol=1e-5)
 
 
-def test_no_tokens(kernels: ModuleType):
+def test_no_tokens_give_empty_results(kernels: ModuleType):
     empty = torch.empty(0, 50)
     nowhere = torch.empty(0, dtype=torch.int64)
-    assert [each.shape for each in kernels.looked(empty, nowhere, 1.0, True)] == [(0,)] * 3
-    grad = kernels.slopes(empty, nowhere, empty[:, 0], None, empty[:, 0], None, 1.0, torch.bfloat16)
+    assert [each.shape for each in kernels.reduce_tile(empty, nowhere, 1.0, True)] == [(0,)] * 3
+    grad = kernels.logit_gradient(empty, nowhere, empty[:, 0], None, empty[:, 0], None, 1.0, torch.bfloat16)
     assert grad.shape == (0, 50)

@@ -1,4 +1,4 @@
-"""The kernels of the fused output head as a GPU would run them: compiled, which needs none."""
+"""Compile the kernels of the fused output layer for GPUs; the compiler runs without one."""
 
 from pathlib import Path
 
@@ -16,13 +16,14 @@ CAPABILITIES = [80, 90]
 def test_kernels_of_the_head_compile_and_keep_to_registers(capability: int, dtype: str, tmp_path: Path):
     from camshaft.models.triton import linear_logprob as kernels
 
-    common = {"logits": "*fp32", "columns": "*i64", "num_tokens": "i32", "num_words": "i32", "temperature": "fp32"}
+    sizes = {"num_tokens": "i32", "vocabulary_size": "i32"}
+    common = {"logits": "*fp32", "columns": "*i64", **sizes, "temperature": "fp32"}
     cases = [
-        (kernels._look, common | {"found": "*fp32"}, {"ENTROPY": True}),
-        (kernels._slope, common | {"about": "*fp32", "grad": f"*{dtype}"}, {}),
+        (kernels._reduce_kernel, common | {"results": "*fp32"}, {"ENTROPY": True}),
+        (kernels._gradient_kernel, common | {"statistics": "*fp32", "grad": f"*{dtype}"}, {}),
     ]
     for kernel, types, constants in cases:
-        constants = {**constants, "BLOCK": kernels.WORDS}
+        constants = {**constants, "BLOCK": kernels.BLOCK_SIZE}
         used = resources(kernel, types, constants, {"num_warps": kernels.WARPS}, capability, tmp_path)
         # 65536 registers of a multiprocessor, and two programs at a time at least: one loads while the other computes.
         assert used["STACK"] == 0, used

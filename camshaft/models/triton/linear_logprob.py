@@ -1,17 +1,17 @@
-"""What `linear_logprob.py` does with the logits of a tile, each in one pass over memory: kernels in Triton for GPUs.
+"""Triton kernels for the logits of one tile of `linear_logprob.py`, each in one pass over memory.
 
-    normalisers, chosen, entropy = looked(logits, columns, temperature=0.7, need_entropy=True)
-    grad = slopes(logits, columns, normalisers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
+    normalisers, chosen, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
+    grad = logit_gradient(logits, columns, normalisers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
 
-The products with the weight are torch's. Between them, operators of torch would read and write a tile about ten times:
-by the count of bytes, longer than the products take for a hidden size of some thousands. Here it is read once forward,
-and backward read once and written once, in the dtype that the next product takes.
+Matrix products use torch. Between them, torch operators would read and write a tile about ten times. By the count of
+bytes that takes longer than the products for a hidden size of some thousands. The forward kernel reads the tile once;
+the backward kernel reads it once and writes it once, in the dtype of the next product.
 
-`logits` (C, V) are float32, next to each other and as the product gave them, before the temperature; `columns` (C,)
-int64 say where the target of each token is, which may be outside of the tile. Everything else is float32. The
-mathematics, and what the names mean, are in the docstring of `linear_logprob.py`.
+`logits` (C, V) are contiguous float32 before the division by the temperature. `columns` (C,) int64 are the columns of
+the targets, which may lie outside of the tile. All other tensors are float32. The docstring of `linear_logprob.py`
+defines the mathematics.
 
-Imported where there is a GPU alone: importing Triton takes a while, and builds of torch for CPUs come without it.
+Imported only on a GPU: importing Triton is slow, and CPU builds of torch do not include it.
 """
 
 from typing import Any
@@ -21,24 +21,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WORDS = 4096
-"""Words of a row that are looked at together. (A power of two.)"""
+BLOCK_SIZE = 4096
+"""Vocabulary entries per block; a power of two."""
 
 WARPS = 8
-"""Groups of 32 threads that do it: 16 numbers for each thread, few enough to stay in registers."""
+"""Warps per program: 16 numbers per thread, which fit into registers."""
 
 
-def looked(logits: Tensor, columns: Tensor, temperature: float, need_entropy: bool) -> list[Tensor]:
-    """Of each token, over the words of the tile: the logsumexp, the target's logit or 0 if it is elsewhere, and if
-    wanted the entropy."""
-    tokens, words = logits.shape
-    found = logits.new_empty(3 if need_entropy else 2, tokens)
+def reduce_tile(logits: Tensor, columns: Tensor, temperature: float, need_entropy: bool) -> list[Tensor]:
+    """Return per token the logsumexp, the logit of the target (0 outside of the tile), and the entropy if needed."""
+    tokens, vocabulary = logits.shape
+    results = logits.new_empty(3 if need_entropy else 2, tokens)
     if tokens:
-        _launch(_look, (tokens,), logits, columns, found, tokens, words, temperature, ENTROPY=need_entropy)
-    return list(found)
+        _launch(
+            _reduce_kernel, (tokens,), logits, columns, results, tokens, vocabulary, temperature, ENTROPY=need_entropy
+        )
+    return list(results)
 
 
-def slopes(
+def logit_gradient(
     logits: Tensor,
     columns: Tensor,
     normalisers: Tensor,
@@ -48,15 +49,15 @@ def slopes(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(C, V) in `dtype`: the gradient of the scaled logits. `normalisers` and `entropy` are those of all words."""
-    tokens, words = logits.shape
+    """(C, V) in `dtype`: gradient of the scaled logits. `normalisers` and `entropy` are over the whole vocabulary."""
+    tokens, vocabulary = logits.shape
     grad = torch.empty_like(logits, dtype=dtype)
     none = torch.zeros_like(normalisers)
-    given = (normalisers, entropy, grad_log_probs, grad_entropy)
-    about = torch.stack([none if each is None else each for each in given])
+    tensors = (normalisers, entropy, grad_log_probs, grad_entropy)
+    statistics = torch.stack([none if each is None else each for each in tensors])
     if tokens:
-        grid = (tokens, -(-words // _block(words)))
-        _launch(_slope, grid, logits, columns, about, grad, tokens, words, temperature)
+        grid = (tokens, -(-vocabulary // _block(vocabulary)))
+        _launch(_gradient_kernel, grid, logits, columns, statistics, grad, tokens, vocabulary, temperature)
     return grad
 
 
@@ -64,26 +65,26 @@ def _launch(kernel: Any, grid: tuple[int, ...], logits: Tensor, *rest: Any, **co
     kernel[grid](logits, *rest, **constants, BLOCK=_block(logits.shape[1]), num_warps=WARPS)
 
 
-def _block(words: int) -> int:
-    return min(WORDS, 1 << (words - 1).bit_length())
+def _block(vocabulary: int) -> int:
+    return min(BLOCK_SIZE, 1 << (vocabulary - 1).bit_length())
 
 
 @triton.jit
-def _look(
-    logits, columns, found, num_tokens, num_words, temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+def _reduce_kernel(
+    logits, columns, results, num_tokens, vocabulary_size, temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A program for each token. `total` is the sum of exp(z - top) and `moment` that of exp(z - top) (z - top), with
-    `top` the largest z so far: the entropy is log(total) - moment / total, and neither term is negative."""
+    """One program per token. `total` is the sum of exp(z - top) and `moment` the sum of exp(z - top) (z - top), where
+    `top` is the largest z so far. The entropy is log(total) - moment / total; neither term is negative."""
     token = tl.program_id(0).to(tl.int64)
-    row = logits + token * num_words
+    row = logits + token * vocabulary_size
     top = -float("inf")
     total = 0.0
     moment = 0.0
-    for start in range(0, num_words, BLOCK):
+    for start in range(0, vocabulary_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
-        z = tl.load(row + at, mask=at < num_words, other=-float("inf")) / temperature
+        z = tl.load(row + at, mask=at < vocabulary_size, other=-float("inf")) / temperature
         new = tl.maximum(top, tl.max(z, axis=0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # words that cannot be said have no distance from each other
+        shift = tl.where(new == -float("inf"), 0.0, new)  # avoids -inf - -inf
         smaller = tl.exp(tl.where(top == -float("inf"), 0.0, top - shift))
         below = z - shift
         share = tl.exp(below)
@@ -92,27 +93,27 @@ def _look(
             moment = moved * smaller + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
         total = total * smaller + tl.sum(share, axis=0)
         top = new
-    tl.store(found + token, top + tl.log(total))
+    tl.store(results + token, top + tl.log(total))
     column = tl.load(columns + token)
-    here = (column >= 0) & (column < num_words)
-    tl.store(found + num_tokens + token, tl.load(row + column, mask=here, other=0.0) / temperature)
+    inside = (column >= 0) & (column < vocabulary_size)
+    tl.store(results + num_tokens + token, tl.load(row + column, mask=inside, other=0.0) / temperature)
     if ENTROPY:
-        tl.store(found + 2 * num_tokens + token, tl.log(total) - moment / total)
+        tl.store(results + 2 * num_tokens + token, tl.log(total) - moment / total)
 
 
 @triton.jit
-def _slope(logits, columns, about, grad, num_tokens, num_words, temperature, BLOCK: tl.constexpr):
-    """A program for each token and block of words."""
+def _gradient_kernel(logits, columns, statistics, grad, num_tokens, vocabulary_size, temperature, BLOCK: tl.constexpr):
+    """One program per token and block of the vocabulary."""
     token = tl.program_id(0).to(tl.int64)
-    normaliser = tl.load(about + token)
-    entropy = tl.load(about + num_tokens + token)
-    of_log_prob = tl.load(about + 2 * num_tokens + token)
-    of_entropy = tl.load(about + 3 * num_tokens + token)
+    normaliser = tl.load(statistics + token)
+    entropy = tl.load(statistics + num_tokens + token)
+    of_log_prob = tl.load(statistics + 2 * num_tokens + token)
+    of_entropy = tl.load(statistics + 3 * num_tokens + token)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < num_words
-    z = tl.load(logits + token * num_words + at, mask=inside, other=-float("inf")) / temperature
+    inside = at < vocabulary_size
+    z = tl.load(logits + token * vocabulary_size + at, mask=inside, other=-float("inf")) / temperature
     log_p = z - normaliser
     p = tl.exp(log_p)
     slope = tl.where(p == 0, 0.0, p * (of_log_prob + of_entropy * (log_p + entropy)))
     result = tl.where(at == tl.load(columns + token), of_log_prob, 0.0) - slope
-    tl.store(grad + token * num_words + at, result.to(grad.dtype.element_ty), mask=inside)
+    tl.store(grad + token * vocabulary_size + at, result.to(grad.dtype.element_ty), mask=inside)

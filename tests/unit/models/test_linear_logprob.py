@@ -148,7 +148,7 @@ def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
     with Largest() as largest:
         log_probs, entropy = linear_logprob(hidden, weight, targets, None, 0.9, True, tile)
         (log_probs.sum() + entropy.sum()).backward()
-    assert largest.entries == tile.tokens * tile.words
+    assert largest.entries == tile.tokens * tile.vocabulary
     with Largest() as largest:
         naive(hidden, weight, None, targets, 0.9)[0].sum().backward()
     assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
@@ -163,7 +163,7 @@ def test_the_gradient_of_half_a_weight_is_added_up_in_float32_a_tile_at_a_time()
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     with Largest(torch.float32) as largest:
         linear_logprob(hidden, weight, targets, tile=tile)[0].sum().backward()
-    assert largest.entries == tile.words * wide < weight.numel()
+    assert largest.entries == tile.vocabulary * wide < weight.numel()
     wider = weight.detach().double().requires_grad_()
     naive(hidden.detach().double(), wider, None, targets, 1.0)[0].sum().backward()
     assert weight.grad is not None
@@ -262,7 +262,7 @@ def test_divergence_makes_no_tensor_larger_than_a_tile_of_logits():
     log_q = torch.randn(rows, vocabulary).log_softmax(dim=-1)
     with Largest() as largest:
         linear_full_kl(hidden, weight, log_q, torch.arange(rows), None, 0.9, tile).sum().backward()
-    assert largest.entries == tile.tokens * tile.words
+    assert largest.entries == tile.tokens * tile.vocabulary
 
 
 # -- rows of the vocabulary on several ranks -------------------------------------------------------
