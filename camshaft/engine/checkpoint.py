@@ -1,4 +1,4 @@
-"""Checkpoints of engines: one folder, written by one process or by many, read at any world size.
+"""Checkpoints of engines: one folder, written by one or many processes, loaded at any world size.
 
     state = State.of(weights, optimizer, parameters, facts={"update": 20}, random=random_states(device))
     save(state, "ckpt/global_step_20/actor", group=group, global_step=20)
@@ -6,16 +6,19 @@
 
     model/*.safetensors       weights by Hugging Face names
     optimizer/*.safetensors   `<parameter>/<key>`: model.norm.weight/exp_avg
-    random/rank_0.safetensors what each rank's dropout draws from; read again at the same world size only
-    state.json                world size, class of the optimizer, what the engine adds
+    random/rank_0.safetensors random state of each rank (dropout); loaded at the same world size only
+    state.json                world size, class of the optimizer, facts of the engine
     manifest.json             every file with size and checksum (camshaft/storage.py)
 
-Tensors are plain ones or DTensors over any mesh. Each rank writes its own part into a folder that all of them
-see, and torch.distributed.checkpoint puts the parts together for whatever layout reads them. One process
-without torch.distributed (`group=None`) writes plain files of the same names and reads both kinds.
+Tensors may be DTensors over any mesh. Each rank writes its shards into a folder that all ranks share, and
+torch.distributed.checkpoint assembles the shards for the layout that loads them. One process without torch.distributed
+(`group=None`) writes unsharded files of the same names and loads both kinds.
 
-`group` is a process group that moves CPU objects (gloo); give it a timeout longer than a copy to `hdfs_path`.
-Whatever goes wrong on one rank is raised on all of them, and then the folder does not take its name.
+`group` is a process group with a CPU backend (gloo); its timeout must exceed the time of a copy to `hdfs_path`. An
+error on one rank is raised on all ranks, and the folder then never gets its final name.
+
+Tensors of an optimizer are stored under the Hugging Face names of its parameters, bitwise. Numbers that an optimizer
+keeps as Python objects go to `state.json`. Settings of the config (lr, betas, weight decay) are not stored.
 """
 
 from __future__ import annotations
@@ -41,24 +44,26 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 
 from camshaft import storage
 from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, seat_in
-from camshaft.engine.optimizer_state import Held, optimizer_state, optimizer_targets, restore_optimizer
 from camshaft.errors import CheckpointError
 
 FACTS = "state.json"
 _FILE_BYTES = 2 << 30
+
+TensorInfo = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor in a checkpoint."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class State:
-    """All that an engine goes on from. The tensors are the live ones until `staged` copies them."""
+    """Everything a resume needs. The tensors are the live ones until `staged` copies them."""
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     random: Mapping[str, Tensor]
     facts: Mapping[str, Any]
-    """What the engine adds; JSON, like the values below."""
+    """Schedule position and model description of the engine; JSON, like the values below."""
     optimizer_class: str | None = None
     optimizer_values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,13 +76,13 @@ class State:
         facts: Mapping[str, Any],
         random: Mapping[str, Tensor],
     ) -> State:
-        """`parameters` are the optimizer's, by the names that `model` has them under."""
+        """Collect the state; `parameters` are the optimizer's, by the names they have in `model`."""
         tensors, values = ({}, {}) if optimizer is None else optimizer_state(optimizer, parameters)
         name = None if optimizer is None else type(optimizer).__name__
         return cls(model, tensors, random, facts, name, values)
 
     def staged(self) -> State:
-        """Copies in host memory, which training does not change."""
+        """Copy all tensors to host memory, where training does not change them."""
 
         def copied(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
@@ -85,8 +90,8 @@ class State:
         model, optimizer, random = map(copied, (self.model, self.optimizer, self.random))
         return replace(self, model=model, optimizer=optimizer, random=random, facts=copy.deepcopy(self.facts))
 
-    def told(self, world_size: int) -> dict[str, Any]:
-        """What is not a tensor, for `state.json`."""
+    def as_json(self, world_size: int) -> dict[str, Any]:
+        """Return everything but the tensors, for `state.json`."""
         return {
             "world_size": world_size,
             "optimizer": self.optimizer_class,
@@ -97,11 +102,11 @@ class State:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What the engine has to take up itself."""
+    """Parts of a checkpoint that the engine restores itself."""
 
     facts: dict[str, Any]
     random: dict[str, Tensor]
-    """This rank's; empty if the checkpoint was written at another world size."""
+    """Random state of this rank; empty if the checkpoint was written at another world size."""
 
 
 # -- writing --------------------------------------------------------------------------------------
@@ -116,16 +121,16 @@ def save(
     global_step: int = 0,
     max_ckpt_to_keep: int | None = None,
 ) -> None:
-    """Write `state` to the folder `local_path`, whole or not at all; every rank of `group` calls it."""
+    """Write `state` atomically to the folder `local_path`; collective over `group`."""
     target = Path(local_path).expanduser().absolute()
     rank, world_size = seat_in(group)
-    with _explained(rank, f"{target} could not be written"):
+    with _checkpoint_errors(rank, f"{target} could not be written"):
         work = on_rank_zero(group, lambda: _begin(target, state))
         _write(state.model, work / "model", group)
         _write(state.optimizer, work / "optimizer", group)
-        parts = on_every_rank(group, lambda: _finish_own_part(state, work, group))
-        files = {name: told for part in parts for name, told in part.items()}
-        on_rank_zero(group, lambda: _finish(target, work, files, state.told(world_size), global_step))
+        fingerprints = on_every_rank(group, lambda: _finish_rank(state, work, group))
+        files = {name: fingerprint for of_rank in fingerprints for name, fingerprint in of_rank.items()}
+        on_rank_zero(group, lambda: _finish(target, work, files, state.as_json(world_size), global_step))
         if hdfs_path is not None:
             on_rank_zero(group, lambda: storage.copy_folder(str(target), hdfs_path))
         if max_ckpt_to_keep is not None:
@@ -133,7 +138,7 @@ def save(
 
 
 def _begin(target: Path, state: State) -> Path:
-    with _explained(0, f"{target} could not be written"):
+    with _checkpoint_errors(0, f"{target} could not be written"):
         work = storage.begin(target)
         for part, tensors in (("model", state.model), ("optimizer", state.optimizer), ("random", state.random)):
             if tensors:
@@ -142,22 +147,22 @@ def _begin(target: Path, state: State) -> Path:
 
 
 def _write(tensors: Mapping[str, Tensor], folder: Path, group: Group) -> None:
-    """This rank's part of `tensors`; a tensor that several ranks hold is written by one of them."""
+    """Write this rank's shards of `tensors`; one rank writes a tensor that several ranks hold."""
     if not tensors:
         return
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     if group is None:
-        save_file(whole, folder / f"{folder.name}.safetensors")
+        save_file(contiguous, folder / f"{folder.name}.safetensors")
         return
     _, world_size = seat_in(group)
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_numbers(whole, world_size), save_distributed=True
+        str(folder), fqn_to_index_mapping=_file_numbers(contiguous, world_size), save_distributed=True
     )
-    state_dict_saver.save(dict(whole), storage_writer=writer, process_group=group)
+    state_dict_saver.save(dict(contiguous), storage_writer=writer, process_group=group)
 
 
 def _file_numbers(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
-    """Tensor -> number of its file, counted from 1. A file is put together in memory, so none may grow large."""
+    """Assign each tensor to a file, numbered from 1. A file is assembled in memory, so its size is limited."""
     numbers, number, filled = {}, 1, 0.0
     for name, tensor in tensors.items():
         share = tensor.numel() * tensor.element_size() / world_size
@@ -167,38 +172,38 @@ def _file_numbers(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, i
     return numbers
 
 
-def _finish_own_part(state: State, work: Path, group: Group) -> dict[str, Any]:
-    """Write this rank's random state; the fingerprints of all that it wrote, which it reads for them again."""
+def _finish_rank(state: State, work: Path, group: Group) -> dict[str, Any]:
+    """Write this rank's random state, read all files of this rank again, and return their fingerprints."""
     rank, _ = seat_in(group)
-    # torch.distributed.checkpoint counts ranks from 1 in the names of their files.
+    # torch.distributed.checkpoint numbers ranks from 1 in file names.
     pattern = "*.safetensors" if group is None else f"shard-{rank + 1:05d}-*.safetensors"
-    with _explained(rank, f"{work} could not be written"):
-        own = [path for part in ("model", "optimizer") for path in (work / part).glob(pattern)]
+    with _checkpoint_errors(rank, f"{work} could not be written"):
+        paths = [path for part in ("model", "optimizer") for path in (work / part).glob(pattern)]
         if state.random:
-            own.append(work / "random" / f"rank_{rank}.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in state.random.items()}, own[-1])
-        return storage.fingerprints(work, own)
+            paths.append(work / "random" / f"rank_{rank}.safetensors")
+            save_file({name: tensor.contiguous() for name, tensor in state.random.items()}, paths[-1])
+        return storage.fingerprints(work, paths)
 
 
 def _finish(target: Path, work: Path, files: dict[str, Any], facts: Mapping[str, Any], global_step: int) -> None:
-    with _explained(0, f"{target} could not be written"):
-        there = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
-        if unseen := sorted(files.keys() - there):
+    with _checkpoint_errors(0, f"{target} could not be written"):
+        visible = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
+        if missing := sorted(files.keys() - visible):
             raise CheckpointError(
-                f"{target}: rank 0 does not see '{unseen[0]}', which another rank has written. "
-                "Name a folder on a disk that all nodes share"
+                f"{target}: rank 0 does not see '{missing[0]}', which another rank has written; "
+                "use a folder on a file system that all nodes share"
             )
-        assert there == files.keys(), f"nobody took the checksum of {sorted(there - files.keys())}"
+        assert visible == files.keys(), f"no checksum of {sorted(visible - files.keys())}"
         (work / FACTS).write_text(json.dumps(facts), encoding="utf-8")
         files |= storage.fingerprints(work, [work / FACTS])
         storage.finish(target, files, {"kind": "engine", "global_step": global_step})
 
 
 class BackgroundSave:
-    """`save` in a thread, from copies in host memory; training goes on after `start` has made them.
+    """Runs `save` in a thread, from copies in host memory; training continues once `start` has made the copies.
 
-    `group` must be this object's own: a collective of training in the same group would meet one of the thread's.
-    Call `wait` before the process ends, before a load, and to learn of an error; `start` waits for the one before.
+    `group` must not be used elsewhere: collectives of training would mix with those of the thread. Call `wait` before
+    the process ends, before a load, and to raise the error of a save; `start` waits for the previous save.
     """
 
     def __init__(self, group: Group = None):
@@ -215,13 +220,13 @@ class BackgroundSave:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Copy `state` and write the copy in the background; the arguments are those of `save`."""
+        """Copy `state` and write the copy in the background; arguments as for `save`."""
         self.wait()
         copies: list[State] = []
         rank, _ = seat_in(self._group)
-        with _explained(rank, f"no room for the copy to write {local_path} from"):
+        with _checkpoint_errors(rank, f"no memory for the copy of {local_path}"):
             on_every_rank(self._group, lambda: copies.append(state.staged()))
-        # A thread begins on device 0, where torch would open a context that nobody asked for.
+        # A new thread uses device 0, where torch would create a context.
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def run() -> None:
@@ -244,7 +249,7 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written; raises what went wrong since the last call."""
+        """Wait for the save in progress; raise its error."""
         if self._thread is None:
             return
         self._thread.join()
@@ -258,16 +263,16 @@ class BackgroundSave:
 
 
 @contextlib.contextmanager
-def brought(local_path: str, hdfs_path: str | None, remove_after: bool, group: Group = None) -> Iterator[Path]:
-    """The folder to load from: `local_path`, after a copy of `hdfs_path` came there if one is named.
+def fetched(local_path: str, hdfs_path: str | None, remove_after: bool, group: Group = None) -> Iterator[Path]:
+    """Yield the folder to load: `local_path`, to which `hdfs_path` is copied first if given.
 
-    Only such a copy is removed again at the end, if `remove_after`.
+    `remove_after` removes such a copy on exit.
     """
     if hdfs_path is not None:
         on_rank_zero(group, lambda: storage.copy_folder(hdfs_path, local_path))
     yield Path(local_path).expanduser()
     if hdfs_path is not None and remove_after:
-        on_every_rank(group, lambda: None)  # until then another rank may still read
+        on_every_rank(group, lambda: None)  # another rank may still be reading
         on_rank_zero(group, lambda: storage.remove(local_path))
 
 
@@ -279,67 +284,67 @@ def load_into(
     *,
     group: Group = None,
 ) -> Loaded:
-    """Fill `model` in place and, where there is one, make the optimizer's state that of the checkpoint.
+    """Load weights into `model` in place, and the optimizer's state; collective over `group`.
 
-    Nothing is changed before every file was found whole, by its checksum, and every name and shape was found to
-    fit. Without an optimizer only the weights are read. Every rank of `group` calls it.
+    Checksums of all files, names and shapes are verified before anything is changed. Without an optimizer only the
+    weights are loaded.
     """
     folder = Path(local_path).expanduser()
     rank, world_size = seat_in(group)
-    with _explained(rank, f"{folder} could not be read"):
+    with _checkpoint_errors(rank, f"{folder} could not be read"):
         on_every_rank(group, lambda: storage.verify(folder, (rank, world_size)))
-        facts, held, held_state = on_rank_zero(group, lambda: _contents(folder))
-        _compare(folder, held, {name: tuple(tensor.shape) for name, tensor in model.items()})
+        facts, stored, stored_state = on_rank_zero(group, lambda: _contents(folder))
+        _compare(folder, stored, {name: tuple(tensor.shape) for name, tensor in model.items()})
         targets: dict[str, Tensor] = {}
         if optimizer is not None:
-            assert parameters is not None, "an optimizer's state is found by the names of its parameters"
+            assert parameters is not None, "optimizer state is stored by parameter names"
             if _has_state_of(optimizer, facts, folder):
-                make = functools.partial(optimizer_targets, optimizer, parameters, held_state, folder)
+                make = functools.partial(optimizer_targets, optimizer, parameters, stored_state, folder)
                 on_every_rank(group, lambda: targets.update(make()))
-        _read(folder / "model", model, group)
-        _read(folder / "optimizer", targets, group)
+        _load_tensors(folder / "model", model, group)
+        _load_tensors(folder / "optimizer", targets, group)
         if optimizer is not None and parameters is not None:
             restore_optimizer(optimizer, parameters, targets, facts["optimizer_values"])
-        return Loaded(facts["engine"], _random_of(folder, facts["world_size"], rank, world_size))
+        return Loaded(facts["engine"], _random_state(folder, facts["world_size"], rank, world_size))
 
 
-def _contents(folder: Path) -> tuple[dict[str, Any], dict[str, Held], dict[str, Held]]:
-    """(facts, tensors of the model, tensors of the optimizer) of a checkpoint."""
+def _contents(folder: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Return (facts, tensors of the model, tensors of the optimizer) of a checkpoint."""
     return facts_of(folder), _tensors(folder / "model"), _tensors(folder / "optimizer")
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """What `State.told` gave, read by itself."""
+    """Read the `state.json` of a checkpoint (`State.as_json`)."""
     path = folder / FACTS
     if not path.is_file():
         raise CheckpointError(f"{folder} was not written by an engine: it has no {FACTS}")
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _tensors(folder: Path) -> dict[str, Held]:
-    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
-    return {name: (tuple(info.size), info.properties.dtype) for name, info in found.items()}  # pyright: ignore
+def _tensors(folder: Path) -> dict[str, TensorInfo]:
+    metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    return {name: (tuple(info.size), info.properties.dtype) for name, info in metadata.items()}  # pyright: ignore
 
 
-def _compare(folder: Path, held: Mapping[str, Held], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """An error that names what differs between the checkpoint's model and this one."""
-    wrong = [f"'{name}' is missing" for name in wanted if name not in held]
-    wrong += [f"'{name}' is unknown here" for name in held if name not in wanted]
-    wrong += [
-        f"'{name}' is {held[name][0]}, the model has {shape}"
-        for name, shape in wanted.items()
-        if name in held and held[name][0] != shape
+def _compare(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise an error that names the differences between the checkpoint's model and this one."""
+    problems = [f"'{name}' is missing" for name in expected if name not in stored]
+    problems += [f"'{name}' is not in the model" for name in stored if name not in expected]
+    problems += [
+        f"'{name}' is {stored[name][0]}, the model has {shape}"
+        for name, shape in expected.items()
+        if name in stored and stored[name][0] != shape
     ]
-    if wrong:
-        more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:5])}{more}")
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(problems[:5])}{more}")
 
 
 def _has_state_of(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any], folder: Path) -> bool:
-    """Was the checkpoint written with an optimizer of this class? An error if it was another one."""
+    """Return True if the checkpoint has state of this optimizer's class; raise an error if of another class."""
     kind = type(optimizer).__name__
     if facts["optimizer"] is None:
-        logger.warning("%s holds no optimizer state: %s starts anew", folder, kind)
+        logger.warning("%s holds no optimizer state; %s starts with empty state", folder, kind)
         return False
     if facts["optimizer"] != kind:
         raise CheckpointError(
@@ -349,34 +354,110 @@ def _has_state_of(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any], fo
     return True
 
 
-def _read(folder: Path, targets: Mapping[str, Tensor], group: Group) -> None:
-    """Fill `targets` from the files of `folder`, whatever layout they were written in."""
+def _load_tensors(folder: Path, targets: Mapping[str, Tensor], group: Group) -> None:
+    """Load `targets` from the files of `folder`, written in any layout."""
     if not targets:
         return
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what None means
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # expected for group=None
         reader = HuggingFaceStorageReader(str(folder))
         state_dict_loader.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
-def _random_of(folder: Path, written_by: int, rank: int, world_size: int) -> dict[str, Tensor]:
+def _random_state(folder: Path, written_by: int, rank: int, world_size: int) -> dict[str, Tensor]:
     if written_by == world_size:
         path = folder / "random" / f"rank_{rank}.safetensors"
         return load_file(path) if path.is_file() else {}
     if rank == 0:
-        logger.info("%s was written by %d ranks and is read by %d: dropout draws anew", folder, written_by, world_size)
+        logger.info(
+            "%s was written by %d ranks and is loaded by %d; dropout starts with new random states",
+            folder,
+            written_by,
+            world_size,
+        )
     return {}
 
 
 @contextlib.contextmanager
-def _explained(rank: int, what: str) -> Iterator[None]:
-    """A CheckpointError that says on which rank `what` came about, and from which cause."""
+def _checkpoint_errors(rank: int, problem: str) -> Iterator[None]:
+    """Turn an error into a `CheckpointError` with `problem`, the rank and the cause."""
     try:
         yield
     except CheckpointError:
         raise
     except CheckpointException as error:
         failed, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        raise CheckpointError(f"{what}: rank {failed}: {type(cause).__name__}: {cause}") from cause
+        raise CheckpointError(f"{problem}: rank {failed}: {type(cause).__name__}: {cause}") from cause
     except Exception as error:
-        raise CheckpointError(f"{what}: rank {rank}: {type(error).__name__}: {error}") from error
+        raise CheckpointError(f"{problem}: rank {rank}: {type(error).__name__}: {error}") from error
+
+
+# -- the state of an optimizer, by parameter names ------------------------------------------------
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (tensors, other values) by `<parameter>/<key>`; the tensors are not copied."""
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, Any] = {}
+    named = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
+    if unnamed := len(optimizer.state) - len(named):
+        raise CheckpointError(
+            f"{type(optimizer).__name__} has state of {unnamed} parameters without a name in the model"
+        )
+    for name, state in named.items():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}/{key}"] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                values[f"{name}/{key}"] = value
+            else:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as '{key}' of {name}; a checkpoint "
+                    "stores tensors, numbers and strings. Choose an optimizer with such a state"
+                )
+    return tensors, values
+
+
+def optimizer_targets(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], stored: Mapping[str, TensorInfo], folder: Path
+) -> dict[str, Tensor]:
+    """Allocate a tensor for each optimizer tensor of the checkpoint `folder`.
+
+    State of the parameter's shape has the parameter's layout (DTensors too); other state is not sharded.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    targets = {}
+    for full, (shape, dtype) in stored.items():
+        name, key = _split(full)
+        parameter = parameters.get(name)
+        if parameter is None or id(parameter) not in groups:
+            raise CheckpointError(f"{folder} holds optimizer state of '{name}', which this engine does not train")
+        if shape == tuple(parameter.shape) and shape:
+            targets[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            group = groups[id(parameter)]
+            # As in torch: the step counter is on the CPU unless a kernel reads it on the device.
+            on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
+            targets[full] = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+    return targets
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    values: Mapping[str, Any],
+) -> None:
+    """Replace the state of `optimizer` by `tensors` and `values`."""
+    optimizer.state.clear()
+    for full, value in {**tensors, **values}.items():
+        name, key = _split(full)
+        optimizer.state[parameters[name]][key] = value
+
+
+def _split(full: str) -> tuple[str, str]:
+    """Return (parameter, key) of `<parameter>/<key>`."""
+    name, _, key = full.rpartition("/")
+    return name, key

@@ -1,11 +1,11 @@
-"""What all ranks of a group learn together: one rank's result, or its error on every rank.
+"""Collectives for Python results: broadcast or gather values, and raise one rank's error on every rank.
 
     folder = on_rank_zero(group, lambda: storage.begin(target))
     sizes = on_every_rank(group, lambda: write(folder / f"rank_{rank}"))     # in the order of ranks
 
-A rank that failed alone would leave the others waiting for it. Here every rank comes to the exchange, and
-then every rank raises the same error. `group` is a process group whose backend moves CPU objects (gloo), or
-None for one process without torch.distributed. Results and errors cross it pickled.
+A rank that raised an error before a collective would leave the others waiting. These functions exchange the error
+first, and then raise it on every rank. `group` is a process group with a CPU backend (gloo), or None for one process
+without torch.distributed. Results and errors are pickled.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ Group = dist.ProcessGroup | None
 
 
 def seat_in(group: Group) -> tuple[int, int]:
-    """(rank in `group`, its size)."""
+    """Return (rank in `group`, size of `group`)."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
 
 def on_rank_zero(group: Group, action: Callable[[], T]) -> T:
-    """What `action` gives on rank 0 of `group`, on every rank; the other ranks do not run it."""
+    """Run `action` on rank 0 of `group` and return its result on every rank."""
     if group is None:
         return action()
     rank, _ = seat_in(group)
-    told: list[Any] = [_try(action) if rank == 0 else None]
-    own = told[0]
-    dist.broadcast_object_list(told, src=dist.get_global_rank(group, 0), group=group)
-    return _value(told[0] if own is None else own)
+    local = _try(action) if rank == 0 else None
+    received: list[Any] = [local]
+    dist.broadcast_object_list(received, src=dist.get_global_rank(group, 0), group=group)
+    return _value(received[0] if local is None else local)
 
 
 def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
-    """What `action` gives on each rank, on every rank; the error of the lowest rank that has one."""
+    """Run `action` on every rank and return all results, by rank; raise the error of the lowest rank that has one."""
     if group is None:
         return [action()]
     rank, size = seat_in(group)
-    told: list[Any] = [None] * size
-    own = _try(action)
-    dist.all_gather_object(told, own, group=group)
-    told[rank] = own  # with its traceback
-    return [_value(outcome) for outcome in told]
+    outcomes: list[Any] = [None] * size
+    local = _try(action)
+    dist.all_gather_object(outcomes, local, group=group)
+    outcomes[rank] = local  # keeps the traceback
+    return [_value(outcome) for outcome in outcomes]
 
 
 def _try(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -58,7 +58,7 @@ def _try(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """`error`, or its text where another process could not unpickle it: a lost error is a hang."""
+    """Return `error`, or an `EngineError` with its text if it cannot be pickled: a lost error would be a hang."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

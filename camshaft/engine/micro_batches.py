@@ -1,14 +1,13 @@
-"""Splitting a mini-batch into micro-batches, and putting the rows back in order.
+"""Splits a mini-batch into micro-batches, and restores the order of rows.
 
     plan = plan_micro_batches(lengths, size=4, max_tokens=None)
-    parts = [batch.reorder(rows) for rows in plan]
-    whole = restore_order(plan, predictions_of_parts)
+    parts = [model(batch.reorder(rows)) for rows in plan]
+    predictions = restore_order(plan, parts)
 
-By count: consecutive groups of `size` rows. By token budget: as few groups as hold at most `max_tokens` tokens each,
-balanced by `algorithms/partition.py` on what rows cost with attention counted, the most expensive group first. The
-budget is a hard limit: a row longer than it is an error that says so. Inside a micro-batch rows of one length are
-neighbours, which attention over packed rows turns into fewer and larger calls. Every engine uses this; it knows no
-models.
+By count: consecutive groups of `size` rows. By token budget: as few groups of at most `max_tokens` tokens as possible,
+balanced by the cost of rows including attention (`algorithms/partition.py`), the most expensive group first. The budget
+is a hard limit: a longer row is an error. Within a micro-batch rows are sorted by length, so that attention over packed
+rows makes fewer and larger calls.
 """
 
 import bisect
@@ -25,7 +24,7 @@ from camshaft.engine.prefix_sharing import PrefixGroup
 from camshaft.errors import BatchError
 
 PIVOT = attention_pivot(hidden_size=4096)
-"""Where nobody says better: that of a model with some eight billion weights."""
+"""Default: the pivot of a model of about eight billion parameters."""
 
 
 EXPECTED_BATCH = (
@@ -94,10 +93,10 @@ def plan_micro_batches(
     pivot: float = PIVOT,
     prefix_groups: Sequence[PrefixGroup] | None = None,
 ) -> list[list[int]]:
-    """Rows of each micro-batch. `equalise(count)` returns the largest count of all ranks of the group.
+    """Return the rows of each micro-batch. `equalise(count)` returns the largest count of all ranks.
 
     With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
-    the engine runs a row that counts for nothing. `pivot` is the length at which attention costs as much as the
+    the engine runs a row with weight 0. `pivot` is the length at which attention costs as much as the
     rest of the model (`attention_pivot`); token budgets are balanced with it. With a token budget, rows of
     one prefix group share a micro-batch as far as the budget allows, and their prefix counts once.
     """
@@ -154,7 +153,7 @@ def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_token
 
 @dataclass(frozen=True)
 class Budget:
-    """Rows of these sizes and costs, to be cut into groups of at most so many rows and tokens."""
+    """Rows of given sizes and costs, to be grouped under limits of rows and tokens."""
 
     sizes: Sequence[int]
     costs: Sequence[float]
@@ -165,10 +164,9 @@ class Budget:
         return sum(self.costs[row] for row in rows)
 
     def fewest(self) -> list[list[int]]:
-        """As few groups as can be found, and balanced if that needs no more of them.
+        """Return as few groups as possible, balanced if that needs no additional group.
 
-        Fewest groups is bin packing: "longest first into the fullest with room" is hardly ever beaten, and where
-        balancing needs fewer groups than it, the balanced ones are taken.
+        This is bin packing: best-fit decreasing is close to optimal, and balancing is used if it needs fewer groups.
         """
         groups = self._packed()
         least = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.most_rows))
@@ -178,41 +176,41 @@ class Budget:
         return groups
 
     def balanced(self, count: int) -> list[list[int]] | None:
-        """`count` groups of nearly equal cost within both limits, or None if that cannot be had."""
-        # Groups of equal cost can be too unequal in tokens for a tight budget; groups of equal tokens hardly are.
-        tried = [self._repaired(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
-        within = [groups for groups in tried if groups is not None]
+        """Return `count` groups of nearly equal cost within both limits, or None if none is found."""
+        # Groups of equal cost may exceed a tight token budget; groups of equal tokens rarely do.
+        candidates = [self._repaired(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
+        within = [groups for groups in candidates if groups is not None]
         return min(within, key=lambda groups: max(map(self.cost, groups)), default=None)
 
     def _repaired(self, groups: list[list[int]]) -> list[list[int]] | None:
-        """Take the shortest rows out of groups over a limit; each goes to the cheapest group that has room."""
+        """Move the shortest rows of groups over a limit to the cheapest group with space; None if there is none."""
         groups, moved = [sorted(rows, key=lambda row: (-self.sizes[row], row)) for rows in groups], []
         tokens = [sum(self.sizes[row] for row in rows) for rows in groups]
         costs = [self.cost(rows) for rows in groups]
-        for place, rows in enumerate(groups):
-            while tokens[place] > self.max_tokens or len(rows) > self.most_rows:
+        for index, rows in enumerate(groups):
+            while tokens[index] > self.max_tokens or len(rows) > self.most_rows:
                 moved.append(row := rows.pop())
-                tokens[place] -= self.sizes[row]
-                costs[place] -= self.costs[row]
+                tokens[index] -= self.sizes[row]
+                costs[index] -= self.costs[row]
         for row in sorted(moved, key=lambda row: (-self.sizes[row], row)):
             left = self.max_tokens - self.sizes[row]
-            room = [p for p, rows in enumerate(groups) if tokens[p] <= left and len(rows) < self.most_rows]
-            if not room:
+            candidates = [p for p, rows in enumerate(groups) if tokens[p] <= left and len(rows) < self.most_rows]
+            if not candidates:
                 return None
-            target = min(room, key=lambda p: (costs[p], p))
+            target = min(candidates, key=lambda p: (costs[p], p))
             groups[target].append(row)
             tokens[target] += self.sizes[row]
             costs[target] += self.costs[row]
         return groups
 
     def _packed(self) -> list[list[int]]:
-        """Longest first into the fullest group with room, whatever the groups cost."""
+        """Assign rows, longest first, to the fullest group with space (best-fit decreasing)."""
         groups: list[list[int]] = []
-        open_groups: list[tuple[int, int]] = []  # (tokens that fit in, number of the group), sorted
+        open_groups: list[tuple[int, int]] = []  # (free tokens, number of the group), sorted
         for row in sorted(range(len(self.sizes)), key=lambda row: (-self.sizes[row], row)):
-            place = bisect.bisect_left(open_groups, (self.sizes[row], -1))
-            if place < len(open_groups):
-                left, target = open_groups.pop(place)
+            index = bisect.bisect_left(open_groups, (self.sizes[row], -1))
+            if index < len(open_groups):
+                left, target = open_groups.pop(index)
             else:
                 left, target = self.max_tokens, len(groups)
                 groups.append([])
@@ -223,7 +221,7 @@ class Budget:
 
 
 def _split_further(groups: list[list[int]], more: int) -> list[list[int]]:
-    """`more` additional groups, by halving the largest; empty ones when there is nothing left to halve."""
+    """Add `more` groups by halving the largest; empty ones if no group can be halved."""
     groups = [list(group) for group in groups]
     for _ in range(more):
         largest = max(range(len(groups)), key=lambda g: len(groups[g]))

@@ -1,11 +1,11 @@
-"""What an engine keeps in host memory between phases, and brings back for those that need it.
+"""Offloading of parameters, gradients and optimizer state to host memory between phases.
 
-    parts = Parts(packed, optimizer, device, resting=("optimizer",))
-    with parts.on_device("model", "optimizer"): ...      # there inside, and no other part is touched
+    parts = Parts(packed, optimizer, device, offloaded=("optimizer",))
+    with parts.on_device("model", "optimizer"): ...      # on the device inside; other parts are not moved
 
-Parts are "model", "gradients" and "optimizer". At the end of the outermost such block those that rest go to host
-memory, the others to where they were before. Gradients may wait in host memory while the parameters stay: torch
-wants both in one place, so they are then held here.
+Parts are "model", "gradients" and "optimizer". At the end of the outermost block offloaded parts return to host memory,
+the others to their previous device. torch requires a gradient on the device of its parameter, so gradients offloaded
+without the parameters are held by `Parts`.
 """
 
 from __future__ import annotations
@@ -25,57 +25,57 @@ HOST = torch.device("cpu")
 
 
 class Parts:
-    """The places of one engine's parameters, gradients and optimizer state."""
+    """Parameters, gradients and optimizer state of one engine, and their devices."""
 
     def __init__(
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
-        resting: tuple[Part, ...] = (),
+        offloaded: tuple[Part, ...] = (),
     ):
         self._module, self._optimizer, self._device = module, optimizer, device
-        self._resting = resting
+        self._offloaded = offloaded
         self._in_use: set[Part] = set()
-        self._waiting: dict[nn.Parameter, Tensor] = {}
-        self._settle(dict.fromkeys(self._resting))
+        self._held_gradients: dict[nn.Parameter, Tensor] = {}
+        self._restore(dict.fromkeys(self._offloaded))
 
     @contextlib.contextmanager
     def on_device(self, *parts: Part) -> Iterator[None]:
-        """The parts are where the engine computes."""
-        taken: list[Part] = [part for part in parts if part not in self._in_use]
-        before: dict[Part, torch.device | None] = {part: self.place(part) for part in taken}
-        self._in_use.update(taken)
+        """Move the parts to the device on which the engine computes; move them back on exit."""
+        unused: list[Part] = [part for part in parts if part not in self._in_use]
+        before: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
+        self._in_use.update(unused)
         try:
-            for part, place in before.items():
-                if place is not None and place.type != self._device.type:
+            for part, device in before.items():
+                if device is not None and device.type != self._device.type:
                     self.move(part, self._device)
             yield
         finally:
-            self._in_use.difference_update(taken)
-            self._settle(before)
+            self._in_use.difference_update(unused)
+            self._restore(before)
 
-    def _settle(self, before: Mapping[Part, torch.device | None]) -> None:
-        """Each part where it rests, or where it was."""
-        for part, place in before.items():
-            back = HOST if part in self._resting else place
-            now = self.place(part)
-            if back is not None and now is not None and now.type != back.type:
-                self.move(part, back)
+    def _restore(self, before: Mapping[Part, torch.device | None]) -> None:
+        """Move each part to host memory if it is offloaded, else to its previous device."""
+        for part, device in before.items():
+            target = HOST if part in self._offloaded else device
+            current = self.device_of(part)
+            if target is not None and current is not None and current.type != target.type:
+                self.move(part, target)
 
-    def place(self, part: Part) -> torch.device | None:
-        """Where a part is; None if there is none of it."""
+    def device_of(self, part: Part) -> torch.device | None:
+        """Return the device of a part; None if it has no tensors."""
         if part == "model":
             return next(self._module.parameters()).device
         if part == "gradients":
-            held = self._waiting.values() or (p.grad for p in self._module.parameters() if p.grad is not None)
-            return next((gradient.device for gradient in held), None)
+            attached = (p.grad for p in self._module.parameters() if p.grad is not None)
+            return next((gradient.device for gradient in self._held_gradients.values() or attached), None)
         states = self._optimizer.state.values() if self._optimizer is not None else ()
         tensors = (value for state in states for name, value in state.items() if _moves(name, value))
         return next((tensor.device for tensor in tensors), None)
 
     def move(self, part: Part, device: torch.device) -> None:
-        """Put a part on `device`. Parameters take along the gradients that they hold."""
+        """Move a part to `device`. Parameters move together with their gradients."""
         if part == "model":
             self._module.to(device)
         elif part == "gradients":
@@ -86,23 +86,23 @@ class Parts:
         if device.type != self._device.type:
             release_cache(self._device)
 
-    def forget_gradients(self) -> None:
-        """Also those that wait here."""
-        self._waiting.clear()
+    def clear_gradients(self) -> None:
+        """Clear all gradients, offloaded ones too."""
+        self._held_gradients.clear()
         self._module.zero_grad(set_to_none=True)
 
     def _move_gradients(self, device: torch.device) -> None:
         for parameter in self._module.parameters():
-            gradient = self._waiting.pop(parameter, parameter.grad)
+            gradient = self._held_gradients.pop(parameter, parameter.grad)
             if gradient is None:
                 continue
             if parameter.device == device:
                 parameter.grad = gradient.to(device)
             else:
                 parameter.grad = None
-                self._waiting[parameter] = gradient.to(device)
+                self._held_gradients[parameter] = gradient.to(device)
 
 
 def _moves(name: str, value: object) -> bool:
-    """Optimizers count their steps on the host, wherever the moments are."""
+    """Return False for the step counters, which optimizers keep on the host."""
     return isinstance(value, Tensor) and name != "step"

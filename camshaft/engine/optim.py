@@ -1,10 +1,10 @@
-"""The optimizer, the schedule and the clipping that engines on plain torch share.
+"""Optimizer, learning-rate schedule and gradient clipping of torch engines.
 
     optimizer = build_optimizer(module.parameters(), config.optim)
     schedule = Schedule(optimizer, config.optim)
-    norm, done = clip_and_step(optimizer, config.grad_clip)
+    norm, updated = clip_and_step(optimizer, config.grad_clip)
 
-Parameters may be plain tensors, DTensors, and DTensors of several meshes side by side.
+Parameters may be tensors, DTensors, and DTensors of several meshes.
 """
 
 import difflib
@@ -22,36 +22,38 @@ from camshaft.config.engine import OptimConfig
 from camshaft.errors import EngineError
 from camshaft.plugins import import_attribute
 
-REFUSED = {"LBFGS": "it evaluates the loss several times a step", "SparseAdam": "it wants sparse gradients"}
-"""What torch.optim has and an engine cannot drive, with the reason."""
-
-OWN_RATE = "lr"
-"""The one argument that the schedule sets anew at every update."""
+UNSUPPORTED = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it requires sparse gradients",
+}
+"""Optimizers of torch.optim that engines do not support, with the reason."""
 
 
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer that `optim` names, over what is trainable.
+    """Build the optimizer of `optim` for the trainable parameters.
 
-    It is given the rate, betas, eps and weight decay as far as its class has arguments of these names and kinds, and
-    what `override_optimizer_config` says in any case. Adam and AdamW are asked for their fused form, which torch has
-    for sharded parameters too, the others for `foreach`; both are the same mathematics.
+    It receives lr, betas, eps and weight decay if its class has arguments of these names and types, and all of
+    `override_optimizer_config`. Adam and AdamW use their fused kernels, which also support sharded
+    parameters, the others `foreach`; the results are the same.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
-        raise EngineError("there is nothing to train: no parameter of the model requires a gradient")
-    found = optimizer_class(optim.optimizer)
-    taken = inspect.signature(found).parameters
-    given = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
-    arguments = {name: value for name, value in given.items() if name in taken and _same_kind(value, taken[name])}
-    arguments |= _overrides(optim, found.__name__, taken)
+        raise EngineError("nothing to train: no parameter of the model requires a gradient")
+    cls = optimizer_class(optim.optimizer)
+    accepted = inspect.signature(cls).parameters
+    values = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
+    arguments = {
+        name: value for name, value in values.items() if name in accepted and _same_type(value, accepted[name])
+    }
+    arguments |= _overrides(optim, cls.__name__, accepted)
     if not {"fused", "foreach"} & arguments.keys():
-        fused = issubclass(found, torch.optim.Adam) and not any(p.is_meta for p in trainable)
+        fused = issubclass(cls, torch.optim.Adam) and not any(p.is_meta for p in trainable)
         form = "fused" if fused else "foreach"
-        arguments |= {form: True} if form in taken else {}
-    # A group of its own for each mesh: the operations on lists of tensors take no mixture.
+        arguments |= {form: True} if form in accepted else {}
+    # One parameter group per mesh: operations on lists of tensors do not accept several meshes.
     groups = [{"params": members} for members in _by_mesh(trainable, lambda p: p)]
     try:
-        return found(groups, **arguments)
+        return cls(groups, **arguments)
     except (TypeError, ValueError) as error:
         raise EngineError(
             f"optimizer={optim.optimizer} does not take the parameters of this model, or one of {arguments}: {error}"
@@ -59,43 +61,44 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
-    """A name in torch.optim, `package.module:Class`, or `package.module.Class`."""
-    known = {
+    """Return the class of a name in torch.optim, of `package.module:Class`, or of `package.module.Class`."""
+    available = {
         key: value
         for key, value in vars(torch.optim).items()
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if ":" in name or "." in name:
         module, _, attribute = name.replace(":", ".").rpartition(".")
-        found = import_attribute(f"{module}:{attribute}")
-    elif name in known:
-        found = known[name]
+        cls = import_attribute(f"{module}:{attribute}")
+    elif name in available:
+        cls = available[name]
     else:
-        in_small = {key.lower(): key for key in known}
-        close = difflib.get_close_matches(name.lower(), in_small, n=1)
-        hint = f" Did you mean '{in_small[close[0]]}'?" if close else ""
+        lowercase = {key.lower(): key for key in available}
+        close = difflib.get_close_matches(name.lower(), lowercase, n=1)
+        hint = f" Did you mean '{lowercase[close[0]]}'?" if close else ""
         raise EngineError(
-            f"torch.optim has no optimizer '{name}'.{hint} Known: {', '.join(sorted(known.keys() - REFUSED.keys()))}, "
+            f"torch.optim has no optimizer '{name}'.{hint} "
+            f"Known: {', '.join(sorted(available.keys() - UNSUPPORTED.keys()))}, "
             "or package.module:Class"
         )
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise EngineError(f"optimizer={name} is not a class of torch.optim.Optimizer")
-    reason = REFUSED.get(found.__name__)
-    if reason is None and _needs_closure(found):
-        reason = "its step wants a function that computes the loss"
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise EngineError(f"optimizer={name} is not a subclass of torch.optim.Optimizer")
+    reason = UNSUPPORTED.get(cls.__name__)
+    if reason is None and _needs_closure(cls):
+        reason = "its step requires a closure that computes the loss"
     if reason is not None:
-        raise EngineError(f"optimizer={name} cannot be used here: {reason}. Type optimizer=AdamW")
-    return found
+        raise EngineError(f"optimizer={name} is not supported: {reason}. Set optimizer=AdamW")
+    return cls
 
 
-def _needs_closure(found: type[torch.optim.Optimizer]) -> bool:
-    _, *arguments = inspect.signature(found.step).parameters.values()
-    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(argument.default is inspect.Parameter.empty and argument.kind in named for argument in arguments)
+def _needs_closure(cls: type[torch.optim.Optimizer]) -> bool:
+    _, *arguments = inspect.signature(cls.step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(argument.default is inspect.Parameter.empty and argument.kind in kinds for argument in arguments)
 
 
-def _same_kind(value: float | tuple[float, float], parameter: inspect.Parameter) -> bool:
-    """Does the argument mean what we mean by its name? Adafactor's eps are two numbers, some betas are three."""
+def _same_type(value: float | tuple[float, float], parameter: inspect.Parameter) -> bool:
+    """Compare the type of a config value with the default of an argument: Adafactor's eps are two numbers."""
     default = parameter.default
     if default is inspect.Parameter.empty:
         return True
@@ -104,26 +107,26 @@ def _same_kind(value: float | tuple[float, float], parameter: inspect.Parameter)
     return isinstance(default, int | float)
 
 
-def _overrides(optim: OptimConfig, name: str, taken: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in optim.override_optimizer_config.items()}
-    if OWN_RATE in given:
-        raise EngineError(f"override_optimizer_config: the schedule sets lr={given[OWN_RATE]} anew; set optim.lr")
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in taken.values()):
-        return given
-    arguments = [argument for argument in taken if argument not in ("params", OWN_RATE)]
-    unknown = [argument for argument in given if argument not in arguments]
+def _overrides(optim: OptimConfig, name: str, accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+    overrides = {k: tuple(v) if isinstance(v, list) else v for k, v in optim.override_optimizer_config.items()}
+    if "lr" in overrides:
+        raise EngineError(f"override_optimizer_config: the schedule overwrites lr={overrides['lr']}; set optim.lr")
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values()):
+        return overrides
+    arguments = [argument for argument in accepted if argument not in ("params", "lr")]
+    unknown = [argument for argument in overrides if argument not in arguments]
     if unknown:
         raise EngineError(
             f"override_optimizer_config: {name} has no argument {', '.join(unknown)}; it has {', '.join(arguments)}"
         )
-    return given
+    return overrides
 
 
 def rate(optim: OptimConfig, update: int) -> float:
-    """The learning rate of update number `update`, counted from 0.
+    """Return the learning rate of update number `update`, counted from 0.
 
-    Linear warm-up reaches the full rate with update `lr_warmup_steps - 1`, so no update is at rate 0.
-    Then constant, or a cosine or a straight line that goes down to `min_lr_ratio` at `total_training_steps`.
+    Linear warm-up reaches the full rate at update `lr_warmup_steps - 1`; no update has rate 0. After it the rate is
+    constant, or decays by a cosine or linearly to `min_lr_ratio` at `total_training_steps`.
     """
     if update < optim.lr_warmup_steps:
         return optim.lr * (update + 1) / optim.lr_warmup_steps
@@ -137,7 +140,7 @@ def rate(optim: OptimConfig, update: int) -> float:
 
 
 class Schedule:
-    """Sets the optimizer's rate; its whole state is one number."""
+    """Sets the optimizer's learning rate; its state is the number of updates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, optim: OptimConfig):
         shape = optim.lr_scheduler_type
@@ -148,11 +151,11 @@ class Schedule:
 
     @property
     def rate(self) -> float:
-        """What the next update will use."""
+        """Learning rate of the next update."""
         return rate(self.optim, self.update)
 
     def go_to(self, update: int) -> float:
-        """Use the rate of update number `update` from now on."""
+        """Set the learning rate of update number `update`, and return it."""
         self.update = update
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate
@@ -162,19 +165,20 @@ class Schedule:
 def clip_and_step(
     optimizer: torch.optim.Optimizer, max_norm: float, total_norm: Callable[[list[Tensor]], Tensor] | None = None
 ) -> tuple[float, bool]:
-    """(gradient norm before clipping, was the update done). A norm that is not finite changes nothing.
+    """Clip the gradient norm and apply one update; return (norm before clipping, True if the update was applied).
 
-    The norm is of all parameters, those of other ranks included, and the same number on every rank; reading it is the
-    only wait for the device. `total_norm` is for gradients that do not say themselves what other ranks have of them.
+    A norm that is not finite applies no update. The norm is that of all parameters on all ranks, bitwise the same on
+    every rank; reading it is the only wait for the device. `total_norm` computes the norm of gradients that are not
+    DTensors although they are sharded.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
-        raise EngineError("optimizer_step: there is no gradient; call forward_backward_step first")
+        raise EngineError("optimizer_step: no gradient; call forward_backward_step first")
     groups = _by_mesh(parameters, lambda p: p.grad)
-    measure = total_norm or (lambda gradients: _whole(torch.nn.utils.get_total_norm(gradients)))
-    norms = [measure([p.grad for p in group if p.grad is not None]) for group in groups]
-    alone = len(norms) == 1 and not _several_axes(groups[0][0].grad)
-    norm = norms[0] if alone else _same_on_every_rank(_together(norms), groups)
+    norm_of = total_norm or (lambda gradients: _full_norm(torch.nn.utils.get_total_norm(gradients)))
+    norms = [norm_of([p.grad for p in group if p.grad is not None]) for group in groups]
+    single_axis = len(norms) == 1 and not _several_axes(groups[0][0].grad)
+    norm = norms[0] if single_axis else _mean_over_ranks(_combined(norms), groups)
     value = float(norm)
     if not math.isfinite(value):
         return value, False
@@ -185,44 +189,44 @@ def clip_and_step(
 
 
 def _by_mesh(
-    parameters: Iterable[torch.nn.Parameter], looked_at: Callable[[torch.nn.Parameter], Tensor | None]
+    parameters: Iterable[torch.nn.Parameter], tensor_of: Callable[[torch.nn.Parameter], Tensor | None]
 ) -> list[list[torch.nn.Parameter]]:
-    """Parameters of one mesh, and plain ones, each in a list of their own."""
+    """Group parameters by the mesh of their tensor; tensors without a mesh form one group."""
     groups: dict[Any, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
-        tensor = looked_at(parameter)
+        tensor = tensor_of(parameter)
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(parameter)
     return list(groups.values())
 
 
 def _several_axes(gradient: Tensor | None) -> bool:
-    """Whether ranks of one mesh may come to a norm in different ways."""
+    """Return True if ranks of the mesh may compute the norm in different orders."""
     return isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 1
 
 
-def _whole(norm: Tensor) -> Tensor:
-    """A norm over all ranks of its mesh, as a plain tensor on the device on which these ranks exchange."""
+def _full_norm(norm: Tensor) -> Tensor:
+    """Reduce a norm over its mesh to a plain tensor, on the device of the mesh's collectives."""
     if not isinstance(norm, DTensor):
         return norm
-    there: Any = norm.to(norm.device_mesh.device_type)
-    return there.full_tensor()
+    on_mesh: Any = norm.to(norm.device_mesh.device_type)
+    return on_mesh.full_tensor()
 
 
-def _together(norms: list[Tensor]) -> Tensor:
-    # The norm of an accelerator's parameters comes first: those that rest in host memory go there.
+def _combined(norms: list[Tensor]) -> Tensor:
+    # Norms of offloaded parameters move to the accelerator.
     device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
     wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
     return torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
 
 
-def _same_on_every_rank(norm: Tensor, groups: list[list[torch.nn.Parameter]]) -> Tensor:
-    """The mean over all meshes: ranks that differ in a bit, or in being finite, would part company for good.
+def _mean_over_ranks(norm: Tensor, groups: list[list[torch.nn.Parameter]]) -> Tensor:
+    """Average the norm over all meshes, so that it is bitwise the same on every rank.
 
-    A mesh that spans some ranks only leaves the others with a norm of their own, if the copies of a replicated
-    gradient are not the same bits. A mean carries what is not finite to every rank, as a maximum does not.
+    Copies of a replicated gradient may differ in rounding between ranks; ranks that clip by different norms, or skip
+    different updates, would diverge. Unlike a maximum, a mean propagates values that are not finite.
     """
     meshes = [group[0].grad.device_mesh for group in groups if isinstance(group[0].grad, DTensor)]
-    # In the order of parameters, which all ranks share: each of these is an exchange.
+    # In the order of parameters, which is the same on all ranks: each iteration is a collective.
     for process_group in {pg.group_name: pg for mesh in meshes for pg in mesh.get_all_groups()}.values():
         dist.all_reduce(norm, group=process_group)
         norm = norm / process_group.size()

@@ -1,10 +1,10 @@
-"""The reference engine: plain torch, one process, nothing sharded. The oracle for the others.
+"""The `reference` engine: one process, one device, nothing sharded.
 
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path="models/tiny"), optim=OptimConfig(lr=1e-3)))
     engine.init_model()
 
-What it does in a step is `packed_engine.py`, the part that all engines here share, and the one to read first;
-here is the simplest layout there is.
+A step is in `torch_engine.py`, which all engines of the package share. To compare an engine with an implementation
+that shares no code with it, see `contracts/engine/oracle.py` and `examples/plain_ppo.py`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SingleDeviceEngine(TorchEngine):
         super().__init__(config)
         if config.optim is not None and config.dtype == "bfloat16":
             raise EngineError(
-                "dtype=bfloat16: this engine would update the bfloat16 weights themselves, and small updates are lost "
-                "to rounding. Train in float32, or with the fsdp engine and its mixed_precision; a forward-only "
-                "engine may be bfloat16"
+                "dtype=bfloat16: strategy=reference would apply updates to bfloat16 weights, which loses small updates "
+                "to rounding. Train in float32, or with strategy=fsdp and its mixed_precision; a forward-only engine "
+                "may use bfloat16"
             )
 
     def _build(self) -> PackedModel:

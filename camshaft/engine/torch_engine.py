@@ -312,7 +312,7 @@ class TorchEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        self.parts.forget_gradients()
+        self.parts.clear_gradients()
 
     def optimizer_step(self) -> float:
         with self.parts.on_device("model", "gradients", "optimizer"):
@@ -353,7 +353,7 @@ class TorchEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        fetched = checkpoint.brought(local_path, hdfs_path, del_local_after_load, self._checkpoint_group)
+        fetched = checkpoint.fetched(local_path, hdfs_path, del_local_after_load, self._checkpoint_group)
         # Loaded onto the device of a step; parts that are offloaded return to host memory afterwards.
         with fetched as folder, self.parts.on_device("model", "optimizer"):
             loaded = self._load_state(folder)

@@ -56,10 +56,10 @@ def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None
     harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE, together("offload"))
     engine: Any = harness.build()
     harness.step(engine, harness.batch)
-    assert {str(engine.parts.place(part)) for part in ("model", "gradients", "optimizer")} == {"cpu"}
+    assert {str(engine.parts.device_of(part)) for part in ("model", "gradients", "optimizer")} == {"cpu"}
     with engine.eval_mode():
-        assert engine.parts.place("model").type == DEVICE
-        assert engine.parts.place("optimizer").type == "cpu"
+        assert engine.parts.device_of("model").type == DEVICE
+        assert engine.parts.device_of("optimizer").type == "cpu"
 
 
 def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ REFUSED = {
     ("tp2", "lora"): "adapters of tensor-parallel matrices",
     ("offload", "offload_policy"): "Choose one of the two",
     ("tp2", "compiled"): "does not compile",
-    ("selective", "compiled"): "no single operators",
+    ("selective", "compiled"): "single operators",
     ("selective", "wrap_by_size"): "units inside a layer",
 }
 """Pairs that do not go together, and words of the sentence that says so at construction."""

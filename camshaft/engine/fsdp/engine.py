@@ -1,15 +1,9 @@
-"""The sharded engine: one model over many ranks with PyTorch's `fully_shard`, on gloo or NCCL alike.
+"""The sharded engine: one model over many ranks with PyTorch's `fully_shard`, on gloo or NCCL.
 
     engine = FSDPEngine(EngineConfig(model=..., optim=..., device="cuda", options={"fsdp_size": 8}))
 
-    mesh.py              ranks -> copies x shards, data x sequence x tensor
-    parallelize.py       what becomes a unit of FSDP, and in which numbers it computes
-    tensor_parallel.py   which matrix is cut which way
-    weights.py           from a folder into shards, and whole again
-    fsdp1.py             the same engine on the older wrapper
-
-`options` are `FSDPOptions` in `config/schema/fsdp.py`. The step (micro-batches, counts, losses) is not here: it is in
-`engine/torch_engine.py`, the same for all engines.
+`options` are `FSDPOptions` in `config/schema/fsdp.py`. Steps (micro-batches, counts, losses) are in
+`engine/torch_engine.py`, which all engines share.
 """
 
 from __future__ import annotations
@@ -39,11 +33,11 @@ from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, s
 from camshaft.seat import Seat
 
 SAVE_TIMEOUT = timedelta(hours=12)
-"""Ranks that wait for one that copies a checkpoint to a remote place wait longer than for a step."""
+"""Timeout of checkpoint collectives: ranks wait while one of them copies a checkpoint to remote storage."""
 
 
 class FSDPEngine(TorchEngine):
-    """One model, sharded over the ranks of this process group."""
+    """One model, sharded over the ranks of the default process group."""
 
     capabilities = FSDP
     options: FSDPOptions
@@ -61,19 +55,19 @@ class FSDPEngine(TorchEngine):
     def _build(self) -> PackedModel:
         join_group(self._device)
         self.meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
-        # A group of its own, and gloo: a save in the background must not meet the collectives of training.
+        # A separate gloo group: collectives of a background save must not mix with those of training.
         self._checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
-        module = self._laid_out(files)
-        # Ranks with other rows or tokens drop out others; those that share a matrix product must agree.
+        module = self._build_sharded(files)
+        # Dropout differs between ranks with different rows or tokens; tensor-parallel ranks need the same masks.
         seed_ranks(self._device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
 
-    def _laid_out(self, files: dist.ProcessGroup) -> PackedModel:
-        return weights.build(self.config, self._device, self._home_device, files, self._arrange)
+    def _build_sharded(self, files: dist.ProcessGroup) -> PackedModel:
+        return weights.build(self.config, self._device, self._home_device, files, self._parallelize)
 
-    def _arrange(self, packed: PackedModel) -> None:
-        """Cut a model that has no storage yet: matrices, units of FSDP, rows of tokens."""
+    def _parallelize(self, packed: PackedModel) -> None:
+        """Shard a model on the meta device: matrices, then FSDP units, then tokens."""
         meshes = self.meshes
         if meshes.tensor is not None:
             apply_tensor_parallel(packed, meshes.tensor)
@@ -94,7 +88,7 @@ class FSDPEngine(TorchEngine):
 
     def _after_inference(self) -> None:
         for module in parallelize.fsdp_modules(self.module):
-            module.reshard()  # an export or a checkpoint must find shards
+            module.reshard()  # exports and checkpoints read the shards
 
     def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
         if self.meshes.data is not None:
@@ -104,9 +98,9 @@ class FSDPEngine(TorchEngine):
     def _max_over_ranks(self, count: int) -> int:
         if self.meshes.data is None:
             return count
-        most = torch.tensor(count, device=self._device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.meshes.data)
-        return int(most)
+        maximum = torch.tensor(count, device=self._device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.meshes.data)
+        return int(maximum)
 
     def shard_data(self, data: DataProto) -> DataProto:
         split = self.module.sequence
@@ -120,15 +114,15 @@ class FSDPEngine(TorchEngine):
 
     @property
     def _home_device(self) -> torch.device:
-        # By that policy FSDP itself brings each unit to the device and expects it in host memory before and after.
+        # With this policy FSDP moves each unit to the device for its computation and back to host memory.
         return HOST if self.options.offload_policy else self._device
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if not self.options.offload_policy:  # everything is in host memory then, and stays there
+        if not self.options.offload_policy:  # which keeps everything in host memory
             super().to(device, model, optimizer)
 
     def _full_tensor(self, tensor: Tensor) -> Tensor:
-        return weights.whole(tensor, self._device)
+        return weights.full_tensor(tensor, self._device)
 
     def _save(
         self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None

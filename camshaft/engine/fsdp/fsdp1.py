@@ -1,10 +1,10 @@
-"""The sharded engine on the older wrapper, `FullyShardedDataParallel`, for those who have to stay with it.
+"""The sharded engine on the older wrapper, `FullyShardedDataParallel`.
 
     engine = FSDP1Engine(EngineConfig(model=..., optim=..., options={"fsdp_size": 2}))      # strategy=fsdp1
 
-The engine is `FSDPEngine`; this is the other way to shard. The wrapper flattens the parameters of a unit into one
-and keeps a slice of it: what has a name and a shape again is a copy, made by its own state dict for each export
-and checkpoint (`_Mirror`). What it cannot do is refused by name.
+It derives from `FSDPEngine` and differs in sharding. The wrapper flattens the parameters of a unit into one tensor and
+keeps a slice of it; exports and checkpoints use copies with names and shapes, made by its state dict (`_Mirror`).
+Unsupported options are rejected at construction.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from camshaft.models.packed import PackedModel
 from camshaft.models.sequence import SequenceSplit, check_heads
 
 PREFIX = "hf."
-"""What a `PackedModel` puts before the Hugging Face names."""
+"""Prefix of a `PackedModel` before the Hugging Face names."""
 
 
 class FSDP1Engine(FSDPEngine):
-    """One model, sharded by the wrapper."""
+    """One model, sharded by `FullyShardedDataParallel`."""
 
     capabilities = FSDP1
 
-    def _laid_out(self, files: dist.ProcessGroup) -> PackedModel:
+    def _build_sharded(self, files: dist.ProcessGroup) -> PackedModel:
         config, meshes = self.config, self.meshes
-        whole = read(config, files)
+        full_model = read(config, files)
         packed = skeleton(config.model, config.dtype)
-        # Tied weights once; in the wrapper they have other names and shapes.
+        # Without tied duplicates; the wrapper changes names and shapes.
         self._trained = [name for name, _ in packed.hf.named_parameters()]
         buffers = dict(packed.hf.named_buffers())
         first = {id(parameter): name for name, parameter in packed.hf.named_parameters()}
@@ -64,50 +64,50 @@ class FSDP1Engine(FSDPEngine):
             check_heads(packed.hf.config, meshes.layout.sequence)
             packed.sequence = SequenceSplit(meshes.sequence, self._device)
         wrapped = wrap(packed, meshes, self.options, self._device)
-        fill(wrapped, whole, self._device)
+        fill(wrapped, full_model, self._device)
         return cast(PackedModel, wrapped.eval())
 
     # -- one step ---------------------------------------------------------------------------------
 
     def _backward(self, loss: Tensor) -> None:
-        """The wrapper averages gradients over the ranks; the loss is a share of the whole already."""
+        """Undo the wrapper's average over ranks: the loss is a share of the mini-batch's loss already."""
         (loss * self.meshes.weights.size()).backward()
 
     def _clip_and_step(self) -> tuple[float, bool]:
         return clip_and_step(self.optimizer, self.config.grad_clip, self._norm)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        """Of all ranks' slices: each rank has a plain tensor with a part of each unit."""
+        """Return the norm over the slices of all ranks."""
         squares = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
         dist.all_reduce(squares, group=self.meshes.weights.get_group("shards"))
         return squares.sqrt()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         if model and torch.device(device).type != self._device.type:
-            raise EngineError(f"strategy=fsdp1 cannot move its parameters to {device}: type strategy=fsdp2")
+            raise EngineError(f"strategy=fsdp1 cannot move its parameters to {device}; set strategy=fsdp")
         super().to(device, model=False, optimizer=optimizer)
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
-            raise EngineError("there is no adapter: strategy=fsdp1 has no lora")
+            raise EngineError("no adapter: strategy=fsdp1 does not support lora")
         for name, tensor in self._shards().items():
             yield name, self._full_tensor(tensor)
 
     def _shards(self) -> dict[str, Tensor]:
-        """Copies of this rank's parts, each a part of the weight of that name."""
-        held: Any = get_model_state_dict(self.module)
-        return {name: held[PREFIX + name] for name in self._names}
+        """Copy this rank's shards of the weights, by Hugging Face names."""
+        state: Any = get_model_state_dict(self.module)
+        return {name: state[PREFIX + name] for name in self._names}
 
     def _state(self) -> checkpoint.State:
         shards = self._shards()
         mirror = self._mirror(shards)
-        # Asked for state that is not there yet, torch would take a step to make it.
+        # torch would take an optimizer step to create missing state.
         if mirror.optimizer is not None and self.optimizer.state:
-            held: Any = get_optimizer_state_dict(self.module, self.optimizer)["state"]
+            state: Any = get_optimizer_state_dict(self.module, self.optimizer)["state"]
             for name, parameter in mirror.parameters.items():
-                mirror.optimizer.state[parameter] = dict(held[PREFIX + name])
+                mirror.optimizer.state[parameter] = dict(state[PREFIX + name])
         random = random_states(self._device)
         return checkpoint.State.of(shards, mirror.optimizer, mirror.parameters, self._metadata(), random)
 
@@ -118,13 +118,13 @@ class FSDP1Engine(FSDPEngine):
         weights = shards | {name: shards[first] for name, first in self._tied.items()}
         set_model_state_dict(self.module, {PREFIX + name: tensor for name, tensor in weights.items()})
         if mirror.optimizer is not None and mirror.optimizer.state:
-            told: Any = get_optimizer_state_dict(self.module, self.optimizer)
+            current: Any = get_optimizer_state_dict(self.module, self.optimizer)
             state = {PREFIX + name: mirror.optimizer.state[p] for name, p in mirror.parameters.items()}
-            set_optimizer_state_dict(self.module, self.optimizer, told | {"state": state})
+            set_optimizer_state_dict(self.module, self.optimizer, current | {"state": state})
         return loaded
 
     def _mirror(self, shards: dict[str, Tensor]) -> _Mirror:
-        """An optimizer like the engine's own over `shards`: what a checkpoint knows how to save and to fill."""
+        """Build an optimizer of the same class over `shards`, for a checkpoint to save or load."""
         if self._optimizer is None or self.config.optim is None:
             return _Mirror({}, None)
         parameters = {name: nn.Parameter(shards[name]) for name in self._trained}
@@ -132,14 +132,14 @@ class FSDP1Engine(FSDPEngine):
 
 
 class _Mirror(NamedTuple):
-    """Stand-ins, with names and shapes, for parameters that the wrapper has flattened."""
+    """Named parameters in place of those that the wrapper has flattened, and their optimizer."""
 
     parameters: dict[str, nn.Parameter]
     optimizer: torch.optim.Optimizer | None
 
 
 def wrap(packed: PackedModel, meshes: Meshes, options: FSDPOptions, device: torch.device) -> nn.Module:
-    """`packed`, which has no storage yet, in the wrapper."""
+    """Wrap `packed`, which is on the meta device."""
     units = set(units_of(packed, options.wrap_policy))
     keep = not options.reshard_after_forward
     if meshes.layout.copies > 1:
@@ -149,15 +149,15 @@ def wrap(packed: PackedModel, meshes: Meshes, options: FSDPOptions, device: torc
 
     def materialise(module: nn.Module) -> None:
         module.to_empty(device=device, recurse=False)
-        packed.hf.tie_weights()  # one of two tied layers has a new tensor now
+        packed.hf.tie_weights()  # to_empty gives one of two tied layers a new tensor
 
-    numbers = options.mixed_precision
+    dtypes = options.mixed_precision
     return FullyShardedDataParallel(
         packed,
         device_mesh=meshes.weights,
         sharding_strategy=strategy,
         auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=units.__contains__),
-        mixed_precision=MixedPrecision(dtype_of(numbers.param_dtype), dtype_of(numbers.reduce_dtype)),
+        mixed_precision=MixedPrecision(dtype_of(dtypes.param_dtype), dtype_of(dtypes.reduce_dtype)),
         device_id=device,
         param_init_fn=materialise,
         forward_prefetch=options.forward_prefetch,

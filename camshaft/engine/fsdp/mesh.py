@@ -1,15 +1,15 @@
-"""How the ranks of one engine are laid out.
+"""Layout of the ranks of one engine.
 
-    layout = Layout.of(options, world=8)        # numbers only
+    layout = Layout.of(options, world=8)        # sizes only
     meshes = Meshes.of(layout, device)          # process groups; collective
 
-Ranks are numbered with tensor parallelism fastest, then sequence parallelism, then data. The same ranks are
-seen in two ways:
+Tensor parallelism varies fastest in rank numbers, then sequence parallelism, then data parallelism. The same ranks form
+two meshes:
 
     weights:   copies x shards x tensor         FSDP gathers over `shards` and sums over `copies` and `shards`
-    tokens:      data x sequence x tensor       `data` ranks have rows of their own
+    tokens:      data x sequence x tensor       `data` ranks have different rows
 
-Sequence-parallel ranks hold different weights and the same rows, so that weights are sharded over them too.
+Sequence-parallel ranks have the same rows and different shards of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Layout:
 
     @classmethod
     def of(cls, options: FSDPOptions, world: int) -> Layout:
-        """An error with the sum spelled out if the sizes do not divide."""
+        """Compute the sizes; the error for sizes that do not divide spells out the arithmetic."""
         conflicts = [str(conflict) for conflict in options.layout_conflicts(world)]
         if conflicts:
             raise EngineError("\n".join(conflicts))
@@ -46,22 +46,22 @@ class Layout:
 
     @property
     def copies(self) -> int:
-        """Whole copies of the weights; above 1 it is HybridShard."""
+        """Number of copies of the weights; above 1 it is HybridShard."""
         return self.world // (self.shards * self.tensor)
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of ranks, with rows of their own."""
+        """Number of data-parallel ranks, each a group of sequence- and tensor-parallel ranks."""
         return self.world // (self.sequence * self.tensor)
 
     def seat(self, rank: int) -> Seat:
-        together = self.sequence * self.tensor
-        return Seat(rank, self.world, rank // together, self.data, collects=rank % together == 0)
+        group = self.sequence * self.tensor
+        return Seat(rank, self.world, rank // group, self.data, collects=rank % group == 0)
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The layout as process groups; None where an axis has one rank."""
+    """Process groups of a layout; None for axes of one rank."""
 
     layout: Layout
     weights: DeviceMesh
@@ -72,14 +72,14 @@ class Meshes:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> Meshes:
-        """Engines of one process with the same layout share their groups: each costs memory and time to start."""
+        """Create the meshes; engines of one process share them, since each group costs memory and time to start."""
         return _meshes(dist.group.WORLD, layout, device.type)
 
     @classmethod
     def _new(cls, layout: Layout, kind: str) -> Meshes:
         sizes = {"copies": layout.copies, "shards": layout.shards, "tensor": layout.tensor}
         used = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        whole = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
+        mesh = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
         axes = tuple(name for name in ("copies", "shards") if name in used)
         tokens = init_device_mesh(
             kind,
@@ -88,8 +88,8 @@ class Meshes:
         )
         return cls(
             layout,
-            weights=whole[axes] if len(used) > len(axes) else whole,
-            tensor=whole["tensor"] if layout.tensor > 1 else None,
+            weights=mesh[axes] if len(used) > len(axes) else mesh,
+            tensor=mesh["tensor"] if layout.tensor > 1 else None,
             sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
             data=tokens.get_group("data") if layout.data > 1 else None,
         )
@@ -97,5 +97,5 @@ class Meshes:
 
 @functools.lru_cache(maxsize=4)
 def _meshes(world: dist.ProcessGroup, layout: Layout, kind: str) -> Meshes:
-    """The groups of `layout` inside `world`; after that one was ended, another `world` makes its own."""
+    """Create the groups of `layout`; `world` is part of the cache key because it may be destroyed and created again."""
     return Meshes._new(layout, kind)

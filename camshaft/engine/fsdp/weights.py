@@ -1,10 +1,10 @@
-"""Weights of a sharded model: from a folder into shards, and whole again one at a time.
+"""Weights of a sharded model: loaded from a folder into shards, gathered one at a time.
 
-    packed = build(config, device, device, group, arrange)   # arrange(packed) shards it while it has no storage
-    whole(packed.hf.lm_head.weight, device)
+    packed = build(config, device, device, group, parallelize)   # parallelize(packed) shards it on the meta device
+    full_tensor(packed.hf.lm_head.weight, device)
 
-Rank 0 alone reads the folder (or draws the weights) and holds the whole model, in host memory; the others have a
-model without storage, shard it, and receive their parts.
+Only rank 0 reads the folder (or initializes the weights) and holds the full model, in host memory. Every rank shards a
+model on the meta device, and receives its shards from rank 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from camshaft.models.loader import load_model, skeleton
 from camshaft.models.packed import PackedModel
 
 WRAPPED = "_fsdp_wrapped_module."
-"""What the older wrapper puts into the names of what it wraps."""
+"""Part of parameter names that `FullyShardedDataParallel` inserts."""
 
 
 def build(
@@ -32,45 +32,45 @@ def build(
     device: torch.device,
     home: torch.device,
     group: dist.ProcessGroup,
-    arrange: Callable[[PackedModel], None],
+    parallelize: Callable[[PackedModel], None],
 ) -> PackedModel:
-    """The model that `config` describes, sharded by `arrange`, with its weights in `home`.
+    """Build the model of `config`, sharded by `parallelize`, with parameters on `home` and buffers on `device`.
 
-    It computes on `device`, where its buffers are; `group` moves what is not tensors.
+    `group` exchanges errors.
     """
-    whole = read(config, group)
+    full_model = read(config, group)
     packed = skeleton(config.model, config.dtype)
-    arrange(packed)
+    parallelize(packed)
     packed.to_empty(device=home)
     packed.hf.tie_weights()
-    fill(packed, whole, device)
+    fill(packed, full_model, device)
     return packed.eval()
 
 
 def read(config: EngineConfig, group: dist.ProcessGroup) -> PackedModel | None:
-    """The whole model in host memory, on rank 0; what goes wrong there is raised on every rank."""
-    found: list[PackedModel] = []
-    on_rank_zero(group, lambda: found.append(load_model(config.model, config.dtype, "cpu", config.seed)))
-    return found[0] if found else None
+    """Load the full model into host memory on rank 0; its errors are raised on every rank."""
+    models: list[PackedModel] = []
+    on_rank_zero(group, lambda: models.append(load_model(config.model, config.dtype, "cpu", config.seed)))
+    return models[0] if models else None
 
 
-def fill(packed: nn.Module, whole: nn.Module | None, device: torch.device) -> None:
-    """Give every rank its part of what rank 0 has in `whole`; buffers that no file has are given too."""
+def fill(packed: nn.Module, full_model: nn.Module | None, device: torch.device) -> None:
+    """Send every rank its shards of `full_model`, which rank 0 has, and all buffers."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(packed, whole.state_dict() if whole is not None else {}, options=options)
-    given = dict(whole.named_buffers()) if whole is not None else {}
+    set_model_state_dict(packed, full_model.state_dict() if full_model is not None else {}, options=options)
+    buffers = dict(full_model.named_buffers()) if full_model is not None else {}
     for name, buffer in list(packed.named_buffers()):
-        moved = given[name.replace(WRAPPED, "")].to(device) if given else torch.empty_like(buffer, device=device)
+        moved = buffers[name.replace(WRAPPED, "")].to(device) if buffers else torch.empty_like(buffer, device=device)
         dist.broadcast(moved, src=0)
         owner, _, leaf = name.rpartition(".")
         setattr(packed.get_submodule(owner), leaf, moved)
 
 
-def whole(tensor: Tensor, device: torch.device) -> Tensor:
-    """All of a sharded tensor, on `device`; collective over its mesh."""
+def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """Gather a sharded tensor on `device`; collective over its mesh."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
-        # Shards that wait in host memory cannot be exchanged by the device's own collectives.
-        there: Any = tensor.detach().to(device)
-        return there.full_tensor()
+        # Offloaded shards move to the device first: its collectives do not accept host memory.
+        on_device: Any = tensor.detach().to(device)
+        return on_device.full_tensor()

@@ -134,7 +134,7 @@ def test_random_state_is_each_ranks_own(tmp_path: Path, caplog: pytest.LogCaptur
     assert [random["cpu"].tolist() for _, random in found] == [[0] * 3, [1] * 3]
     with caplog.at_level(logging.INFO):
         assert read(folder, "plain")[1] == {}
-    assert "written by 2 ranks and is read by 1: dropout draws anew" in caplog.text
+    assert "written by 2 ranks and is loaded by 1; dropout starts with new random states" in caplog.text
 
 
 # -- modules sharded by torch itself --------------------------------------------------------------
@@ -226,7 +226,7 @@ def test_another_model_is_refused_by_the_names_that_differ(tmp_path: Path) -> No
     tensors["more"] = tensors.pop("half")
     tensors["norm.weight"] = torch.zeros(9)
     save(State(tensors, {}, {}, {}), tmp_path / "ckpt")
-    wanted = ("'half' is missing", "'more' is unknown here", "'norm.weight' is (9,), the model has (7,)")
+    wanted = ("'half' is missing", "'more' is not in the model", "'norm.weight' is (9,), the model has (7,)")
     for said in [refusal(str(tmp_path / "ckpt")), *run_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
         assert all(part in said for part in wanted), said
 
@@ -273,7 +273,7 @@ def test_weights_alone_load_with_or_without_an_optimizer(tmp_path: Path, caplog:
     load_into(tmp_path / "weights", {"p": parameter}, optimizer, {"p": parameter})
     assert parameter.tolist() == [1.0] * 3
     assert not optimizer.state
-    assert "holds no optimizer state: AdamW starts anew" in caplog.text
+    assert "holds no optimizer state; AdamW starts with empty state" in caplog.text
 
     save(adamw_state(), tmp_path / "all")
     alone = torch.zeros(3)
@@ -491,7 +491,7 @@ def write_and_copy(root: str) -> None:
 
 
 def read_brought(root: str) -> bool:
-    with checkpoint.brought(f"{root}/back", f"{root}/far/3", True, dist.group.WORLD) as folder:
+    with checkpoint.fetched(f"{root}/back", f"{root}/far/3", True, dist.group.WORLD) as folder:
         read(str(folder), "1d")
         return folder.exists()
 

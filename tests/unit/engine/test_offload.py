@@ -42,7 +42,7 @@ def _step(parts: Parts, module: torch.nn.Module, optimizer: torch.optim.Optimize
 
 
 def _places(parts: Parts) -> dict[str, str]:
-    return {part: place.type for part in PARTS if (place := parts.place(part)) is not None}
+    return {part: place.type for part in PARTS if (place := parts.device_of(part)) is not None}
 
 
 @pytest.mark.parametrize("resting", [(), ("gradients",), ("optimizer",), ("gradients", "optimizer")], ids="+".join)
@@ -75,15 +75,15 @@ def test_an_inner_block_leaves_to_the_outer_one_what_that_has_brought(monkeypatc
         with parts.on_device("optimizer"):
             with parts.on_device("model", "optimizer"):
                 pass
-            assert parts.place("optimizer") == DEVICE
-        assert parts.place("optimizer") == HOST
+            assert parts.device_of("optimizer") == DEVICE
+        assert parts.device_of("optimizer") == HOST
 
 
 def test_gradients_that_wait_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         parts, module, optimizer = _made(("gradients",), monkeypatch)
         _step(parts, module, optimizer)
-        parts.forget_gradients()
-        assert parts.place("gradients") is None
+        parts.clear_gradients()
+        assert parts.device_of("gradients") is None
         with parts.on_device(*PARTS):
             assert all(parameter.grad is None for parameter in module.parameters())

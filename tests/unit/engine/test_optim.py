@@ -121,9 +121,9 @@ def test_overrides_win_and_lists_become_tuples() -> None:
     [
         ({"optimizer": "adamw"}, "Did you mean 'AdamW'"),
         ({"optimizer": "Optimizer"}, "torch.optim has no optimizer 'Optimizer'"),
-        ({"optimizer": "LBFGS"}, "LBFGS cannot be used here: it evaluates the loss several times"),
+        ({"optimizer": "LBFGS"}, "LBFGS is not supported: it evaluates the loss several times"),
         ({"optimizer": "torch.optim.SparseAdam"}, "sparse gradients"),
-        ({"optimizer": "torch.nn:Linear"}, "not a class of torch.optim.Optimizer"),
+        ({"optimizer": "torch.nn:Linear"}, "not a subclass of torch.optim.Optimizer"),
         ({"override_optimizer_config": {"momentum": 0.9}}, "AdamW has no argument momentum; it has betas, eps"),
         ({"override_optimizer_config": {"lr": 0.9}}, "set optim.lr"),
         ({"override_optimizer_config": {"betas": (1.0, 2.0)}}, "Invalid beta parameter"),
@@ -154,7 +154,7 @@ class WantsLoss(torch.optim.SGD):
 
 
 def test_a_class_of_somebody_else_that_wants_the_loss_is_refused() -> None:
-    with pytest.raises(EngineError, match="wants a function that computes the loss"):
+    with pytest.raises(EngineError, match="requires a closure that computes the loss"):
         built(optimizer=f"{__name__}:WantsLoss")
 
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from camshaft.engine.checkpoint import State, load_into, save
-from camshaft.engine.optimizer_state import optimizer_state, optimizer_targets
+from camshaft.engine.checkpoint import State, load_into, optimizer_state, optimizer_targets, save
 from camshaft.errors import CheckpointError
 
 SHAPES = {"a.weight": (5, 3), "b.weight": (4, 4), "c.weight": (1, 6), "idle.weight": (3, 3)}
@@ -153,5 +152,5 @@ def test_state_without_a_name_is_refused() -> None:
     parameters, optimizer = engine("SGD", 1, False)
     train(parameters, optimizer, range(1))
     del parameters["b.weight"]
-    with pytest.raises(CheckpointError, match="state for 1 parameters that the model has no name for"):
+    with pytest.raises(CheckpointError, match="state of 1 parameters without a name in the model"):
         optimizer_state(optimizer, parameters)

@@ -24,14 +24,14 @@ def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
 class LinearModel(torch.nn.Module):
     """A model of one weight, w = 2: the log-prob of a token is w times its id."""
 
-    continues, sequence = False, None
+    supports_prefix_sharing, sequence = False, None
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor(2.0))
         self.hf = SimpleNamespace(config=LlamaConfig(hidden_size=32))
 
-    def forward(self, tokens: torch.Tensor, lengths: Any, at: Any, *_: Any) -> dict[str, torch.Tensor]:
+    def forward(self, tokens: torch.Tensor, packing: Any, at: Any, *_: Any) -> dict[str, torch.Tensor]:
         return {"log_probs": self.weight * tokens[at.tensor]}
 
 
