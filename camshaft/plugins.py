@@ -50,7 +50,7 @@ REWARDS = {
 
 
 def find(name: str, known: Mapping[str, str], group: str) -> str | None:
-    """The `module:attribute` behind `name`, or None if there is none."""
+    """Return the `module:attribute` of `name`, or None if it is unknown."""
     if ":" in name:
         return name
     if name in known:
@@ -59,12 +59,12 @@ def find(name: str, known: Mapping[str, str], group: str) -> str | None:
 
 
 def names(known: Mapping[str, str], group: str) -> list[str]:
-    """All names that `load` accepts."""
+    """Return all names that `load` accepts."""
     return sorted({*known, *(point.name for point in entry_points(group=group))})
 
 
 def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type[T]:
-    """The class called `name`, imported now; it must derive from `base`."""
+    """Import the class `name`, which must be a subclass of `base`."""
     target = target_of(name, known, group)
     loaded = import_attribute(target)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
@@ -73,7 +73,7 @@ def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type
 
 
 def target_of(name: str, known: Mapping[str, str], group: str, kind: str = "Class") -> str:
-    """The `module:attribute` behind `name`; a `ConfigError` with the nearest names if there is none."""
+    """Return the `module:attribute` of `name`; raise ConfigError with the nearest name if it is unknown."""
     target = find(name, known, group)
     if target is None:
         choices = names(known, group)
@@ -85,7 +85,7 @@ def target_of(name: str, known: Mapping[str, str], group: str, kind: str = "Clas
 
 
 def load_function(name: str, known: Mapping[str, F], group: str) -> F | Callable[..., Any]:
-    """The function called `name`: an entry of `known`, or a function of another package, imported now."""
+    """Return the function `name`: an entry of `known`, or an imported function of another package."""
     if name in known:
         return known[name]
     target = target_of(name, dict.fromkeys(known, ""), group, "function")
@@ -96,7 +96,7 @@ def load_function(name: str, known: Mapping[str, F], group: str) -> F | Callable
 
 
 def import_attribute(target: str) -> Any:
-    """Import `package.module:attribute`; a `ConfigError` says how to fix the name."""
+    """Import `package.module:attribute`; raise ConfigError if the name or module is invalid."""
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"'{target}' is not importable; write package.module:Class, not a file name")

@@ -1,18 +1,28 @@
-"""Rewards: user functions scored in isolated, time-limited processes.
+"""Rewards: run scoring functions in isolated processes with time limits.
 
     from camshaft.rewards.manager import RewardManager
     with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0) as rewards:
         result = rewards.score(batch, tokenizer.batch_decode)
 
-A reward function is `compute_score(data_source, solution_str, ground_truth, extra_info)`, plain or async,
-and returns a number, or a dict with `score`, other numbers that are averaged into the metrics, and `pred`, the answer
-that it found in the response. One that takes `data_sources, solution_strs, ground_truths, extra_infos` is called once
-for the whole batch and returns a list of these. `@register_reward("name")` gives it another name than its own.
+A reward function is `compute_score(data_source, solution_str, ground_truth, extra_info)`, sync or async. It returns a
+number or a dict with `score`, further numbers that are averaged into metrics, and `pred`, the extracted answer. A
+function with the parameters `data_sources, solution_strs, ground_truths, extra_infos` is called once per batch and
+returns a list of results. `@register_reward("name")` registers a function under another name.
 
-`manager.py` is what the trainer uses, `pool.py` the processes, `worker.py` what runs in them, `loading.py` how a
-function is found there, `messages.py` the messages between, `failed.py` the list of samples that were not scored. The
-functions to choose by name are in the modules that `camshaft.plugins.REWARDS` lists. This file is imported in each
-worker and must stay free of torch.
+Modules:
+
+    manager.py      score batches; the interface of the trainer
+    combined.py     add the scores of a reward model
+    overlong.py     penalty for long responses
+    last_token.py   placement of sequence scores on tokens
+    failed.py       log of failed samples
+    pool.py         worker processes
+    worker.py       main program of a worker process
+    loading.py      load a function by path and name
+    messages.py     messages between manager and workers
+    auto.py, arithmetic.py, exact_match.py, format.py, gsm8k.py, math_answer.py, reasoning_gym.py: built-in functions
+
+This file is imported in each worker and must not import torch.
 """
 
 from collections.abc import Callable
@@ -25,18 +35,18 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 GROUP = "camshaft.rewards"
 
 REGISTERED: dict[str, Callable[..., Any]] = {}
-"""What `register_reward` has named, in this process."""
+"""Functions registered by `register_reward` in this process."""
 
 
 def register_reward(name: str) -> Callable[[Function], Function]:
-    """Name the function below: `custom_reward_function.name=name` finds it in its file or module."""
+    """Register the decorated function, so that `custom_reward_function.name=name` selects it."""
 
     def register(function: Function) -> Function:
         taken = REGISTERED.setdefault(name, function)
         if taken is not function:
             raise RewardError(
                 f"two functions are registered as '{name}': {taken.__qualname__} of {taken.__module__} and "
-                f"{function.__qualname__} of {function.__module__}. Give one of them another name"
+                f"{function.__qualname__} of {function.__module__}. Rename one of them"
             )
         return function
 

@@ -1,6 +1,6 @@
-"""The scoring function that fits a row's `data_source`: what runs when the config names none.
+"""Default reward: select the built-in function by the `data_source` of a row.
 
-compute_score("openai/gsm8k", "#### 42", "42")      # that of gsm8k.py
+compute_score("openai/gsm8k", "#### 42", "42")      # calls gsm8k.py
 reward_for("reasoning_gym/gcd")                     # "reasoning_gym"
 """
 
@@ -19,23 +19,23 @@ SOURCES = {
     "reasoning_gym/*": "reasoning_gym",
     "camshaft/arithmetic": "arithmetic",
 }
-"""Which of `REWARDS` scores which data set; * stands for any text."""
+"""Data source pattern (with wildcard *) -> name in `REWARDS`."""
 
 
 def reward_for(data_source: Any) -> str | None:
-    """The name in `REWARDS`, or None for a data set that nobody knows."""
+    """Return the name in `REWARDS` for a data source, or None."""
     return next((name for source, name in SOURCES.items() if fnmatchcase(str(data_source), source)), None)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> float | dict[str, Any]:
-    """The score by `SOURCES`; a data set that is not in it is an error."""
+    """Score a response with the function of its data source; raise ValueError for an unknown data source."""
     name = reward_for(data_source)
     if name is None:
         raise ValueError(
-            f"no scoring function is known for data_source={data_source!r} (known: {', '.join(SOURCES)}); "
-            "name one of your own in the config"
+            f"no built-in scoring function for data_source={data_source!r} (known: {', '.join(SOURCES)}); "
+            "set custom_reward_function.path and name"
         )
-    function = import_attribute(REWARDS[name])  # when it is needed: some bring libraries along
+    function = import_attribute(REWARDS[name])  # imported on use, because some need optional libraries
     return function(data_source, solution_str, ground_truth, extra_info, **kwargs)

@@ -1,10 +1,16 @@
-"""Tracking: the metrics of each step, to as many places as are wanted.
+"""Tracking: send the metrics of each step to several trackers.
 
     with Tracking(["console", "jsonl"], RunInfo(project="demo", experiment="a", folder=Path("out"), ...)) as track:
         track.log({"critic/score/mean": 0.5, "timing_s/step": 1.2}, step=1)
 
-One file per tracker; each brings its own library. What the metrics are called and mean is one table, `names.py`. The
-trainers call `log` once for each step. A tracker that fails or hangs does not stop a run (`bounded.py`).
+Modules:
+
+    base.py         base class of trackers
+    bounded.py      run trackers so that errors and hangs do not stop a run
+    names.py        table of all metrics
+    console.py, jsonl.py, mlflow.py, tensorboard.py, trackio.py, wandb.py: one tracker each, with its library
+
+The trainers call `log` once per step.
 """
 
 from __future__ import annotations
@@ -22,14 +28,14 @@ __all__ = ["TRACKERS", "Ending", "RunInfo", "Tracker", "Tracking", "check_tracke
 
 
 class Tracking:
-    """The trackers called `names`: names above, entry points of `camshaft.trackers`, or `package.module:Class`."""
+    """All trackers of a run: built-in names, entry points of `camshaft.trackers`, or `package.module:Class`."""
 
     def __init__(self, names: Sequence[str], run: RunInfo):
         self._trackers: list[InTurn | OwnThread] = []
         self._last_step: int | None = None
         self.ending: Ending = "failed"
-        """What the trackers are told at the end; the error that ends a `with` block is noticed by itself."""
-        with ExitStack() as opened:  # if one fails, those before it are finished
+        """Final state passed to the trackers; an error that ends the `with` block sets it automatically."""
+        with ExitStack() as opened:  # if one fails to start, the previous ones are finished
             for name in dict.fromkeys(names):
                 tracker = _start(name, run)
                 self._trackers.append(tracker)
@@ -38,7 +44,7 @@ class Tracking:
         self.ending = "finished"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """All metrics of one step, to every tracker. Steps grow."""
+        """Send all metrics of one step to every tracker; steps must increase."""
         assert self._last_step is None or step > self._last_step, f"step {step} was logged after {self._last_step}"
         self._last_step = step
         plain = {name: float(value) for name, value in metrics.items()}
@@ -46,7 +52,7 @@ class Tracking:
             tracker.put(lambda it: it.log(plain, step), step)
 
     def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Responses of a validation, to every tracker; before the metrics of that step."""
+        """Send validation responses to every tracker; call it before `log` of that step."""
         plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
         for tracker in self._trackers:
             tracker.put(lambda it: it.log_generations(plain, step), step)
@@ -68,7 +74,7 @@ class Tracking:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """A ConfigError for a tracker whose library is missing, or that cannot work here."""
+    """Raise ConfigError for a tracker that is unknown, lacks its library, or cannot run here."""
     for name in names:
         _class(name).check()
 
@@ -81,14 +87,14 @@ def _class(name: str) -> type[Tracker]:
 
 
 def _start(name: str, run: RunInfo) -> InTurn | OwnThread:
-    chosen = _class(name)
+    tracker_class = _class(name)
     try:
-        runner = InTurn if chosen.at_once else OwnThread
-        return runner(name, lambda: chosen(run))  # pyright: ignore[reportAbstractUsage]  (a class derived from it)
+        runner = InTurn if tracker_class.at_once else OwnThread
+        return runner(name, lambda: tracker_class(run))  # pyright: ignore[reportAbstractUsage]  (a subclass)
     except Exception as error:
         raise ConfigError(
             f"the tracker '{name}' did not start: {type(error).__name__}: {error}. "
-            "Take its name out of trainer.logger to run without it"
+            "Remove it from trainer.logger to run without it"
         ) from error
 
 

@@ -90,7 +90,7 @@ def test_built_ins_go_by_name_and_by_data_source(score):
         assert score(rewards, ["4", "5"], truths=["4", "4"]).scores.tolist() == [1.0, 0.0]
     with RewardManager() as rewards:
         result = score(rewards, ["4"], truths=["4"])
-        assert "no scoring function is known for data_source='test'" in result.failures[0].message
+        assert "no built-in scoring function for data_source='test'" in result.failures[0].message
 
 
 def test_a_worker_does_not_import_torch(manager, score):
