@@ -310,11 +310,15 @@ class BaseEngine(ABC):
         return predictions
 
 
-_NEEDS_MODEL = frozenset(name for name in vars(BaseEngine) if not name.startswith("_")) - {
+_NEEDS_MODEL = frozenset(
+    name
+    for name, member in vars(BaseEngine).items()
+    if not name.startswith("_") and (isinstance(member, property) or callable(member))
+) - {
     "init_model",
     "wait_for_checkpoint",  # part of the cleanup after a failed start
 }
-"""Members of the interface that are an error before `init_model`."""
+"""Methods and properties of the interface that are an error before `init_model`."""
 
 
 def _marking_initialized(init_model: Callable[[Any], None]) -> Callable[[Any], None]:
