@@ -50,9 +50,9 @@ COMMANDS = (
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
     Command("config", "explain or list the config keys", "camshaft.cli.config:main"),
     Command("metrics", "explain or list the logged metrics", "camshaft.cli.metrics:main"),
-    Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.contracts:engine"),
-    Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.contracts:rollout"),
-    Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.compare:main"),
+    Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
+    Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
+    Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),
 )
 
 

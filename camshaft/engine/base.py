@@ -316,6 +316,7 @@ _NEEDS_MODEL = frozenset(
     if not name.startswith("_") and (isinstance(member, property) or callable(member))
 ) - {
     "init_model",
+    "capabilities",
     "wait_for_checkpoint",  # part of the cleanup after a failed start
 }
 """Methods and properties of the interface that are an error before `init_model`."""
