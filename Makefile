@@ -1,20 +1,30 @@
-# make demo    warm up a tiny model, then train it with PPO (about five minutes on two CPU cores)
-# make test    every check that needs no accelerator: check, test-main, test-kernels, test-vllm
-# make test-main     everything that needs no library beyond the package's own
-# make test-kernels  the kernels for GPUs, run by Triton's interpreter, and compiled
-# make test-vllm     the vLLM rollout, in an environment that has vLLM for CPUs
-# make test-server   the contract of the vLLM server rollout, in the same environment (a server for each model: slow)
-# make test-sglang   the SGLang rollout, in an environment that has SGLang, on a CPU (slow, and in no other target)
-# make test-matrix   the sharded engine: every rule of the contract, every layout, every pair of features (hours)
-# make test-cluster  Ray at length: kill -9 of each kind of process, twenty times; two machines; the scripts (half an hour)
-# make test-gpu      the contract of the sharded engine on CUDA and NCCL, and what only an accelerator shows
-# make bench         updates and whole steps beside a careful loop by hand and the textbook loop (some five minutes)
-# make bench-trl     whole steps of GRPO and of PPO with a critic beside TRL's and a careful loop (a quarter of an hour)
-# make trl           the two environments with TRL that bench-trl needs
-# make bench-gpu     MFU, memory, decoding and host waits on one CUDA device (some minutes; docs/gpu.md)
-# make bench-check   fails where a ratio of these fell by more than a margin below the committed one
-# make check   format, lint, types
-# `.venv`, and `.venv-vllm`, `.venv-sglang`, `.venv-triton` and `.venv-trl` beside it, are made when they are missing or when the pinned versions change.
+# make install       create .venv with pinned dependencies
+# make demo          fine-tune a tiny model, then train it with PPO (about five minutes on two CPU cores)
+#
+# make check         format, lint and types
+# make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
+# make test          what CI runs: check, test-main, test-kernels, test-vllm; needs no accelerator
+# make test-all      make test, then test-slow, test-server, test-matrix and test-cluster (hours)
+# make test-main     the test suite of the package, without its slow cases and without optional libraries
+# make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments
+# make test-kernels  GPU kernels, in Triton's interpreter and compiler
+# make test-vllm     the vLLM rollout, with a CPU build of vLLM
+# make test-server   the vLLM server rollout (starts a server per model; slow)
+# make test-sglang   the SGLang rollout, on a CPU (slow)
+# make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
+# make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
+# make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
+#
+# make bench         updates and steps beside hand-written loops (five minutes)
+# make bench-trl     GRPO and PPO steps beside TRL (a quarter of an hour); `make trl` creates its environments
+# make bench-gpu     MFU, memory, decoding and host waits on one CUDA device (docs/gpu.md)
+# make bench-check   fail if a speed ratio fell below the committed one for this kind of processor
+#
+# make format        apply the formatter and the linter's fixes
+# make docs          regenerate docs/config.md, docs/metrics.md and docs/spec.md
+# make clean         remove every environment and cache
+#
+# Environments (.venv, .venv-vllm, ...) are created when they are missing or when the pinned versions change.
 
 PYTHON ?= python3
 VENV := .venv
@@ -29,15 +39,17 @@ SGLANG_INSTALLED := $(SGLANG)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
-# Empty is unset: tests start hundreds of Python processes, each of which would compile this package anew.
+# Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
-HERE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
+SUITE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
+FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
+	tests/unit/config/test_loader.py tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py
 
-.PHONY: demo test test-main test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
 
 install: $(INSTALLED)
 
-# torch comes first and alone: with it in place nothing else pulls in another build of it.
+# torch is installed first, so that no other package pulls in another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
@@ -45,7 +57,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[dev,plot]'
 	touch $(INSTALLED)
 
-# The list is complete, so nothing is resolved and nothing that breaks vLLM comes along; it says what, and why.
+# The list is complete and installed without resolving dependencies.
 $(VLLM_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
@@ -54,7 +66,7 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $(VLLM_INSTALLED)
 
-# A folder beside the environment: torch imports Triton at each start where it finds it, and most tests are for CPUs.
+# In a separate folder: torch imports Triton at start where it is installed, which slows the CPU tests down.
 $(TRITON_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(TRITON) triton==3.7.1
 	touch $(TRITON_INSTALLED)
@@ -81,10 +93,20 @@ demo: $(INSTALLED)
 
 test: check test-main test-kernels test-vllm
 
-# On two cores: two tests at a time, and then those that bound a time, one by one.
+test-all: test test-slow test-server test-matrix test-cluster
+
+test-fast: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" $(FAST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k reference tests/contracts/test_engine_contract.py
+
+# Two tests at a time, then those that bound a time, one by one.
 test-main: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(HERE) and not alone"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(HERE) and alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and not slow and alone"
+
+test-slow: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone"
 
 test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted tests/kernels
