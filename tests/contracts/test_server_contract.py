@@ -1,4 +1,4 @@
-"""vLLM's server keeps every rule of the contract; run by `make test-server`, in an environment that has vLLM."""
+"""The rollout contract on vLLM's server; run by `make test-server` in an environment with vLLM."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +14,12 @@ from camshaft.contracts.rules import Rule
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 
 SIZES = {"hidden": 128}
-"""vLLM's attention on a CPU has heads of 32 numbers and more; tiny models have four heads."""
+"""vLLM's attention on a CPU has heads of at least 32 elements; tiny models have four heads."""
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models are written once."""
+    """Return a folder for tiny models, shared by all rules."""
     return tmp_path_factory.mktemp("rollout")
 
 

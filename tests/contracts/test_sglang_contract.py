@@ -1,4 +1,4 @@
-"""SGLang keeps every rule of the contract; run by `make test-sglang`, in an environment that has it."""
+"""The rollout contract on SGLang; run by `make test-sglang` in an environment with SGLang."""
 
 import pytest
 from support.sglang_pool import SGLangPool
@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
-    """Tiny models are written once, and engines of one model and one config are shared."""
-    # SGLang computes this family with the attention of another, which has no window.
+    """Return a harness whose rules share tiny models, and the engines of one model and config."""
+    # SGLang's class for this architecture has no sliding window.
     refused = {"mistral": "a sliding window of 6 tokens"}
     return RolloutHarness(SGLangPool(), tmp_path_factory.mktemp("rollout"), refused=refused)  # pyright: ignore
 

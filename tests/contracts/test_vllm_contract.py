@@ -1,4 +1,4 @@
-"""vLLM keeps every rule of the contract; run by `make test-vllm`, in an environment that has it."""
+"""The rollout contract on vLLM; run by `make test-vllm` in an environment with vLLM."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from camshaft.rollout import rollout_class
 pytestmark = pytest.mark.vllm
 
 SIZES = {"hidden": 128}
-"""vLLM's attention on a CPU has heads of 32 numbers and more; tiny models have four heads."""
+"""vLLM's attention on a CPU has heads of at least 32 elements; tiny models have four heads."""
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models are written once. Engines of one model and one config are shared too, asleep between rules."""
+    """Return a folder for tiny models; rules share the engines of one model and config."""
     return tmp_path_factory.mktemp("rollout")
 
 

@@ -42,12 +42,12 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 def test_seeds_give_the_samples_of_the_builtin_generator(harness: RolloutHarness) -> None:
     case, prompts, seeds = harness.case(), harness.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
-    plain = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
-    plain.load_weights(case.weights())
+    builtin = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
+    builtin.load_weights(case.weights())
     for sampling in WAYS:
-        found, expected = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, plain))
-        assert found.responses.values.tolist() == expected.responses.values.tolist()
-        close(found.log_probs, expected.log_probs, 1e-4, "log-probs")
+        out, expected = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, builtin))
+        assert out.responses.values.tolist() == expected.responses.values.tolist()
+        close(out.log_probs, expected.log_probs, 1e-4, "log-probs")
 
 
 def test_prefix_cache_is_reset_by_a_weight_sync(harness: RolloutHarness) -> None:
@@ -188,9 +188,9 @@ def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
 def test_sglang_follows_the_actor(tmp_path: Path) -> None:
     """After each update, greedy responses equal those of the trained model."""
     more = {"actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
-    said = run_with_vllm(tmp_path, more, steps=2)
-    assert len(said) == 2
-    for step in said:
+    responses = run_with_vllm(tmp_path, more, steps=2)
+    assert len(responses) == 2
+    for step in responses:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/sync_bytes"] > 0
-    assert said[0].by_vllm != said[-1].by_vllm
+    assert responses[0].by_vllm != responses[-1].by_vllm

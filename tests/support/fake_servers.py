@@ -1,7 +1,7 @@
 """An HTTP server with scripted replies, for faults that a real server does not show on demand.
 
 with fake_server(lambda path, body: (200, {"choices": []})) as fake:
-    fake.url, fake.asked                    # the URL, and the path of every request
+    fake.url, fake.paths                    # the URL, and the path of every request
 """
 
 import json
@@ -20,7 +20,7 @@ HANG_UP = 0
 @dataclass
 class FakeServer:
     url: str
-    asked: list[str] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def fake_server(reply: Handler) -> Iterator[FakeServer]:
 
         def do_GET(self) -> None:
             text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            fake.asked.append(self.path)
+            fake.paths.append(self.path)
             status, content = reply(self.path, json.loads(text) if text else None)
             if status == HANG_UP:
                 self.close_connection = True

@@ -84,22 +84,22 @@ class _Listener:
     @torch.no_grad()
     def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
         with quiet_transformers():
-            plain = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+            reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
         adapter = {name: weight for name, weight in weights.items() if ".lora_" in name}
         if adapter:  # a LoRA checkpoint has only the adapter
             assert adapter.keys() == weights.keys()
             for name in filter(lambda name: ".lora_A." in name, adapter):
                 delta = adapter[name.replace(".lora_A.", ".lora_B.")] @ adapter[name]
-                plain.get_submodule(name.partition(".lora_A.")[0]).weight += self.scaling * delta
+                reference.get_submodule(name.partition(".lora_A.")[0]).weight += self.scaling * delta
         else:
-            missing, unexpected = plain.load_state_dict(weights, strict=False)
+            missing, unexpected = reference.load_state_dict(weights, strict=False)
             assert set(missing) <= {"lm_head.weight"}, missing
             assert not unexpected, unexpected
-        plain.tie_weights()
+        reference.tie_weights()
         responses = []
         for prompt in self.prompts:
             mask = torch.ones_like(prompt)[None]
             how = {"do_sample": False, "max_new_tokens": self.length, "eos_token_id": END, "pad_token_id": 0}
-            out = plain.generate(prompt[None], attention_mask=mask, **how)  # pyright: ignore[reportCallIssue]
+            out = reference.generate(prompt[None], attention_mask=mask, **how)  # pyright: ignore[reportCallIssue]
             responses.append(out[0, len(prompt) :].tolist())
         return responses

@@ -61,10 +61,10 @@ class AdapterPair:
 
     def case(self) -> Case:
         with quiet_transformers():
-            plain: Any = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").float().eval()
-        plain.load_state_dict(dict(self.engine.named_weights()), strict=False)
-        plain.tie_weights()
-        return Case(self.rollout, plain, load_tokenizer(self.path))
+            reference: Any = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").float().eval()
+        reference.load_state_dict(dict(self.engine.named_weights()), strict=False)
+        reference.tie_weights()
+        return Case(self.rollout, reference, load_tokenizer(self.path))
 
 
 def engine_of(path: str, lora: LoRAConfig) -> BaseEngine:
@@ -334,8 +334,8 @@ ADAPTER = {
 
 
 def test_vllm_follows_the_adapter_of_an_actor(tmp_path: Path) -> None:
-    said = run_with_vllm(tmp_path, ADAPTER, steps=3)
-    check(said)
+    responses = run_with_vllm(tmp_path, ADAPTER, steps=3)
+    check(responses)
 
 
 def test_vllm_on_two_ranks_follows_a_sharded_adapter(tmp_path: Path) -> None:
@@ -349,11 +349,11 @@ def test_vllm_on_two_ranks_follows_a_sharded_adapter(tmp_path: Path) -> None:
     check(run_with_vllm(tmp_path, ADAPTER | more, steps=2))
 
 
-def check(said: list[Any]) -> None:
-    for step in said:
+def check(responses: list[Any]) -> None:
+    for step in responses:
         assert step.by_vllm == step.by_transformers
         assert math.isfinite(step.metrics["actor/grad_norm"])
         assert step.metrics["rollout/log_prob_diff_max"] < TOLERANCE
-    assert said[0].by_vllm != said[-1].by_vllm
-    sent = [step.metrics["rollout/sync_bytes"] for step in said]
+    assert responses[0].by_vllm != responses[-1].by_vllm
+    sent = [step.metrics["rollout/sync_bytes"] for step in responses]
     assert sent[0] > sent[1]

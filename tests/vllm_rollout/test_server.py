@@ -212,13 +212,13 @@ def test_server_follows_training_and_ends_with_it(tmp_path: Path) -> None:
     """After each update, greedy responses of the server equal those of the trained model."""
     name = {"actor_rollout_ref.rollout.name": "server"}
     kwargs = {"actor_rollout_ref.rollout.engine_kwargs": "{vllm_server_timeout: 600}"}
-    said = run_with_vllm(tmp_path, name | kwargs, steps=2)
-    assert len(said) == 2
-    for step in said:
+    responses = run_with_vllm(tmp_path, name | kwargs, steps=2)
+    assert len(responses) == 2
+    for step in responses:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/http_retries"] == 0
         assert step.metrics["rollout/log_prob_diff_max"] < 1e-4
-    assert said[0].by_vllm != said[-1].by_vllm
+    assert responses[0].by_vllm != responses[-1].by_vllm
     gc.collect()
     assert not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if serves(pid, tmp_path)]
 

@@ -20,13 +20,13 @@ SHARDED = {
 }
 
 
-def check(steps_done: list[StepResponses], steps: int) -> None:
-    assert len(steps_done) == steps
-    for step in steps_done:
+def check(responses: list[StepResponses], steps: int) -> None:
+    assert len(responses) == steps
+    for step in responses:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/sync_bytes"] > 0
         assert math.isfinite(step.metrics["actor/grad_norm"])
-    assert steps_done[0].by_vllm != steps_done[-1].by_vllm  # the weights changed
+    assert responses[0].by_vllm != responses[-1].by_vllm  # the weights changed
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ rollout.py      `ServerRollout`, the rollout interface on top of completions
 client.py       check the server, sync weights, sleep and wake up
 http_client.py  HTTP with timeouts and bounded retries
 launch.py       start a server and stop it
-guard.py        watches the trainer from the server's process group
 
 `rollout/vllm/worker.py` is the other end, inside the server.
 """

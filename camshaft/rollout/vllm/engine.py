@@ -127,7 +127,7 @@ class VLLMEngine:
     def digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
         """Return checksums, by name, of the weights that vLLM stores unchanged: not fused, sharded or packed."""
         (digests,) = self._llm.apply_model(
-            workarounds.parameter_digests(expected, whole=self._config.tensor_model_parallel_size == 1)
+            workarounds.parameter_digests(expected, unsharded=self._config.tensor_model_parallel_size == 1)
         )
         return digests
 

@@ -79,10 +79,10 @@ def finish_reload(model_config: Any) -> Callable[[Any], None]:
     return finish
 
 
-def parameter_digests(expected: Mapping[str, Tensor], whole: bool) -> Callable[[Any], dict[str, int]]:
+def parameter_digests(expected: Mapping[str, Tensor], unsharded: bool) -> Callable[[Any], dict[str, int]]:
     """Return a function that computes checksums of the parameters that vLLM stores as in the checkpoint.
 
-    `whole` is True if parameters are not sharded over ranks.
+    `unsharded` is True if each rank holds full parameters.
     """
 
     def compute(model: Any) -> dict[str, int]:
@@ -93,7 +93,7 @@ def parameter_digests(expected: Mapping[str, Tensor], whole: bool) -> Callable[[
             if meta is None or parameter.dtype != meta.dtype or parameter.ndim != meta.ndim:
                 continue
             # vLLM pads the vocabulary with extra rows.
-            rows = parameter.data[: len(meta)] if whole else parameter.data
+            rows = parameter.data[: len(meta)] if unsharded else parameter.data
             if rows.shape == meta.shape:
                 digests[name] = digest(rows)
         return digests

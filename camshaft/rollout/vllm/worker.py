@@ -119,8 +119,8 @@ class WorkerWeights:
 
     def digests(self) -> dict[str, Any]:
         """Return checksums of the stored weights, or of the received tensor where vLLM fuses, shards or packs it."""
-        whole = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
-        stored = workarounds.parameter_digests(self._shapes, whole)(self._worker.get_model())
+        unsharded = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
+        stored = workarounds.parameter_digests(self._shapes, unsharded)(self._worker.get_model())
         digests = {name: stored.get(self._canonical_names[name], value) for name, value in self._received.items()}
         return self.state() | {"digests": digests}
 

@@ -42,13 +42,15 @@ def test_difference_equals_that_of_rollout_and_transformers(folder: Path) -> Non
     pair = Pair(ParityCase("reference", "torch", str(folder), sampling=SamplingParams(max_tokens=6, temperature=0.7)))
     prompts = random_prompts(load_tokenizer(str(folder)), 3, 8, seed=1)
     comparison = pair.measure(prompts)
-    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     worst = 0.0
     for prompt, response, engine, rollout in zip(
         prompts.rows(), comparison.responses.rows(), comparison.engine.rows(), comparison.rollout.rows(), strict=True
     ):
         with torch.no_grad():
-            scores = (plain(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+            scores = (reference(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(
+                -1
+            )
         expected = scores.gather(-1, response[:, None])[:, 0]
         torch.testing.assert_close(engine.double(), expected, rtol=0, atol=2e-5)
         worst = max(worst, float((engine.double() - rollout.double()).abs().max()))

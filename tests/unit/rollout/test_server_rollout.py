@@ -54,7 +54,7 @@ def test_temporary_failure_is_retried(failure: tuple[int, Any]) -> None:
         http = HTTPClient(fake.url, 10, 5)
         with http.connection() as connection:
             assert connection.request("POST", "/v1/completions", {}) == {"ok": 1}
-    assert (http.retries, len(fake.asked)) == (2, 3)
+    assert (http.retries, len(fake.paths)) == (2, 3)
 
 
 @pytest.mark.alone
@@ -65,7 +65,7 @@ def test_permanent_failure_names_the_url() -> None:
         with pytest.raises(RolloutError, match=message), http.connection() as connection:
             connection.request("POST", "/v1/completions", {})
     assert time.monotonic() - begun < 2
-    assert 1 < len(fake.asked) < 6
+    assert 1 < len(fake.paths) < 6
 
 
 def test_client_error_is_not_retried() -> None:
@@ -75,21 +75,21 @@ def test_client_error_is_not_retried() -> None:
             HTTPClient(fake.url, 10, 5).connection() as connection,
         ):
             connection.request("POST", "/v1/completions", {})
-        assert len(fake.asked) == 1
+        assert len(fake.paths) == 1
 
 
 def test_state_changing_request_is_sent_once() -> None:
     with fake_server(lambda path, body: (HANG_UP, None)) as fake:
         with pytest.raises(RolloutError, match="did not answer /collective_rpc"):
             HTTPClient(fake.url, 10, 5).post_once("/collective_rpc", {})
-        assert len(fake.asked) == 1
+        assert len(fake.paths) == 1
 
 
 def test_late_reply_is_an_error() -> None:
     with fake_server(lambda path, body: (time.sleep(1), (200, {}))[1]) as fake:
         with pytest.raises(RolloutError, match=r"not answered /slow for 0.2 s.*engine_kwargs.timeout"):
             HTTPClient(fake.url, 0.2, 5).request("POST", "/slow", {})
-        assert len(fake.asked) == 1
+        assert len(fake.paths) == 1
 
 
 def test_unreachable_url_times_out() -> None:
@@ -153,7 +153,7 @@ def test_server_with_other_weights_is_rejected() -> None:
     with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="theirs")) as fake:
         with pytest.raises(RolloutError, match="holds weights of theirs, not those of mine"):
             with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
-        assert "/v1/completions" not in fake.asked
+        assert "/v1/completions" not in fake.paths
 
 
 def test_responses_of_a_restarted_server_are_rejected() -> None:
@@ -166,7 +166,7 @@ def test_responses_of_a_restarted_server_are_rejected() -> None:
     with fake_server(lambda path, body: serving(restarted, **state)(path, body)) as fake:
         with pytest.raises(RolloutError, match="was restarted"):
             with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
-        assert "/v1/completions" in fake.asked
+        assert "/v1/completions" in fake.paths
 
 
 def test_first_failed_row_cancels_the_others() -> None:
@@ -174,7 +174,7 @@ def test_first_failed_row_cancels_the_others() -> None:
     with fake_server(serving(lambda: (400, {}), version="mine")) as fake:
         with pytest.raises(RolloutError, match="HTTP 400"):
             with_weights(fake.url).generate_sequences(prompts, SamplingParams(4))
-        assert fake.asked.count("/v1/completions") < 300
+        assert fake.paths.count("/v1/completions") < 300
 
 
 @pytest.mark.parametrize(
