@@ -32,7 +32,7 @@ from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import as_section, fields, leaf_fields
 
 ROOT = Path(camshaft.config.__file__).parents[1]
-CHECKING = ("algorithm_checks.py", "checks.py", "files.py", "not_yet.py", "reward_checks.py", "sharding.py")
+CHECKING = ("algorithm_checks.py", "backend_checks.py", "checks.py", "files.py", "not_yet.py", "reward_checks.py")
 CHECKS = {ROOT / "config" / name for name in CHECKING}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path not in CHECKS}
 
@@ -57,8 +57,9 @@ def classes() -> dict[str, type[BaseModel]]:
 
 
 def owner(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class that declares the field, which several may inherit."""
-    return next((base for base in kind.__mro__ if name in vars(base).get("__annotations__", {})), None)
+    """The class that declares the field first; subclasses inherit it, or narrow its type."""
+    declaring = [base for base in kind.__mro__ if name in vars(base).get("__annotations__", {})]
+    return declaring[-1] if declaring else None
 
 
 @dataclass

@@ -109,8 +109,8 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
             ],
             ["reward_model.max_length = 2000", "Type reward_model.forward_max_token_len_per_gpu=2000 or more"],
         ),
-        (["reward_model.ulysses_sequence_parallel_size=2"], ["has no sequence parallelism", "reward_model.strategy"]),
-        ([f"{MODEL}.fsdp_config.param_offload=true"], [f"{MODEL}.fsdp_config.param_offload", "has no offloading"]),
+        (["reward_model.ulysses_sequence_parallel_size=2"], ["does not support it", "reward_model.strategy"]),
+        ([f"{MODEL}.fsdp_config.param_offload=true"], [f"{MODEL}.fsdp_config.param_offload", "does not support it"]),
         (["custom_reward_function.name=gsm"], ["custom_reward_function.name = gsm", "Did you mean gsm8k?"]),
     ],
 )
