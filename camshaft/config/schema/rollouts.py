@@ -24,6 +24,12 @@ class OneDeviceOptions(RolloutOptions):
 
     model_config = ConfigDict(extra="forbid")
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], world_size: int = 1) -> OneDeviceOptions:
+        if options:
+            raise ValueError("the rollout takes no options. Leave the key out, or set it to {} in your file")
+        return cls()
+
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
         if tensor_parallel_size > 2:  # 2 is the default, for vllm
             yield Conflict(TENSOR_PARALLEL, "the rollout runs on one device", (f"{TENSOR_PARALLEL}=1", "name=vllm"))

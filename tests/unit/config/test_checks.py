@@ -145,7 +145,7 @@ def test_group_estimators_need_several_responses(words, estimator):
     ("more", "expected"),
     [
         ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "makes 4 equal responses"),
-        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "a: unknown option; there are none"),
+        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "takes no options"),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=4"],
             f"{ROLLOUT}.tensor_model_parallel_size=1, or {ROLLOUT}.name=vllm",
@@ -374,7 +374,7 @@ def test_a_supervised_run_needs_no_validation(sft_words):
 @pytest.mark.parametrize("name", ["torch", "hf"])
 def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
-    with pytest.raises(ConfigError, match=rf"rollout\.name={name} takes no options\. Leave the key out"):
+    with pytest.raises(ConfigError, match=r"the rollout takes no options\. Leave the key out"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
     own = load_ppo([*words, "actor_rollout_ref.rollout.name=support.own_backends:OwnRollout"])
     assert own.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
