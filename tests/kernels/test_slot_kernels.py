@@ -13,8 +13,8 @@ from transformers import Qwen2Config
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import RolloutHarness
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.cuda import graphs as recorded
-from camshaft.rollout.builtin.cuda.graphs import RecordedSteps
+from camshaft.rollout.builtin.cuda import graphs
+from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 
@@ -118,11 +118,11 @@ def check(
     torch.manual_seed(0)
     heads, key_heads, dim, value_dim = shape
     rows = len(POSITIONS)
-    pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
-    pool.reserve(rows + 2, 256)
+    cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
+    cache.reserve(rows + 2, 256)
     query = drawn(rows, 1, heads, dim, dtype=dtype)
     key, value = (drawn(rows, 1, key_heads, size, dtype=dtype) for size in (dim, value_dim))
-    held = pool.layer(LAYER, key, value)
+    held = cache.layer(LAYER, key, value)
     for block in held:
         block.normal_()
         for row, position in enumerate(POSITIONS):
@@ -131,7 +131,7 @@ def check(
     for block, new in zip(wanted, (key, value), strict=True):
         for row, position in enumerate(POSITIONS):
             block[row, :, position] = new[row, :, 0]
-    step = kernels.KernelStep(pool, torch.tensor(POSITIONS))
+    step = kernels.TritonDecodeStep(cache, torch.tensor(POSITIONS))
     found = step.attend(LAYER, query, key, value, 0.3, window)
     assert (found.shape, found.dtype) == ((rows, 1, heads, value_dim), dtype)
     for block, expected in zip(held, wanted, strict=True):
@@ -146,10 +146,10 @@ def check(
 class EachTime:
     """Records nothing: the function is called again."""
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         return function
 
-    def forget(self) -> None: ...
+    def release(self) -> None: ...
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
@@ -159,7 +159,7 @@ def test_a_model_generates_with_the_kernels_what_it_should(
     class WithKernels(TorchRollout):
         def __init__(self, config: RolloutEngineConfig):
             super().__init__(config)
-            self.recorded = RecordedSteps(self.decoder, self.pool, EachTime(), kernels.KernelStep)
+            self.graphs = CUDAGraphDecoder(self.decoder, self.cache, EachTime(), kernels.TritonDecodeStep)
 
     monkeypatch.setattr(kernels, "processors_of", lambda device: 8)
     harness = RolloutHarness(WithKernels, tmp_path)
@@ -171,21 +171,21 @@ def test_a_model_generates_with_the_kernels_what_it_should(
 
 def test_what_the_kernels_cannot_is_told(kernels: ModuleType) -> None:
     for dtype, dim, can in ((torch.float64, 8, False), (torch.float32, 257, False), (torch.bfloat16, 256, True)):
-        pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
-        pool.reserve(1, 1)
+        cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
+        cache.reserve(1, 1)
         key = torch.zeros(1, 1, 1, dim, dtype=dtype)
-        pool.layer(LAYER, key, key)
-        assert kernels.can(pool) == can
+        cache.layer(LAYER, key, key)
+        assert kernels.supports(cache) == can
 
 
 def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "processors_of", lambda device: 3)
-    monkeypatch.setattr(recorded, "whole_step", lambda pool, positions: "whole")
+    monkeypatch.setattr(graphs, "full_length_step", lambda cache, positions: "whole")
     positions: Any = SimpleNamespace(is_cuda=True, device="cuda")
-    pool = KVCache(Qwen2Config(num_hidden_layers=1), 300)
-    assert isinstance(recorded.device_step(pool, positions), kernels.KernelStep)
-    assert recorded.device_step(pool, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
-    for name, value in (("can", lambda pool: False), ("takes_triton", lambda tensor: False)):
+    cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
+    assert isinstance(graphs.device_step(cache, positions), kernels.TritonDecodeStep)
+    assert graphs.device_step(cache, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
+    for name, value in (("supports", lambda cache: False), ("takes_triton", lambda tensor: False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{(kernels if name == 'can' else recorded).__name__}.{name}", value)
-            assert recorded.device_step(pool, positions) == "whole"
+            patch.setattr(f"{(kernels if name == 'can' else graphs).__name__}.{name}", value)
+            assert graphs.device_step(cache, positions) == "whole"

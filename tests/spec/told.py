@@ -191,7 +191,7 @@ _LOADER, _LORAS, _PACKED = (f"tests/unit/models/test_{name}.py" for name in ("lo
 _OPTIMS, _OPTIONS = "tests/unit/engine/test_optim.py", "tests/unit/engine/fsdp/test_options.py"
 _RULE = "tests/contracts/test_engine_contract.py::test_engine_keeps_rule"
 _GENERATES = "tests/contracts/test_rollout_contract.py::test_rollout_keeps_rule"
-_BORROWED, _LIBRARIES = "tests/unit/rollout/test_borrowed.py", "tests/spec/test_library_keys.py"
+_BORROWED, _LIBRARIES = "tests/unit/rollout/test_shared_model.py", "tests/spec/test_library_keys.py"
 
 ACTS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
@@ -266,7 +266,7 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "dtype": (f"{_BORROWED}::test_weights_of_another_dtype_are_copied_and_rounded",),
         "free_cache_engine": (
-            "tests/unit/rollout/test_torch_rollout.py::test_sleep_frees_the_slots_unless_told_to_keep_them",
+            "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_slots_unless_told_to_keep_them",
         ),
         "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_rows_than_max_num_seqs",),
         "max_num_batched_tokens": (
@@ -281,7 +281,7 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weights_go_in_buckets_of_the_size_that_is_told",),
         "enforce_eager": (
             f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",
-            "tests/unit/rollout/test_recorded.py::test_steps_are_recorded_on_a_gpu_that_is_told_to",
+            "tests/unit/rollout/builtin/test_graphs.py::test_steps_are_recorded_on_a_gpu_that_is_told_to",
         ),
         **dict.fromkeys(
             ("gpu_memory_utilization", "load_format", "tensor_model_parallel_size", "enable_prefix_caching"),

@@ -80,7 +80,7 @@ class DropsTheEnd(TorchRollout):
 class IgnoresWindows(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self.pool.windows = [None] * self.pool.num_layers
+        self.cache.windows = [None] * self.cache.num_layers
         for module in self.model.hf.modules():
             module.__dict__.update({"sliding_window": None} if "sliding_window" in module.__dict__ else {})
         self.model.hf.config.sliding_window = None

@@ -1,7 +1,7 @@
 """A recorder of steps for the CPU, which freezes what a CUDA graph freezes.
 
-    recorder = OperatorRecorder()
-    replay = recorder.record(function)
+    recorder = OperatorCapture()
+    replay = recorder.capture(function)
     replay()
 
 It writes down each operator that a function asks of torch, with the very tensors and Python values that it was given.
@@ -23,15 +23,15 @@ LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "maske
 """What makes a GPU's host wait, or copies from it: choices and sizes that depend on values, constants."""
 
 
-class OperatorRecorder:
+class OperatorCapture:
     """See the map above."""
 
     def __init__(self) -> None:
         self.count = 0
         """Recordings so far."""
-        self.forgotten = 0
+        self.released = 0
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.count += 1
         tape: list[Operator] = []
         with _Taped(tape):
@@ -45,11 +45,11 @@ class OperatorRecorder:
 
         return replay
 
-    def forget(self) -> None:
-        self.forgotten += 1
+    def release(self) -> None:
+        self.released += 1
 
 
-class SeenDevices(TorchDispatchMode):
+class TouchedDevices(TorchDispatchMode):
     """Inside, `found` are the kinds of devices on which operators have read or written a tensor."""
 
     def __init__(self) -> None:

@@ -1,13 +1,13 @@
-"""Keys and values of unfinished rows: a slot for each row, and attention over the slots.
+"""KV cache of unfinished rows: one slot per row, and attention over the slots.
 
-    pool = KVCache(hf.config, max_model_len=1024)
-    pool.reserve(num_slots=65, length=128)
-    hf(..., slots=PromptStep(pool, lengths, sources, targets, device))   # packed prompts -> slots
-    hf(..., slots=TokenStep(pool, positions, length))                    # one token of each row, slots 0..B-1
-    pool.copy(sources=[7], targets=[2], length=20)
+    cache = KVCache(hf.config, max_model_len=1024)
+    cache.reserve(num_slots=65, length=128)
+    hf(..., slots=PrefillStep(cache, lengths, sources, targets, device))   # packed prompts -> slots
+    hf(..., slots=DecodeStep(cache, positions, length))                    # one token per row, slots 0..B-1
+    cache.copy(sources=[7], targets=[2], length=20)
 
-A model built with the "packed" attention calls `attend` of the object given as `slots=` in each of its layers.
-What shape keys and values have is learnt from the first call, so nothing here depends on the model's family.
+A model built with the "packed" attention calls `attend` of its `slots=` argument in each layer. The first call sets the
+shape of keys and values, so nothing here depends on the model's family.
 """
 
 import itertools
@@ -25,55 +25,54 @@ from camshaft.errors import RolloutError
 from camshaft.models.attention import packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
 
-GRAIN = 64
-"""Slots have a multiple of this many places."""
+LENGTH_MULTIPLE = 64
+"""The number of positions per slot is a multiple of this."""
 
-SPAN = 16
-"""Attention looks at a multiple of this many places: masks that are aligned suit the kernels."""
+ATTENTION_MULTIPLE = 16
+"""Attention reads a multiple of this many positions: kernels prefer aligned masks."""
 
 PAGE = 2**21
-"""The size of a large page."""
+"""Size of a huge page."""
 
 LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-"""What asks the system for large pages, where it has them."""
+"""The madvise flag for huge pages, on systems that have them."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values, each (slots, heads, places, dim)."""
+"""Keys and values, each (slots, heads, positions, dim)."""
 
 
 class KVCache:
-    """The memory, one block for keys and one for values in each layer; grows, and is freed by `clear`."""
+    """Growable memory with one tensor for keys and one for values per layer; `clear` frees it."""
 
     def __init__(self, config: PretrainedConfig, max_model_len: int):
         text = config.get_text_config()
         values = text.to_dict()
         self.name = text.model_type
         self.num_layers: int = text.num_hidden_layers
-        self.max_length = -(-max_model_len // GRAIN) * GRAIN
+        self.max_length = -(-max_model_len // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         window = values.get("sliding_window")
         types = values.get("layer_types") or ["sliding_attention"] * self.num_layers
         shorter = window is not None and window < max_model_len
         self.windows = [window if shorter and kind == "sliding_attention" else None for kind in types]
         self.layers: dict[int, Layer] = {}
         self.num_slots = self.length = 0
-        self.changes = 0
-        """How often slots have become other memory."""
+        self.reallocations = 0
+        """Number of reallocations; a CUDA graph is valid for one of them."""
 
     def reserve(self, num_slots: int, length: int, live: int | None = None) -> None:
-        """Have at least so many slots of at least so many places.
+        """Grow to at least `num_slots` slots of at least `length` positions.
 
-        What the first `live` slots hold stays, and what slot `num_slots - 1` does; without `live`, what all of them do.
-        On a CPU, memory that nobody has written to is none yet: late in a call few rows are live, and growing costs
-        little.
+        Growing keeps the first `live` slots and slot `num_slots - 1`, or all slots without `live`. A CPU commits only
+        pages that are written, so growing late in a call, with few live rows, costs little.
         """
         if num_slots <= self.num_slots and length <= self.length:
             return
         if length > self.length:
-            # Half as much again: each place is copied a few times at most while responses grow.
-            self.length = min(-(-length * 3 // 2 // GRAIN) * GRAIN, self.max_length)
+            # Grow by half: each position is copied only a few times while responses grow.
+            self.length = min(-(-length * 3 // 2 // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.max_length)
         held = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
         self.num_slots = max(self.num_slots, num_slots)
-        self.changes += 1
+        self.reallocations += 1
         for index, (keys, values) in self.layers.items():
             self.layers[index] = self._larger(keys, held), self._larger(values, held)
 
@@ -84,7 +83,7 @@ class KVCache:
         return new
 
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:
-        """The block of the layer that `module` belongs to, made for keys and values like these."""
+        """Return the tensors of `module`'s layer; the first call allocates them in the shape of `key` and `value`."""
         index: Any = module.layer_idx
         if index not in self.layers:
             self.layers[index] = (
@@ -94,26 +93,26 @@ class KVCache:
         return self.layers[index]
 
     def check_window(self, module: nn.Module, window: int | None) -> None:
-        """Refuse a layer that the config gives a window which the layer does not pass on."""
+        """Reject a layer that does not pass on the sliding window of its config."""
         index: Any = module.layer_idx
         if self.windows[index] is not None and self.windows[index] != window:
             raise RolloutError(
-                f"layer {index} of {self.name} has a sliding window of {self.windows[index]} tokens, but tells its "
-                f"attention {window}; set max_model_len to at most the window, or generate with rollout.name=hf"
+                f"layer {index} of {self.name} has a sliding window of {self.windows[index]} tokens, but passes "
+                f"{window} to its attention; set max_model_len to at most the window, or generate with rollout.name=hf"
             )
 
     def check_layers(self) -> None:
-        """Refuse a model in which not every layer came here: the others would forget the tokens before."""
+        """Reject a model with layers that do not use the cache: they would ignore earlier tokens."""
         if len(self.layers) != self.num_layers:
             raise RolloutError(
-                f"{self.name} has {self.num_layers} layers, of which {len(self.layers)} use plain attention; "
+                f"{self.name} has {self.num_layers} layers, of which {len(self.layers)} use the KV cache; "
                 "generate with rollout.name=hf"
             )
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """The first `length` places of slots `sources` also to slots `targets`; no slot is in both."""
+        """Copy the first `length` positions of slots `sources` to slots `targets`; no slot may be in both."""
         blocks = list(itertools.chain(*self.layers.values()))
-        if targets.device.type == "cpu":  # elsewhere, two kernels for all slots are faster than one for each
+        if targets.device.type == "cpu":  # on a GPU, indexed copies of all slots need fewer kernels
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 for block in blocks:
                     block[target].narrow(1, 0, length).copy_(block[source].narrow(1, 0, length))
@@ -125,13 +124,13 @@ class KVCache:
         """Free the memory."""
         self.layers.clear()
         self.num_slots = self.length = 0
-        self.changes += 1
+        self.reallocations += 1
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Zeros, since a masked place must not hold what is not a number; on the CPU in large pages if there are any.
+    """Allocate zeros, because masked positions must not hold NaN; large tensors on a CPU use huge pages.
 
-    Attention runs through all of it once a step, and with small pages a good part of its time goes into finding them.
+    Attention reads the whole cache in each step, and with small pages it spends much of its time on TLB misses.
     """
     count = math.prod(shape)
     size = count * like.element_size()
@@ -142,16 +141,16 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
     return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)
 
 
-class PromptStep:
-    """One model call on packed prompts; the keys and values of prompt sources[i] go to slot targets[i]."""
+class PrefillStep:
+    """A model call on packed prompts; writes keys and values of prompt sources[i] to slot targets[i]."""
 
     def __init__(
-        self, pool: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
+        self, cache: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
     ):
-        self.pool = pool
+        self.cache = cache
         self.kwargs = packed_kwargs(Packing(lengths), device)
         self.copies: list[tuple[slice, slice]] | None = None
-        if device.type == "cpu":  # elsewhere, two kernels for all rows are faster than two for each run of slots
+        if device.type == "cpu":  # on a GPU, indexed writes need fewer kernels
             stops = list(itertools.accumulate(lengths))
             self.copies = []
             for source, target in zip(sources, targets, strict=True):
@@ -173,9 +172,9 @@ class PromptStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attention inside each prompt; see `camshaft.models.attention.Slots`."""
-        self.pool.check_window(module, sliding_window)
-        keys, values = self.pool.layer(module, key, value)
+        """Compute attention inside each prompt; see `camshaft.models.attention.Slots`."""
+        self.cache.check_window(module, sliding_window)
+        keys, values = self.cache.layer(module, key, value)
         if self.copies is not None:
             for run, span in self.copies:
                 keys[run, :, : span.stop - span.start] = key[0, :, span]
@@ -189,27 +188,27 @@ class PromptStep:
         return mixed
 
 
-class TokenStep:
-    """One model call on one token of each row; the row in slot i has its token at positions[i]."""
+class DecodeStep:
+    """A model call on one token per row; the token of slot i has position positions[i]."""
 
-    def __init__(self, pool: KVCache, positions: Tensor, length: int):
-        self.pool = pool
+    def __init__(self, cache: KVCache, positions: Tensor, length: int):
+        self.cache = cache
         self.positions = positions
         self.rows = torch.arange(len(positions), device=positions.device)
-        self.length = min(-(-length // SPAN) * SPAN, pool.length)
-        self.stride = pool.length
+        self.length = min(-(-length // ATTENTION_MULTIPLE) * ATTENTION_MULTIPLE, cache.length)
+        self.stride = cache.length
         self.masks: dict[int | None, Tensor] = {}
-        self.places: dict[int, Tensor] = {}
+        self.indices: dict[int, Tensor] = {}
 
-    def went_on(self, length: int) -> bool:
-        """Make this the step of the next tokens of the same rows, whose `positions` have grown by one since, in place.
+    def advance(self, length: int) -> bool:
+        """Advance to the next tokens of the same rows, whose `positions` the caller has incremented in place.
 
-        False if it cannot be: a mask has too few places, or a window's must let go of one, or the slots are others.
+        Return False if a new step is needed: the mask is too short, a sliding window moves, or the cache has grown.
         """
-        if length > self.length or self.stride != self.pool.length or self.masks.keys() - {None}:
+        if length > self.length or self.stride != self.cache.length or self.masks.keys() - {None}:
             return False
-        for places in self.places.values():
-            places += 1
+        for indices in self.indices.values():
+            indices += 1
         for mask in self.masks.values():
             mask.view(len(mask), -1).scatter_(1, self.positions[:, None], 0.0)
         return True
@@ -217,13 +216,13 @@ class TokenStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attention of each new token over the places of its slot; see `camshaft.models.attention.Slots`."""
-        keys, values = self.pool.layer(module, key, value)
-        places = self._places(key.shape[1])
-        keys.view(-1, keys.shape[3]).index_copy_(0, places, key.reshape(-1, keys.shape[3]))
-        values.view(-1, values.shape[3]).index_copy_(0, places, value.reshape(-1, values.shape[3]))
+        """Compute attention of each new token over its slot; see `camshaft.models.attention.Slots`."""
+        keys, values = self.cache.layer(module, key, value)
+        indices = self._indices(key.shape[1])
+        keys.view(-1, keys.shape[3]).index_copy_(0, indices, key.reshape(-1, keys.shape[3]))
+        values.view(-1, values.shape[3]).index_copy_(0, indices, value.reshape(-1, values.shape[3]))
         num_rows, num_heads, _, dim = query.shape
-        # The query heads that share a key head stand in for a longer query: no key is repeated.
+        # Query heads that share a key head form a longer query, so keys are not repeated.
         grouped = query.reshape(num_rows, key.shape[1], -1, dim)
         mixed = F.scaled_dot_product_attention(
             grouped,
@@ -234,15 +233,15 @@ class TokenStep:
         )
         return mixed.reshape(num_rows, 1, num_heads, -1)
 
-    def _places(self, num_heads: int) -> Tensor:
-        """(B * heads,) where the new keys go in a block seen as one list of places; made once for all layers."""
-        if num_heads not in self.places:
+    def _indices(self, num_heads: int) -> Tensor:
+        """Return (B * heads,) flat indices of the new keys in a layer's tensor, shared by all layers."""
+        if num_heads not in self.indices:
             heads = self.rows[:, None] * num_heads + torch.arange(num_heads, device=self.rows.device)
-            self.places[num_heads] = (heads * self.pool.length + self.positions[:, None]).flatten()
-        return self.places[num_heads]
+            self.indices[num_heads] = (heads * self.cache.length + self.positions[:, None]).flatten()
+        return self.indices[num_heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """(B, 1, 1, places) zero for what a token sees, -inf for the rest; made once for all layers."""
+        """Return (B, 1, 1, positions): 0 for visible positions, -inf for others; shared by all layers."""
         if window not in self.masks:
             distance = self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
             hidden = distance < 0

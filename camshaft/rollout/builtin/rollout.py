@@ -4,10 +4,9 @@
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-It has no code of its own for any model family: the model's forward runs with the "packed" attention, and keys
-and values live in `slots.py`. Weights of the right dtype and device are shared with the engine, not copied.
-`continuous.py` is the loop; `flat.py`, or on a GPU that is told to `recorded.py`, runs the steps in which each row gets
-one token.
+It contains no code for particular model families: the model's forward runs with the "packed" attention on the KV cache
+of `kv_cache.py`. Weights with the right dtype and device are shared with the engine, not copied. `scheduler.py` runs a
+call. `cpu/traced_decoder.py` computes decode steps, or `cuda/graphs.py` on a GPU with `enforce_eager=false`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,15 +23,15 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
-from camshaft.rollout.builtin.cuda.graphs import recorded_steps
+from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kv_cache import KVCache
-from camshaft.rollout.builtin.scheduler import ContinuousBatch, Request
+from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
 
 
 class TorchRollout(BaseRollout):
-    """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
+    """Generate with continuous batching; a row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = TORCH
 
@@ -45,8 +44,8 @@ class TorchRollout(BaseRollout):
         if self.model.device.type == "cpu":
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
-        self.pool = KVCache(self.model.hf.config, config.max_model_len)
-        self.recorded = recorded_steps(self.decoder, self.pool, config)
+        self.cache = KVCache(self.model.hf.config, config.max_model_len)
+        self.graphs = build_graph_decoder(self.decoder, self.cache, config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load(weights)
@@ -65,36 +64,35 @@ class TorchRollout(BaseRollout):
             return Generation.empty(prompts)
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
-        request = Request(prompts, limits, seeds, sampling, stop_ids, strings)
-        generation = ContinuousBatch(self.recorded or self.decoder, self.pool, request, self.config).generate()
+        request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, strings)
+        generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config).generate()
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):
-            self.pool.clear()  # what is not a number must not stay in the slots
+            self.cache.clear()  # masked positions must not hold NaN
             raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; look at the weights")
         return generation.to(prompts.values.device)
 
     def sleep(self) -> None:
         self.model.sleep()
         if self.config.free_cache_engine:
-            self.pool.clear()
-            if self.recorded is not None:
-                self.recorded.forget()
+            self.cache.clear()
+            if self.graphs is not None:
+                self.graphs.release()
 
     def wake_up(self) -> None:
         self.model.wake_up()
 
 
 def _refuse_own_attention(hf: PreTrainedModel) -> None:
-    """Refuse a model that would not ask the slots for the tokens before."""
+    """Reject a model that would not read earlier tokens from the KV cache."""
     if hf._is_stateful or not hf.is_backend_compatible():
         raise RolloutError(
-            f"{type(hf).__name__} carries a recurrent state, or computes attention by itself; "
-            "generate with rollout.name=hf"
+            f"{type(hf).__name__} has a recurrent state or its own attention code; generate with rollout.name=hf"
         )
 
 
 def _refuse_growing_rope(config: PretrainedConfig, max_model_len: int) -> None:
-    """Refuse rotary frequencies that change with the longest row of a batch, where they would change."""
+    """Reject rotary frequencies that change with the longest row of a batch, if rows may get that long."""
     text = config.get_text_config()
     values = text.to_dict()
     parameters = values.get("rope_parameters") or {}

@@ -1,11 +1,10 @@
-"""Continuous batching: rows join when a slot is free and leave when they end.
+"""Continuous batching: rows start when cache slots are free and leave when they end.
 
-    generation = ContinuousBatch(decoder, pool, request, config).generate()
+    generation = Scheduler(decoder, cache, request, config).generate()
 
-Live rows are dense, in slots 0..B-1: when rows end, the last ones move into the holes, so that every step
-computes on live rows only. Waiting rows join when an eighth of the slots is free. Each distinct prompt is
-computed once, whatever the number of its rows: if they do not all find a slot, a spare slot keeps what was
-computed. Used by `torch_rollout.py`.
+Live rows are dense, in slots 0..B-1: when rows end, the last rows move into their slots, so each decode step computes
+live rows only. Waiting rows start when an eighth of the slots is free. Each distinct prompt is computed once for all of
+its rows; a spare slot keeps its keys and values for rows without a slot. Used by `rollout.py`.
 """
 
 import time
@@ -19,29 +18,28 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward
-from camshaft.rollout.builtin.cuda.graphs import RecordedSteps
-from camshaft.rollout.builtin.kv_cache import KVCache, PromptStep, TokenStep
+from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
+from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
 from camshaft.rollout.sampling import draw, greedy, restrict, uniform
 from camshaft.rollout.stop_strings import StopStrings
 
 REFILL = 8
-"""Waiting rows join when one slot in so many is free: computing their prompts in one go pays."""
+"""Prefill when one slot in this many is free: computing several prompts at once is faster."""
 
 AHEAD = 32
-"""Random numbers of live rows are made for so many steps at once."""
+"""Number of steps for which uniform random numbers are drawn at once."""
 
 TOKEN, POSITION, END, SEED, ROW = range(5)
-"""What is known of a live row: its last token and where that stands in the row, where its last token may stand
-at most, its seed, and its number in the batch."""
+"""Rows of `Scheduler.live`: last token, its position, the last allowed position, the seed, the row of the batch."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call of `generate_sequences`, checked."""
+class GenerationRequest:
+    """Validated arguments of one call of `generate_sequences`."""
 
     prompts: Ragged
     limits: Tensor
-    """(B,) how many tokens each row may get."""
+    """(B,) maximum number of tokens per row."""
     seeds: Tensor
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
@@ -50,21 +48,27 @@ class Request:
 
 @dataclass
 class _Group:
-    """Waiting rows with one and the same prompt."""
+    """Waiting rows with equal prompts."""
 
     prompt: list[int]
     rows: list[int]
     logits: Tensor | None = None
-    """What follows the prompt; known while its keys and values are kept in the spare slot."""
+    """Logits of the first response token, while the spare slot keeps the prompt's keys and values."""
 
 
-class ContinuousBatch:
-    """The state of one request: rows that wait, rows that live in slots, tokens that were chosen."""
+class Scheduler:
+    """State of one request: waiting rows, live rows and sampled tokens."""
 
-    def __init__(self, decoder: Decoder | RecordedSteps, pool: KVCache, request: Request, config: RolloutEngineConfig):
-        self.hf, self.decoder, self.pool, self.sampling = decoder.hf, decoder, pool, request.sampling
+    def __init__(
+        self,
+        decoder: Decoder | CUDAGraphDecoder,
+        cache: KVCache,
+        request: GenerationRequest,
+        config: RolloutEngineConfig,
+    ):
+        self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling
         prompts = request.prompts
-        self.forward: Forward = decoder.own
+        self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
         self.max_tokens = config.max_num_batched_tokens
         self.num_slots = min(config.max_num_seqs, len(prompts))
@@ -78,27 +82,27 @@ class ContinuousBatch:
         self.stop_strings = request.stop_strings
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)
-        self.ahead = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # uniforms, (steps to come, live rows)
-        self.token_step: TokenStep | None = None  # that of the last tokens, if the live rows are still those
-        self.longest = 0  # the highest position of a live row, which is how many of its places are filled
-        self.left = 0  # steps until one of them is as long as it may get
+        self.ahead = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # uniforms, (future steps, live rows)
+        self.token_step: DecodeStep | None = None  # the last decode step, if the live rows are unchanged
+        self.longest = 0  # the highest position of a live row, equal to its number of cached positions
+        self.left = 0  # steps until the first live row reaches its limit
         self.finished = torch.zeros(len(prompts), dtype=torch.bool, device=self.device)
         self.out: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, tokens, log-probs, one entry per step
         self.prompt_tokens = self.steps = self.row_steps = 0
 
     def generate(self) -> Generation:
-        """All rows to their ends."""
+        """Generate all rows to their ends."""
         start = time.perf_counter()
-        # No view of weights leaves this context, and what leaves it is copied to normal tensors below.
+        # Inference tensors must not leave this context: results are copied to normal tensors below.
         with torch.inference_mode(), self.decoder.ready(self.num_slots, self.num_steps) as self.forward:
             while self.num_waiting or self.live.shape[1]:
                 free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
                     self._fill_slots()
                 else:
-                    self._step()
+                    self._decode()
         rows, tokens, log_probs = (torch.cat(parts) for parts in zip(*self.out, strict=True))
-        order = rows.argsort(stable=True)  # within a row, tokens are in the order in which they were chosen
+        order = rows.argsort(stable=True)  # keeps the order of tokens within a row
         lengths = rows.bincount(minlength=len(self.finished)).cpu()
         metrics = {
             "prompt_tokens_computed": float(self.prompt_tokens),
@@ -112,15 +116,15 @@ class ContinuousBatch:
         return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics)
 
     def _fill_slots(self) -> None:
-        """Let rows join until no slot is free or no row waits."""
+        """Start rows until no slot is free or no row waits."""
         while self.num_waiting and self.live.shape[1] < self.num_slots:
             if self.groups[0].logits is None:
-                self._compute_prompts()
+                self._prefill()
             else:
-                self._join_kept()
+                self._start_cached()
 
-    def _compute_prompts(self) -> None:
-        """One model call on as many waiting prompts as fit; their rows join."""
+    def _prefill(self) -> None:
+        """Compute as many waiting prompts as fit in one model call, and start their rows."""
         taken = self._take_prompts()
         first = self.live.shape[1]
         sources = [i for i, (_, rows) in enumerate(taken) for _ in rows]
@@ -130,21 +134,21 @@ class ContinuousBatch:
         if len(last_rows) < len(last.rows):
             sources, targets = [*sources, len(taken) - 1], [*targets, self.num_slots]
         lengths = [len(group.prompt) for group, _ in taken]
-        self.pool.reserve(self.num_slots + 1, max(lengths), first)
-        step = PromptStep(self.pool, lengths, sources, targets, self.device)
+        self.cache.reserve(self.num_slots + 1, max(lengths), first)
+        step = PrefillStep(self.cache, lengths, sources, targets, self.device)
         tokens = torch.tensor([token for group, _ in taken for token in group.prompt], device=self.device)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
         logits = self.hf(input_ids=tokens[None], **step.kwargs, slots=step, logits_to_keep=ends).logits[0]
-        self.pool.check_layers()
+        self.cache.check_layers()
         if len(logits) != len(taken):
-            logits = logits[ends]  # a model that does not know `logits_to_keep`
+            logits = logits[ends]  # the model ignores `logits_to_keep`
         self.prompt_tokens += len(tokens)
         if len(last_rows) < len(last.rows):
             self.groups.appendleft(_Group(last.prompt, last.rows[len(last_rows) :], logits[-1:]))
-        self._join(rows, logits[torch.tensor(sources[: len(rows)], device=self.device)])
+        self._start(rows, logits[torch.tensor(sources[: len(rows)], device=self.device)])
 
     def _take_prompts(self) -> list[tuple[_Group, list[int]]]:
-        """The next prompts with those of their rows for which there is a slot."""
+        """Return the next prompts, each with the rows that get a slot."""
         free = self.num_slots - self.live.shape[1]
         taken: list[tuple[_Group, list[int]]] = []
         tokens = 0
@@ -156,35 +160,35 @@ class ContinuousBatch:
             free -= len(rows)
         return taken
 
-    def _join_kept(self) -> None:
-        """Rows join whose prompt is kept in the spare slot."""
+    def _start_cached(self) -> None:
+        """Start rows whose prompt is cached in the spare slot."""
         group = self.groups.popleft()
         assert group.logits is not None
         first = self.live.shape[1]
         rows, rest = group.rows[: self.num_slots - first], group.rows[self.num_slots - first :]
         targets = torch.arange(first, first + len(rows), device=self.device)
-        self.pool.copy(torch.full_like(targets, self.num_slots), targets, len(group.prompt))
+        self.cache.copy(torch.full_like(targets, self.num_slots), targets, len(group.prompt))
         if rest:
             self.groups.appendleft(_Group(group.prompt, rest, group.logits))
-        self._join(rows, group.logits.expand(len(rows), -1))
+        self._start(rows, group.logits.expand(len(rows), -1))
 
-    def _join(self, rows: list[int], logits: Tensor) -> None:
-        """Choose the first token of rows whose prompts are in the slots behind the live ones."""
+    def _start(self, rows: list[int], logits: Tensor) -> None:
+        """Sample the first token of rows whose prompts are in the slots after the live ones."""
         index = torch.tensor(rows, device=self.device)
         positions, seeds = self.lengths[index], self.seeds[index]
         tokens = self._choose(logits, index, uniform(seeds, positions))
         self.live = torch.cat([self.live, torch.stack([tokens, positions, self.ends[index], seeds, index])], dim=1)
         self.ahead = self.ahead.new_empty(0, self.live.shape[1])
-        self._changed()
+        self._live_rows_changed()
         self.num_waiting -= len(rows)
-        self._let_go()
+        self._remove_ended()
 
-    def _step(self) -> None:
-        """One token more for every live row."""
+    def _decode(self) -> None:
+        """Generate one token for each live row."""
         tokens, positions, _, seeds, rows = self.live
-        self.pool.reserve(self.num_slots + 1, self.longest + 1, len(rows))
-        if self.token_step is None or not self.token_step.went_on(self.longest + 1):
-            self.token_step = TokenStep(self.pool, positions, self.longest + 1)
+        self.cache.reserve(self.num_slots + 1, self.longest + 1, len(rows))
+        if self.token_step is None or not self.token_step.advance(self.longest + 1):
+            self.token_step = DecodeStep(self.cache, positions, self.longest + 1)
         logits = self.forward(tokens, positions, self.token_step)
         positions += 1
         self.longest += 1
@@ -195,10 +199,10 @@ class ContinuousBatch:
         self.ahead = self.ahead[1:]
         self.steps += 1
         self.row_steps += len(rows)
-        self._let_go()
+        self._remove_ended()
 
     def _choose(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
-        """The next tokens of these rows; noted for the result."""
+        """Sample the next token of each row and add it to the result."""
         if self.sampling.greedy:
             tokens, log_probs = greedy(logits)
         else:
@@ -210,10 +214,12 @@ class ContinuousBatch:
                 self.responses[row].append(token)
         return tokens
 
-    def _let_go(self) -> None:
-        """Rows that have ended leave, and the last rows move into their slots."""
+    def _remove_ended(self) -> None:
+        """Remove ended rows and move the last rows into their slots."""
         stopped = self._stopped()
-        if self.left > 0 and (stopped is None or not bool(stopped.any())):  # waits for the device, once a step
+        if self.left > 0 and (
+            stopped is None or not bool(stopped.any())
+        ):  # synchronizes with the device, once per step
             return
         done = self.live[POSITION] >= self.live[END]
         if stopped is not None:
@@ -224,13 +230,13 @@ class ContinuousBatch:
         moved = stay[stay >= len(stay)]
         if len(moved):
             holes = done[: len(stay)].nonzero()[:, 0]
-            self.pool.copy(moved, holes, self.longest)
+            self.cache.copy(moved, holes, self.longest)
             order[holes] = moved
         self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)
-        self._changed()
+        self._live_rows_changed()
 
     def _stopped(self) -> Tensor | None:
-        """(live rows,) whether the last token ends the row by itself; None where no token does."""
+        """Return (live rows,) bool: the last token is a stop; None if nothing stops a row."""
         stopped = (self.live[TOKEN][:, None] == self.stop_ids).any(dim=1) if len(self.stop_ids) else None
         if self.stop_strings is None:
             return stopped
@@ -238,20 +244,20 @@ class ContinuousBatch:
         by_text = torch.tensor([self.stop_strings.ended_by(tokens) for tokens in responses], device=self.device)
         return by_text if stopped is None else stopped | by_text
 
-    def _changed(self) -> None:
-        """What is known of the live rows as a whole, after some came or went."""
+    def _live_rows_changed(self) -> None:
+        """Update the numbers that depend on the set of live rows."""
         self.token_step = None
-        places, ends = self.live[POSITION], self.live[END]
-        some = len(places) > 0
-        self.longest, self.left = (int(places.max()), int((ends - places).min())) if some else (0, 0)
+        positions, ends = self.live[POSITION], self.live[END]
+        any_live = len(positions) > 0
+        self.longest, self.left = (int(positions.max()), int((ends - positions).min())) if any_live else (0, 0)
 
 
 def _groups(prompts: Ragged) -> list[_Group]:
-    """Rows with equal prompts together, in the order in which the prompts first appear."""
-    found: dict[bytes, _Group] = {}
+    """Group rows with equal prompts, in the order of first appearance."""
+    groups: dict[bytes, _Group] = {}
     for row, tokens in enumerate(prompts.to("cpu").rows()):
         key = tokens.numpy().tobytes()
-        if key not in found:
-            found[key] = _Group(tokens.tolist(), [])
-        found[key].rows.append(row)
-    return list(found.values())
+        if key not in groups:
+            groups[key] = _Group(tokens.tolist(), [])
+        groups[key].rows.append(row)
+    return list(groups.values())

@@ -1,10 +1,10 @@
-"""Shorter ways to compute what models' forwards spell out in many operators: rewrites of the graphs of `tape.py`.
+"""Fuse operators in the graphs of `tracer.py`.
 
-    shorten(graph)
+    fuse(graph)
 
-They look at operators and their arguments, not at a model's family. What is the same in all layers is computed once;
-the root mean square of a norm and the rotation of queries and keys take half as many operators, in float32 and up to
-its last bits. What a rewrite does not recognise stays as it is.
+Fusions match operators and their arguments, not model families. Values that all layers share are computed once. The
+root mean square of a norm and the rotation of queries and keys take half as many operators, in float32 and equal up to
+rounding. Unmatched operators stay unchanged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 
-def shorten(graph: Graph) -> None:
-    """Rewrite `graph` in place."""
+def fuse(graph: Graph) -> None:
+    """Fuse operators of `graph` in place."""
     _once(graph)
     for node in list(graph.nodes):
         _unscaled(node)
@@ -31,7 +31,7 @@ def shorten(graph: Graph) -> None:
 
 
 def _once(graph: Graph) -> None:
-    """Equal calls with equal arguments are made once; nothing in a tape writes in place, or is random."""
+    """Merge equal calls with equal arguments; no traced operator writes in place or is random."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or _name(node) == "attend":
@@ -45,21 +45,21 @@ def _once(graph: Graph) -> None:
 # -- x * rsqrt(mean(x^2) + eps) -------------------------------------------------------------------
 
 
-def to_unit_size(x: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) of the last dimension."""
+def scaled_by_rms(x: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps) over the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x * torch.addcmul(_number(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 @functools.cache
 def _number(value: float) -> Tensor:
-    """A tensor of one number: adding it takes half as long as adding a number of Python's."""
+    """Return a scalar tensor: adding it takes half as long as adding a Python number."""
     with torch.inference_mode(False):
         return torch.tensor(value, dtype=torch.float32)
 
 
 def _root_mean_square(node: Node) -> None:
-    """`node` as `to_unit_size`, if it is that."""
+    """Replace `node` by `scaled_by_rms` if it matches."""
     for x, scale in _either_way(node, "mul"):
         if not _is(scale, "rsqrt") or not _is(scale.args[0], "add"):
             continue
@@ -67,15 +67,15 @@ def _root_mean_square(node: Node) -> None:
         if not _is(mean, "mean") or (*mean.args[1:], *mean.kwargs.values()) != (-1, True):
             continue
         if isinstance(eps, float) and _is(mean.args[0], "pow") and mean.args[0].args == (x, 2):
-            _replace(node, to_unit_size, x, eps)
+            _replace(node, scaled_by_rms, x, eps)
             return
 
 
 # -- x * cos + cat(-x[half:], x[:half]) * sin -----------------------------------------------------
 
 
-def turned_signs(sin: Tensor) -> Tensor:
-    """The first half of the last dimension with the other sign."""
+def signed_sin(sin: Tensor) -> Tensor:
+    """Negate the first half of the last dimension."""
     half = sin.shape[-1] // 2
     return torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
@@ -85,7 +85,7 @@ def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _rotation(node: Node) -> None:
-    """`node` as `rotated`, if it is that."""
+    """Replace `node` by `rotated` if it matches."""
     for straight, across in _either_way(node, "add"):
         for turned, sin in _either_way(across, "mul"):
             x = _halves_swapped(turned)
@@ -93,13 +93,13 @@ def _rotation(node: Node) -> None:
                 continue
             cos = straight.args[1 - straight.args.index(x)]
             with node.graph.inserting_before(node):
-                signed = node.graph.call_function(turned_signs, (sin,))
+                signed = node.graph.call_function(signed_sin, (sin,))
             _replace(node, rotated, x, cos, signed)
             return
 
 
 def _halves_swapped(node: Any) -> Node | None:
-    """x, if `node` is cat(-x[..., half:], x[..., :half])."""
+    """Return x if `node` is cat(-x[..., half:], x[..., :half])."""
     if not _is(node, "cat") or (*node.args[1:], *node.kwargs.values()) != (-1,) or len(node.args[0]) != 2:
         return None
     minus, first = node.args[0]
@@ -114,17 +114,17 @@ def _halves_swapped(node: Any) -> Node | None:
 
 
 def _unscaled(node: Node) -> None:
-    """Sines and cosines of rotary frequencies that nothing scales are multiplied with 1."""
+    """Remove the multiplication by 1 of unscaled rotary sines and cosines."""
     wave: Any = node.args[0] if _is(node, "mul") else None
     if node.args[1:] == (1.0,) and (_is(wave, "cos") or _is(wave, "sin")):
         node.replace_all_uses_with(wave)
 
 
-# -- one token has no order -----------------------------------------------------------------------
+# -- one token per row ------------------------------------------------------------------------------
 
 
 def _heads(node: Node) -> None:
-    """view(B, 1, heads, dim).transpose(1, 2) as one view."""
+    """Replace view(B, 1, heads, dim).transpose(1, 2) by one view."""
     viewed: Any = node.args[0] if _is(node, "transpose") else None
     if node.args[1:] != (1, 2) or not _is(viewed, "view"):
         return
@@ -142,12 +142,12 @@ def _is(node: Any, name: str) -> bool:
 
 
 def _name(node: Node) -> str:
-    """The operator's, whether it was called as a function or as a method."""
+    """Return the operator's name, called as a function or as a method."""
     return getattr(node.target, "__name__", "")
 
 
 def _either_way(node: Any, name: str) -> list[tuple[Any, Any]]:
-    """The two operands of a commutative operator in both orders; nothing for other nodes."""
+    """Return the operands of a commutative operator in both orders, nothing for other nodes."""
     if not _is(node, name) or len(node.args) != 2 or node.kwargs:
         return []
     one, other = node.args

@@ -1,14 +1,14 @@
-"""One token for each live row: the model's forward as a flat list of operators, or the model's own.
+"""Decode steps: the model's forward as a traced operator graph, or the model's own forward.
 
     decoder = Decoder(hf)
     with decoder.ready(num_rows=64, num_steps=128) as forward:
-        logits = forward(tokens, positions, TokenStep(pool, positions, length))     # (B, V)
+        logits = forward(tokens, positions, DecodeStep(cache, positions, length))     # (B, V)
 
-Half of a small model's step is the Python of its modules and what they spell out in many small operators. So, on a CPU
-in float32, the first call that is long enough writes down what the forward asks of torch (`tape.py`), shortens it
-(`rewrites.py`), and compares it with the model's own forward on other tokens and other numbers of rows. A model whose
-forward cannot be written down, or that does not agree, runs as it is: `decoder.reason` says why. So does one with
-hooks. The list holds no weights: each call binds those that the model has then.
+Half of a small model's decode step is the Python of its modules and many small operators. On a CPU in float32 the first
+call that is long enough traces the forward (`tracer.py`), fuses operators (`graph_fusions.py`), and compares the result
+with the model's own forward on other tokens and numbers of rows. If tracing fails or the logits differ, the model's own
+forward runs and `decoder.reason` gives the reason. Models with hooks run their own forward too. The graph contains no
+weights: each call binds the model's present ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from transformers import PreTrainedModel
 
 from camshaft.models.attention import Slots, no_mask
-from camshaft.rollout.builtin.cpu.graph_fusions import shorten
+from camshaft.rollout.builtin.cpu.graph_fusions import fuse
 from camshaft.rollout.builtin.cpu.linears import (
     MIN_ROWS,
     MIN_STEPS,
@@ -36,93 +36,95 @@ from camshaft.rollout.builtin.cpu.linears import (
     packed_linears,
     product_of,
 )
-from camshaft.rollout.builtin.cpu.tracer import NotWritten, SeenSlots, things_of, written
+from camshaft.rollout.builtin.cpu.tracer import TracedSlots, TraceError, named_members, trace
 
 Forward = Callable[[Tensor, Tensor, Slots], Tensor]
-"""(B,) tokens, (B,) positions and where keys and values are -> (B, V) logits."""
+"""(B,) tokens, (B,) positions and the KV cache -> (B, V) logits."""
 
 COMPARED = (1, 2, 7)
-"""Numbers of rows on which the list is compared with the model's own forward."""
+"""Numbers of rows on which the traced forward is compared with the model's own."""
 
 TOLERANCE = 1e-4
-"""How far logits may be apart, as a share of the largest one."""
+"""Maximum difference of logits, relative to the largest logit."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class Decoder:
-    """See the map above."""
+    """Run decode steps of one model."""
 
     def __init__(self, hf: PreTrainedModel):
         self.hf = hf
         self.reason: str | None = None
-        self._list: _List | None = None
+        self._traced: _TracedForward | None = None
 
     @contextmanager
     def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
-        """Inside, a forward for the weights as they are now; what is copied of them is freed behind."""
-        flat = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not hooked(self.hf)
-        if flat:
-            self._write_once()
+        """Yield a forward with the present weights; packed copies are freed on exit."""
+        use_trace = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not has_hooks(self.hf)
+        if use_trace:
+            self._trace_once()
         with packed_linears(self.hf, num_rows, num_steps):
-            yield self._list.bound(self.hf) if flat and self._list is not None else self.own
+            yield self._traced.bound(self.hf) if use_trace and self._traced is not None else self.eager
 
-    def own(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-        """The model's own forward."""
+    def eager(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
+        """Run the model's own forward."""
         kwargs: dict[str, Any] = {"attention_mask": no_mask(tokens.device), "slots": slots, "use_cache": False}
         return self.hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
 
-    def _write_once(self) -> None:
-        if self._list is not None or self.reason is not None:
+    def _trace_once(self) -> None:
+        if self._traced is not None or self.reason is not None:
             return
         if any(t.device.type != "cpu" or t.dtype != torch.float32 for t in self.hf.parameters()):
-            self.reason = "lists are for float32 on a CPU"
+            self.reason = "traced decoding requires float32 on a CPU"
             return
         try:
-            self._list = self._written()
-        except NotWritten as error:
+            self._traced = self._trace_checked()
+        except TraceError as error:
             self.reason = str(error)
             logger.info("%s generates with its own forward: %s", type(self.hf).__name__, error)
 
-    def _written(self) -> _List | None:
-        """The list, after it has agreed with the model; None where weights that are no numbers tell nothing."""
+    def _trace_checked(self) -> _TracedForward | None:
+        """Trace, fuse and compare with the model; None if its logits are not finite, which decides nothing."""
         names = ("tokens", "positions", "mask", "slots")
 
         def inputs(rows: int) -> dict[str, Any]:
-            return dict(zip(names, (*_some(rows), no_mask("cpu"), _Alone()), strict=True))
+            return dict(zip(names, (*_sample_inputs(rows), no_mask("cpu"), _NoCache()), strict=True))
 
         def run(tokens: Tensor, positions: Tensor, mask: Tensor, slots: Slots) -> Tensor:
-            kwargs: dict[str, Any] = {"attention_mask": mask, "slots": SeenSlots(slots), "use_cache": False}
+            kwargs: dict[str, Any] = {"attention_mask": mask, "slots": TracedSlots(slots), "use_cache": False}
             return self.hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
 
-        graph = written(self.hf, inputs, run)
-        shorten(graph)
-        found = _List(graph, self.hf)
+        graph = trace(self.hf, inputs, run)
+        fuse(graph)
+        traced = _TracedForward(graph, self.hf)
         with torch.inference_mode():
-            forward = found.bound(self.hf)
+            forward = traced.bound(self.hf)
             for rows in COMPARED:
-                wanted, given = (f(*_some(rows), _Alone()) for f in (self.own, forward))
-                if not wanted.isfinite().all():
+                expected, logits = (f(*_sample_inputs(rows), _NoCache()) for f in (self.eager, forward))
+                if not expected.isfinite().all():
                     return None
-                apart, largest = float((wanted - given).abs().max()), float(wanted.abs().max())
-                if wanted.shape != given.shape or not apart <= TOLERANCE * largest:
-                    raise NotWritten(f"logits of the list are {apart:.1e} from those of the model for {rows} rows")
-        return found
+                difference, largest = float((expected - logits).abs().max()), float(expected.abs().max())
+                if expected.shape != logits.shape or not difference <= TOLERANCE * largest:
+                    raise TraceError(
+                        f"traced logits differ by {difference:.1e} from those of the model for {rows} rows"
+                    )
+        return traced
 
 
-def hooked(hf: nn.Module) -> bool:
-    """Whether somebody wants to see the model's forward run."""
+def has_hooks(hf: nn.Module) -> bool:
+    """Return whether any module has forward hooks, which a traced forward would skip."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
 
 
-class _List:
-    """A graph as a function of Python; what it takes from the model is looked up when it is bound."""
+class _TracedForward:
+    """An operator graph compiled to a Python function; weights are looked up when it is bound."""
 
     def __init__(self, graph: Graph, hf: nn.Module):
-        self.things: dict[str, str] = {}
+        self.members: dict[str, str] = {}
         self.linears: dict[str, str] = {}
-        held = things_of(hf)
+        held = named_members(hf)
         layers = {
             (id(m.weight), id(m.bias)): name for name, m in hf.named_modules() if type(m) in (nn.Linear, PackableLinear)
         }
@@ -138,17 +140,17 @@ class _List:
         graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         for node in graph.nodes:
             if node.op == "get_attr":
-                name, node.target = node.target, f"thing{len(self.things)}"
-                self.things[node.target] = name
+                name, node.target = node.target, f"member{len(self.members)}"
+                self.members[node.target] = name
         code = graph.python_code("self")
         scope = dict(code.globals)
         exec(code.src, scope)
         self.function: Any = scope["forward"]
 
     def bound(self, hf: nn.Module) -> Forward:
-        """With the weights that `hf` has now, and the copies of them."""
-        held, mask = things_of(hf), no_mask("cpu")
-        common = {short: held[name] for short, name in self.things.items()}
+        """Bind the present weights of `hf` and their packed copies."""
+        held, mask = named_members(hf), no_mask("cpu")
+        common = {short: held[name] for short, name in self.members.items()}
         layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
         taken = [
             SimpleNamespace(**common, **{short: product_of(layer, rows) for short, layer in layers.items()})
@@ -163,8 +165,8 @@ class _List:
         return forward
 
 
-class _Alone:
-    """Slots that hold nothing: each token sees itself, by as much as its query and its key agree."""
+class _NoCache:
+    """A stand-in for the KV cache: each token attends to itself with a weight from its query and key."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
@@ -174,6 +176,6 @@ class _Alone:
         return (share * value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
-def _some(rows: int) -> tuple[Tensor, Tensor]:
-    """Different tokens and positions."""
+def _sample_inputs(rows: int) -> tuple[Tensor, Tensor]:
+    """Return distinct tokens and positions."""
     return torch.arange(rows) + 1, torch.arange(rows).flip(0)

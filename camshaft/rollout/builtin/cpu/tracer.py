@@ -1,12 +1,11 @@
-"""What a model's forward asks of torch, written down: a flat graph of operators, without the modules' Python.
+"""Trace a model's forward pass into a flat operator graph.
 
-    graph = written(hf, inputs, run)     # of run(**inputs(rows)), or NotWritten, which says why
+    graph = trace(hf, inputs, run)     # of run(**inputs(rows)); raises TraceError with the reason
 
-A `TorchFunctionMode` sees every call of torch in the order in which the model's own code makes it, so the graph
-computes what the forward computes, to the last bit. The forward runs twice, on two numbers of rows: a number in the
-calls that follows the number of rows becomes a product with it. What the calls cannot tell is refused: values of
-tensors that Python looks at, tensors that are neither input nor weight, writing in place. Used by `flat.py`, which
-also compares the graph with the forward.
+A `TorchFunctionMode` sees each call of torch in the order of the model's own code, so the graph computes what the
+forward computes, bit for bit. The forward runs twice, with two numbers of rows: an integer argument that is
+proportional to the number of rows becomes a product with it. Tracing fails if Python reads tensor values, if a tensor
+is neither an input nor a weight, or on in-place writes. Used by `traced_decoder.py`, which also checks the result.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from camshaft.models.attention import Slots
 
-RECORDED = (3, 5)
-"""Rows of the two runs."""
+TRACED_ROWS = (3, 5)
+"""Numbers of rows of the two runs."""
 
-ASKED = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point"}
-"""Methods whose answer is no tensor, and depends on shapes and types alone."""
+METADATA = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point"}
+"""Methods that return no tensor and depend only on shapes and types."""
 
 
-class NotWritten(Exception):
-    """The forward cannot be written down; says why."""
+class TraceError(Exception):
+    """The forward cannot be traced; the message gives the reason."""
 
 
 class Inputs(Protocol):
-    """What a run is given, by name; the same names in each run."""
+    """Arguments of a run by name; each run has the same names."""
 
     def __call__(self, rows: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Ref:
-    """An object that the calls pass on: an input, a weight, a module by name; or what a call gave, by number."""
+    """A reference to an input, weight or module by name, or to the result of a call by number."""
 
     source: str | int
     item: int | None = None
-    """Of a call that gives several."""
+    """Index into the results of a call that returns several."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +54,20 @@ class Call:
     func: Any
     args: Any
     kwargs: Any
-    """With a `Ref` in place of each tensor and module."""
+    """Arguments with a `Ref` in place of each tensor and module."""
     shape: tuple[int, ...] | None
-    """Of the tensor that it gave."""
+    """Shape of the returned tensor."""
 
 
 def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """`slots.attend`, as one call that a mode sees."""
+    """Call `slots.attend` as one operator that a function mode sees."""
     if has_torch_function((query, key, value)):
         return handle_torch_function(attend, (query, key, value), slots, module, query, key, value, *rest)
     return slots.attend(module, query, key, value, *rest)
 
 
-class SeenSlots:
-    """Slots whose `attend` is written down as one call."""
+class TracedSlots:
+    """A KV cache whose `attend` is traced as one operator."""
 
     def __init__(self, slots: Slots):
         self.slots = slots
@@ -77,32 +76,32 @@ class SeenSlots:
         return attend(self.slots, module, query, key, value, *rest)
 
 
-class Recorder(TorchFunctionMode):
-    """Notes the calls of one run; `known` has what is there before it, by name."""
+class CallTrace(TorchFunctionMode):
+    """Record the calls of one run; `known` has inputs, weights and modules by name."""
 
     def __init__(self, known: Mapping[str, Any]):
         super().__init__()
         self.calls: list[Call] = []
         self.refs = {id(thing): Ref(name) for name, thing in reversed(list(known.items()))}
-        self.alive: list[Any] = list(known.values())  # an id is one object's only while that lives
+        self.alive: list[Any] = list(known.values())  # ids are unique only among living objects
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = _tensors((args, kwargs))
-        versions = [_version(tensor) for tensor in given]
+        inputs = _tensors((args, kwargs))
+        versions = [_version(tensor) for tensor in inputs]
         out = func(*args, **kwargs)
-        if versions != [_version(tensor) for tensor in given]:
-            raise NotWritten(f"{_name(func)} writes in place")
+        if versions != [_version(tensor) for tensor in inputs]:
+            raise TraceError(f"{_name(func)} writes in place")
         results = _tensors(out)
         if not results:
-            if given and _name(func) not in ASKED and _name(func) != "__get__":
-                raise NotWritten(f"{_name(func)} looks at the values of a tensor")
+            if inputs and _name(func) not in METADATA and _name(func) != "__get__":
+                raise TraceError(f"{_name(func)} reads the values of a tensor")
             return out
         new = [tensor for tensor in results if id(tensor) not in self.refs]
         if not new:
-            return out  # as it came: to() where nothing changes, contiguous(), dropout()
+            return out  # returns its input: to() without a change, contiguous(), dropout()
         if not isinstance(out, Tensor) and not all(isinstance(one, Tensor) for one in out):
-            raise NotWritten(f"{_name(func)} gives more than tensors")
+            raise TraceError(f"{_name(func)} returns more than tensors")
         shape = tuple(out.shape) if isinstance(out, Tensor) else None
         self.calls.append(Call(func, self._replaced(args), self._replaced(kwargs), shape))
         self.alive += results
@@ -115,7 +114,7 @@ class Recorder(TorchFunctionMode):
 
     def ref(self, tensor: Tensor) -> Ref:
         if id(tensor) not in self.refs:
-            raise NotWritten(f"a tensor of shape {tuple(tensor.shape)} comes from neither input nor weight")
+            raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor a weight")
         return self.refs[id(tensor)]
 
     def _replaced(self, given: Any) -> Any:
@@ -125,20 +124,20 @@ class Recorder(TorchFunctionMode):
         return map_aggregate(given, one)
 
 
-def written(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
-    """The graph of `run(**inputs(rows))`; its placeholders are the inputs and `rows`, its attributes names in `hf`."""
+def trace(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
+    """Trace `run(**inputs(rows))`; placeholders are the inputs and `rows`, attributes are names in `hf`."""
     recorders, outputs = [], []
-    for rows in RECORDED:
+    for rows in TRACED_ROWS:
         given = dict(inputs(rows))
-        recorder = Recorder(given | things_of(hf))
+        recorder = CallTrace(given | named_members(hf))
         with torch.inference_mode(False), torch.no_grad(), recorder:
             outputs.append(recorder.ref(run(**given)))
         recorders.append(recorder)
-    return _Join(list(given), things_of(hf)).graph(recorders[0].calls, recorders[1].calls, *outputs)
+    return _Join(list(given), named_members(hf)).graph(recorders[0].calls, recorders[1].calls, *outputs)
 
 
-def things_of(hf: nn.Module) -> dict[str, Any]:
-    """What a graph may name: modules, weights and buffers."""
+def named_members(hf: nn.Module) -> dict[str, Any]:
+    """Return the modules, weights and buffers that a graph may refer to."""
     return {
         **{name: module for name, module in hf.named_modules() if name},
         **dict(hf.named_parameters(remove_duplicate=False)),
@@ -147,7 +146,7 @@ def things_of(hf: nn.Module) -> dict[str, Any]:
 
 
 class _Join:
-    """Two runs as one graph."""
+    """Merge two runs into one graph."""
 
     def __init__(self, inputs: list[str], things: Mapping[str, Any]):
         self.fx = Graph()
@@ -156,10 +155,10 @@ class _Join:
 
     def graph(self, ones: list[Call], others: list[Call], output: Ref, same: Ref) -> Graph:
         if len(ones) != len(others) or output != same:
-            raise NotWritten("the calls differ with the number of rows")
+            raise TraceError("the calls differ with the number of rows")
         for number, (one, other) in enumerate(zip(ones, others, strict=True)):
             if one.func != other.func:
-                raise NotWritten(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
+                raise TraceError(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
             args, kwargs = self._joined((one.args, one.kwargs), (other.args, other.kwargs))
             node = self._call(one.func, args, kwargs)
             node.meta["shape"] = one.shape
@@ -168,7 +167,7 @@ class _Join:
         return self.fx
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Node:
-        if _name(func) == "__get__":  # a property that is a tensor
+        if _name(func) == "__get__":  # a property that returns a tensor
             return self.fx.call_function(getattr, (args[0], func.__self__.__name__))
         return self.fx.call_function(func, args, kwargs)
 
@@ -184,7 +183,7 @@ class _Join:
 
     def _joined(self, one: Any, other: Any) -> Any:
         if type(one) is not type(other):
-            raise NotWritten(f"{one} and {other}, depending on the number of rows")
+            raise TraceError(f"{one} and {other}, depending on the number of rows")
         if isinstance(one, Ref) and one == other:
             return self._node(one)
         if isinstance(one, tuple | list) and len(one) == len(other):
@@ -194,10 +193,15 @@ class _Join:
             return {key: self._joined(one[key], other[key]) for key in one}
         if isinstance(one, slice):
             return slice(*(self._joined(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step")))
-        if type(one) is int and one != other and one * RECORDED[1] == other * RECORDED[0] and not one % RECORDED[0]:
-            return self.fx.call_function(operator.mul, (self.nodes["rows"], one // RECORDED[0]))
+        if (
+            type(one) is int
+            and one != other
+            and one * TRACED_ROWS[1] == other * TRACED_ROWS[0]
+            and not one % TRACED_ROWS[0]
+        ):
+            return self.fx.call_function(operator.mul, (self.nodes["rows"], one // TRACED_ROWS[0]))
         if one != other:
-            raise NotWritten(f"{one} and {other}, depending on the number of rows")
+            raise TraceError(f"{one} and {other}, depending on the number of rows")
         return one
 
 

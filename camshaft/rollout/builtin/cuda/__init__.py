@@ -1,1 +1,5 @@
-"""CUDA graphs and Triton kernels for decode steps."""
+"""Decode steps on a GPU.
+
+- `graphs`: CUDA graphs of decode steps
+- `kernels`: attention over the KV cache in Triton
+"""

@@ -1,15 +1,14 @@
-"""One token for each live row as a recorded step: what a call put on the device is put there again, without Python.
+"""CUDA graphs of decode steps: capture the kernels of a step once and replay them without Python.
 
-    steps = recorded_steps(decoder, pool, config)                     # None where nothing is recorded
-    with steps.ready(num_rows=64, num_steps=128) as forward:
-        logits = forward(tokens, positions, slots)                    # (B, V), until the next call
-    steps.forget()                                                    # frees the recordings
+    decoder = build_graph_decoder(decoder, cache, config)             # None if graphs are off or unsupported
+    with decoder.ready(num_rows=64, num_steps=128) as forward:
+        logits = forward(tokens, positions, slots)                    # (B, V), valid until the next call
+    decoder.release()                                                 # frees the graphs
 
-On a GPU a step is some hundred small launches, whose Python takes longer than the device. So each number of rows
-(some of them: others are filled up) is recorded once as a CUDA graph and replayed. A recording reads and writes the
-memory that the call had. What may become other memory is looked at before a replay, and if it is, all is recorded
-anew: weights when a generation begins, slots at each step. What a row's length decides is decided on the device
-(`kernels.py`; where there is no Triton, by masks over whole slots).
+A decode step on a GPU is a few hundred small launches, whose Python takes longer than the kernels. So a step is
+captured for some numbers of rows, and other numbers are padded. A graph reads and writes fixed memory. Each generation
+checks the weights' addresses, and each step checks whether the KV cache was reallocated; a change captures all graphs
+again. Row lengths are read on the device, by `kernels.py`, or without Triton by masks over whole slots.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import takes_triton
 from camshaft.errors import CamshaftError, RolloutError
 from camshaft.models.attention import Slots
-from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, hooked
-from camshaft.rollout.builtin.kv_cache import KVCache, TokenStep
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, has_hooks
+from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache
 
-STEPS = 16
-"""A call of fewer steps runs them as they are: a recording takes the time of some."""
+MIN_STEPS = 16
+"""Calls with fewer steps run eagerly: a capture takes as long as several steps."""
 
 Replay = Callable[[], None]
 
 MakeStep = Callable[[KVCache, Tensor], Slots]
-"""The step of rows at these positions, of which it may know on the device only."""
+"""Builds the decode step of rows at these positions, whose values it must not read on the host."""
 
 
-class Recorder(Protocol):
-    """Writes down what a function has the device do."""
+class GraphCapture(Protocol):
+    """Captures the work that a function enqueues on the device."""
 
-    def record(self, function: Callable[[], None]) -> Replay:
-        """What does to the same memory what `function` did, which is run for that, maybe more than once."""
+    def capture(self, function: Callable[[], None]) -> Replay:
+        """Return a replay of `function` on the same memory; `function` runs once or more."""
         ...
 
-    def forget(self) -> None:
-        """Free what recordings share; none of them is replayed after this."""
+    def release(self) -> None:
+        """Free the memory that captures share; none may be replayed afterwards."""
         ...
 
 
-class CudaGraphRecorder:
-    """CUDA graphs, which take the memory for what lies between their inputs and outputs from one pool."""
+class CUDAGraphCapture:
+    """CUDA graphs whose intermediate tensors share one memory pool."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -59,7 +58,7 @@ class CudaGraphRecorder:
         self._stream: Any = None
         self._pool: Any = None
 
-    def record(self, function: Callable[[], None]) -> Replay:
+    def capture(self, function: Callable[[], None]) -> Replay:
         backend = self._backend
         with backend.device(self.device):
             if self._pool is None:
@@ -67,72 +66,72 @@ class CudaGraphRecorder:
             graph, here = backend.CUDAGraph(), backend.current_stream()
             self._stream.wait_stream(here)
             with backend.stream(self._stream):
-                function()  # compiles, loads and sets aside what would not do in a capture
-                # Threads of other libraries, such as NCCL's, may ask the device for something meanwhile.
+                function()  # warm-up: compilation and allocation are not allowed during a capture
+                # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
                 with backend.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     function()
             here.wait_stream(self._stream)
         return graph.replay
 
-    def forget(self) -> None:
+    def release(self) -> None:
         if self._pool is not None:
-            self._pool = self._stream = None  # a pool that no graph is left of cannot be used again
+            self._pool = self._stream = None  # a pool without graphs cannot be reused
             self._backend.empty_cache()
 
 
-class RecordedSteps:
-    """See the map above; a `Decoder` whose steps are recorded."""
+class CUDAGraphDecoder:
+    """A `Decoder` whose decode steps run as CUDA graphs."""
 
-    def __init__(self, decoder: Decoder, pool: KVCache, recorder: Recorder, make_step: MakeStep):
-        self.hf, self.own = decoder.hf, decoder.own
-        self.decoder, self.pool, self.recorder, self.make_step = decoder, pool, recorder, make_step
+    def __init__(self, decoder: Decoder, cache: KVCache, capture: GraphCapture, make_step: MakeStep):
+        self.hf, self.eager = decoder.hf, decoder.eager
+        self.decoder, self.cache, self.graph_capture, self.make_step = decoder, cache, capture, make_step
         self.replays: dict[int, Replay] = {}
-        """For each number of rows."""
+        """Replays by number of rows."""
         self._capacity = self._filled = 0
-        self._inputs: Tensor | None = None  # (2, capacity) tokens and positions; zeros behind the filled ones
+        self._inputs: Tensor | None = None  # (2, capacity) tokens and positions, zero-padded
         self._logits: Tensor | None = None  # (capacity, V)
         self._weights: tuple[Any, ...] = ()
-        self._frozen: tuple[Any, ...] = ()
+        self._captured_for: tuple[Any, ...] = ()
 
     @contextmanager
     def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
-        """Inside, a forward for at most `num_rows` rows with the weights as they are now.
+        """Yield a forward for at most `num_rows` rows with the present weights.
 
-        Slots below `num_rows` behind those of live rows are nobody's: rows that only fill up write there.
+        Padding rows write to the unused slots between the live rows and `num_rows`.
         """
-        if num_steps < STEPS or hooked(self.hf):
+        if num_steps < MIN_STEPS or has_hooks(self.hf):
             with self.decoder.ready(num_rows, num_steps) as forward:
                 yield forward
             return
         self._capacity = max(self._capacity, num_rows)
-        found = addresses(self.hf)
-        if found != self._weights:  # an equal one stays, since each step compares it
-            self._weights = found
+        weights = tensor_layouts(self.hf)
+        if weights != self._weights:  # keep the same object, because each step compares it
+            self._weights = weights
         yield functools.partial(self._forward, num_rows)
 
-    def forget(self) -> None:
-        """Free all that was recorded, and the memory that it needs."""
+    def release(self) -> None:
+        """Free all graphs and their memory."""
         self.replays.clear()
         self._inputs = self._logits = None
-        self._frozen = ()
-        self.recorder.forget()
+        self._captured_for = ()
+        self.graph_capture.release()
 
     def _forward(self, num_rows: int, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-        """`slots` are those of the pool; a recording has its own view of them."""
-        frozen = self._weights, self.pool.changes, self._capacity
-        if frozen != self._frozen:
-            self.forget()
-            self._frozen = frozen
-        inputs, rows = self._written(tokens, positions), len(tokens)
-        filled_up = min(rounded(rows), num_rows)
+        """Replay a step; `slots` is unused, because a graph has its own view of the cache."""
+        captured_for = self._weights, self.cache.reallocations, self._capacity
+        if captured_for != self._captured_for:
+            self.release()
+            self._captured_for = captured_for
+        inputs, rows = self._filled_inputs(tokens, positions), len(tokens)
+        filled_up = min(padded_rows(rows), num_rows)
         if filled_up not in self.replays:
-            self.replays[filled_up] = self._recorded(inputs[:, :filled_up])
+            self.replays[filled_up] = self._captured(inputs[:, :filled_up])
         self.replays[filled_up]()
         assert self._logits is not None
         return self._logits[:rows]
 
-    def _written(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The inputs, with these in front."""
+    def _filled_inputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Copy tokens and positions into the inputs of the graphs."""
         if self._inputs is None:
             self._inputs = torch.zeros(2, self._capacity, dtype=torch.int64, device=tokens.device)
             self._filled = 0
@@ -144,59 +143,59 @@ class RecordedSteps:
         self._inputs[1, :rows].copy_(positions)
         return self._inputs
 
-    def _recorded(self, inputs: Tensor) -> Replay:
+    def _captured(self, inputs: Tensor) -> Replay:
         tokens, positions = inputs
-        if self._logits is None:  # a call as it is tells how many there are, and of which format
-            logits = self.own(tokens, positions, self.make_step(self.pool, positions))
+        if self._logits is None:  # an eager call gives the shape and dtype of the logits
+            logits = self.eager(tokens, positions, self.make_step(self.cache, positions))
             self._logits = logits.new_empty(self._capacity, logits.shape[1])
         out = self._logits[: len(tokens)]
 
         def step() -> None:
-            # Copied: recordings share the memory of what lies between, so the next one may write over it.
-            out.copy_(self.own(tokens, positions, self.make_step(self.pool, positions)))
+            # Copied, because graphs share intermediate memory and the next one may overwrite it.
+            out.copy_(self.eager(tokens, positions, self.make_step(self.cache, positions)))
 
         try:
-            return self.recorder.record(step)
+            return self.graph_capture.capture(step)
         except (CamshaftError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             raise RolloutError(
-                f"a step of {type(self.hf).__name__} cannot be recorded: {str(error).partition(chr(10))[0]}; "
+                f"cannot capture a decode step of {type(self.hf).__name__}: {str(error).partition(chr(10))[0]}; "
                 "generate with rollout.enforce_eager=true"
             ) from error
 
 
-def recorded_steps(decoder: Decoder, pool: KVCache, config: RolloutEngineConfig) -> RecordedSteps | None:
-    """None if the config does not ask for it, or the device has no graphs."""
+def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineConfig) -> CUDAGraphDecoder | None:
+    """Return None if `enforce_eager` is true or the device has no graphs."""
     device = torch.device(config.device)
     if config.enforce_eager or device.type == "cpu" or not hasattr(torch.get_device_module(device), "CUDAGraph"):
         return None
-    return RecordedSteps(decoder, pool, CudaGraphRecorder(device), device_step)
+    return CUDAGraphDecoder(decoder, cache, CUDAGraphCapture(device), device_step)
 
 
-def device_step(pool: KVCache, positions: Tensor) -> Slots:
-    """The kernels where they can be used, else `whole_step`."""
+def device_step(cache: KVCache, positions: Tensor) -> Slots:
+    """Use the Triton kernels if they support the cache, else `full_length_step`."""
     if takes_triton(positions):
-        from camshaft.rollout.builtin.cuda.kernels import KernelStep, can
+        from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep, supports
 
-        if can(pool):
-            return KernelStep(pool, positions)
-    return whole_step(pool, positions)
-
-
-def whole_step(pool: KVCache, positions: Tensor) -> Slots:
-    """Attention over all places of a slot, with a mask that is made of the positions on the device."""
-    return TokenStep(pool, positions, pool.length)
+        if supports(cache):
+            return TritonDecodeStep(cache, positions)
+    return full_length_step(cache, positions)
 
 
-def rounded(rows: int) -> int:
-    """For how many rows a step is recorded that serves so many: 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ..."""
+def full_length_step(cache: KVCache, positions: Tensor) -> Slots:
+    """Attend to all positions of a slot, with a mask computed on the device."""
+    return DecodeStep(cache, positions, cache.length)
+
+
+def padded_rows(rows: int) -> int:
+    """Return the captured number of rows for `rows`: 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ..."""
     power = (rows - 1).bit_length()
     grain = 1 << power if rows <= 4 else max(8, 1 << (power - 3))
     return -(-rows // grain) * grain
 
 
-def addresses(hf: nn.Module) -> tuple[Any, ...]:
-    """Where the model's tensors lie, and how."""
-    held = (*hf.named_parameters(), *hf.named_buffers())
-    return tuple((name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in held)
+def tensor_layouts(hf: nn.Module) -> tuple[Any, ...]:
+    """Return address, shape, strides and dtype of each weight and buffer."""
+    tensors = (*hf.named_parameters(), *hf.named_buffers())
+    return tuple((name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors)

@@ -1,15 +1,14 @@
-"""Attention over slots in kernels that find on the device how long each row is.
+"""Decode attention over the KV cache in Triton kernels that read each row's length on the device.
 
-    step = KernelStep(pool, positions)
-    hf(..., slots=step)                  # one token of each row, slots 0..B-1; the row in slot i is at positions[i]
+    step = TritonDecodeStep(cache, positions)
+    hf(..., slots=step)                  # one token per row, slots 0..B-1; slot i has its token at positions[i]
 
-Nothing that a kernel is given depends on the positions, so a recorded step (`recorded.py`) may put it on the device
-again when they have changed. A row's places are read up to its own end, whatever the others' are.
+No kernel argument depends on the values of `positions`, so a CUDA graph (`graphs.py`) may replay the kernels for other
+positions. Each row's slot is read up to that row's position.
 
-`_store` writes a token's key and value. `_attend` has a program for each row, key head and split of the row's places:
-the query heads that share a key head are one tile, and its softmax is taken as places come. `_merge` puts splits
-together. All tensors are contiguous, so their shapes tell where things are. Triton is imported with this module, so
-import it where it is needed only.
+`_store` writes a token's key and value. `_attend` runs one program per row, key head and split of the row's positions:
+query heads that share a key head form one tile, with an online softmax. `_merge` combines splits. All tensors are
+contiguous. This module imports Triton, so import it only where it is used.
 """
 
 from typing import Any
@@ -22,45 +21,45 @@ from torch import Tensor, nn
 from camshaft.rollout.builtin.kv_cache import KVCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of keys and values; sums are in float32."""
+"""Supported dtypes of keys and values; sums are in float32."""
 
 MAX_DIM = 256
-"""Heads of at most so many numbers: a tile of more does not fit."""
+"""Maximum head size; a larger tile does not fit."""
 
 TILE_BYTES = 2**14
-"""The size of a tile of keys."""
+"""Size of a tile of keys."""
 
 SMALLEST = 16
-"""A product of tiles wants at least so many of each dimension."""
+"""Minimum size of each dimension of `tl.dot`."""
 
 PER_PROCESSOR = 4
-"""Programs that each processor of the device should have, where rows and heads are few."""
+"""Target number of programs per multiprocessor when rows and heads are few."""
 
 MAX_SPLITS = 32
-"""Into how many splits a row goes at most."""
+"""Maximum number of splits per row."""
 
 LOG2E = 1.4426950408889634
-"""The device computes powers of two."""
+"""Kernels compute exp(x) as exp2(x * LOG2E)."""
 
 
-def can(pool: KVCache) -> bool:
-    """Whether the kernels take the pool's keys and values."""
-    return all(block.dtype in DTYPES and block.shape[3] <= MAX_DIM for pair in pool.layers.values() for block in pair)
+def supports(cache: KVCache) -> bool:
+    """Return whether the kernels support the dtype and head size of the cache."""
+    return all(block.dtype in DTYPES and block.shape[3] <= MAX_DIM for pair in cache.layers.values() for block in pair)
 
 
-class KernelStep:
-    """One model call on one token of each row; `TokenStep` of `slots.py` computes the same with torch's operators."""
+class TritonDecodeStep:
+    """A model call on one token per row; `kv_cache.DecodeStep` computes the same with torch operators."""
 
-    def __init__(self, pool: KVCache, positions: Tensor):
-        self.pool = pool
+    def __init__(self, cache: KVCache, positions: Tensor):
+        self.cache = cache
         self.positions = positions
         self.processors = processors_of(positions.device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Attention of each new token over the places of its slot; see `camshaft.models.attention.Slots`."""
-        keys, values = self.pool.layer(module, key, value)
+        """Compute attention of each new token over its slot; see `camshaft.models.attention.Slots`."""
+        keys, values = self.cache.layer(module, key, value)
         query, key, value = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
         (num_rows, num_heads, dim), key_heads, value_dim = query.shape, key.shape[1], value.shape[2]
         dims = {"DIM": dim, "VALUE_DIM": value_dim, "DIMS": _padded(max(dim, value_dim))}
@@ -86,26 +85,26 @@ class KernelStep:
         return out
 
     def _splits(self, programs: int, block: int, window: int | None) -> int:
-        """How many programs share a row's places; of all rows alike, since a recording keeps the number."""
-        places = self.pool.length if window is None else min(window, self.pool.length)
+        """Return the number of programs per row; equal for all rows, because a CUDA graph fixes it."""
+        places = self.cache.length if window is None else min(window, self.cache.length)
         wanted = -(-PER_PROCESSOR * self.processors // programs)
         return max(1, min(wanted, MAX_SPLITS, -(-places // block)))
 
 
 def shape_of(dtype: torch.dtype, dims: int) -> dict[str, int]:
-    """How many places are looked at together, and by how many threads; float32 wants more of them to fit."""
+    """Return the block of positions and the number of warps; float32 needs more warps to fit."""
     block = max(SMALLEST, TILE_BYTES // (dims * dtype.itemsize))
     return {"BLOCK": block, "num_warps": 8 if dtype == torch.float32 else 4, "num_stages": 2}
 
 
 def processors_of(device: torch.device) -> int:
-    """How many programs run at a time, at the least."""
+    """Return the number of multiprocessors."""
     backend: Any = torch.get_device_module(device)
     return backend.get_device_properties(device).multi_processor_count
 
 
 def _padded(size: int) -> int:
-    """The size of a tile in which so many numbers fit."""
+    """Return the tile size for `size` elements."""
     return max(SMALLEST, 1 << (size - 1).bit_length())
 
 
@@ -117,7 +116,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 def _store(
     key, value, keys, values, positions, num_places, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr
 ):
-    """The key and the value of one row and key head, to the row's position in its slot."""
+    """Write the key and value of one row and key head to the row's position in its slot."""
     row = tl.program_id(0).to(tl.int64)
     here = row * tl.num_programs(1) + tl.program_id(1)
     place = here * num_places + tl.load(positions + row)
@@ -134,7 +133,7 @@ def _attend(
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row's places, for the query heads of one key head; `scale` is for powers of two.
+    """Attend to one split of one row's positions, for the query heads of one key head; `scale` includes LOG2E.
 
     With several splits, `parts` are their results and `sizes` the logarithms of their softmax's sums, for `_merge`;
     with one, `parts` is the result itself.
@@ -142,7 +141,7 @@ def _attend(
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     stop = tl.load(positions + row).to(tl.int32) + 1
     first = tl.maximum(stop - WINDOW, 0) if WINDOW > 0 else 0
-    # Each split takes so many of the row's own places: how long other rows are changes no bit of the result.
+    # Splits depend on this row's length only, so other rows do not change its bits.
     share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK) * BLOCK
     start = first + split * share
     end = tl.minimum(start + share, stop)
@@ -191,7 +190,7 @@ def _attend(
 def _merge(
     parts, sizes, out, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
 ):
-    """The splits of one row and query head; the first always has a place, others may have none."""
+    """Combine the splits of one row and query head; the first split is never empty."""
     here = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split, at = tl.arange(0, PADDED), tl.arange(0, VALUE_DIMS)
     size = tl.load(sizes + here * SPLITS + split, mask=split < SPLITS, other=-float("inf"))

@@ -12,7 +12,7 @@ from camshaft.contracts.rollout.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.cuda import graphs as recorded
+from camshaft.rollout.builtin.cuda import graphs
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
@@ -38,7 +38,7 @@ def prompts_of(harness: RolloutHarness) -> Ragged:
 
 def replays(case: Case) -> dict[int, Any]:
     rollout: Any = case.rollout
-    return dict(rollout.recorded.replays)
+    return dict(rollout.graphs.replays)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -70,7 +70,7 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_recorded_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "STEPS", 1)
+    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
     harness = RolloutHarness(Recorded, tmp_path, "cuda")
     rule.check(harness)
 

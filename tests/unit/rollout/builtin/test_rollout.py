@@ -15,7 +15,7 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import EngineError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.kv_cache import GRAIN
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.scheduler import AHEAD
 from camshaft.rollout.sampling import draw, uniform
@@ -161,9 +161,9 @@ def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(harness: RolloutHarne
 
 
 def test_long_responses_outgrow_their_slots(harness: RolloutHarness) -> None:
-    case = harness.case(max_model_len=3 * GRAIN, max_num_seqs=2)
-    right(case, harness.prompts(2, 50, 7), SamplingParams(2 * GRAIN, ignore_eos=True))
-    assert case.rollout.pool.length >= 50 + 2 * GRAIN - 1  # pyright: ignore[reportAttributeAccessIssue]
+    case = harness.case(max_model_len=3 * LENGTH_MULTIPLE, max_num_seqs=2)
+    right(case, harness.prompts(2, 50, 7), SamplingParams(2 * LENGTH_MULTIPLE, ignore_eos=True))
+    assert case.rollout.cache.length >= 50 + 2 * LENGTH_MULTIPLE - 1  # pyright: ignore[reportAttributeAccessIssue]
     right(case, harness.prompts(2, 5, 7), SamplingParams(4))
 
 
@@ -177,9 +177,9 @@ def test_sleep_frees_the_slots_unless_told_to_keep_them(harness: RolloutHarness,
     case = harness.case(free_cache_engine=free)
     rollout: Any = case.rollout
     rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
-    assert rollout.pool.layers
+    assert rollout.cache.layers
     rollout.sleep()
-    assert bool(rollout.pool.layers) != free
+    assert bool(rollout.cache.layers) != free
 
 
 def test_what_is_generated_can_be_used_in_training(harness: RolloutHarness) -> None:
@@ -247,7 +247,7 @@ def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypat
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (EngineError, "soft-capped", "gemma2", {}),
     (EngineError, "sinks", "gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
-    (RolloutError, "recurrent state, or computes attention by itself", "jamba", {}),
+    (RolloutError, "recurrent state or its own attention code", "jamba", {}),
     (
         RolloutError,
         "'dynamic' rotary frequencies, .* max_model_len=32 or less, it is 64",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorders import OperatorRecorder, SeenDevices
+from support.recorders import OperatorCapture, TouchedDevices
 from support.tiny import DECODED, tiny_folder
 from torch import Tensor
 
@@ -21,16 +21,16 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.base import Generation
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
-from camshaft.rollout.builtin.cuda import graphs as recorded
+from camshaft.rollout.builtin.cuda import graphs
 from camshaft.rollout.builtin.cuda.graphs import (
-    CudaGraphRecorder,
+    CUDAGraphCapture,
+    CUDAGraphDecoder,
     MakeStep,
-    RecordedSteps,
-    recorded_steps,
-    rounded,
-    whole_step,
+    build_graph_decoder,
+    full_length_step,
+    padded_rows,
 )
-from camshaft.rollout.builtin.kv_cache import GRAIN, KVCache, TokenStep
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, DecodeStep, KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SLOTS = 7
@@ -43,11 +43,13 @@ FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
 class Recorded(TorchRollout):
     """The built-in generator with recorded steps, on a CPU."""
 
-    make_step: MakeStep = staticmethod(whole_step)
+    make_step: MakeStep = staticmethod(full_length_step)
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self.recorded: RecordedSteps = RecordedSteps(self.decoder, self.pool, OperatorRecorder(), type(self).make_step)
+        self.graphs: CUDAGraphDecoder = CUDAGraphDecoder(
+            self.decoder, self.cache, OperatorCapture(), type(self).make_step
+        )
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +64,16 @@ def harness(folder: Path) -> RolloutHarness:
 
 def steps_of(case: Case) -> Any:
     rollout: Any = case.rollout
-    return rollout.recorded
+    return rollout.graphs
 
 
 def count(case: Case) -> int:
-    return steps_of(case).recorder.count
+    return steps_of(case).graph_capture.count
 
 
 def many(harness: RolloutHarness) -> Ragged:
     """More rows than slots; prompts that are kept for rows that find none."""
-    return harness.prompts(3, 11, 1, 5, GRAIN - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
+    return harness.prompts(3, 11, 1, 5, LENGTH_MULTIPLE - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
 
 
 SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
@@ -106,13 +108,13 @@ def test_tokens_are_those_of_steps_as_they_are(
     found = right(case, many(harness), sampling)
     assert same(found, wanted)
     assert not temperature or len(set(found.responses.lengths.tolist())) > 2  # rows end and join at any time
-    assert steps_of(case).pool.length > GRAIN  # slots have grown
+    assert steps_of(case).cache.length > LENGTH_MULTIPLE  # slots have grown
     assert count(case) > len(steps_of(case).replays)  # and all was recorded anew then
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
 def test_recorded_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "STEPS", 1)
+    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
     rule.check(RolloutHarness(Recorded, folder))
 
 
@@ -130,9 +132,9 @@ def test_more_rows_than_ever_before_are_recorded_anew_and_fewer_are_not(harness:
     first = right(case, few)
     right(case, many(harness))
     right(case, many(harness))
-    before = steps_of(case).recorder.forgotten
+    before = steps_of(case).graph_capture.released
     assert same(right(case, few), first)
-    assert steps_of(case).recorder.forgotten == before
+    assert steps_of(case).graph_capture.released == before
     assert {3, 16} <= set(steps_of(case).replays)
 
 
@@ -165,10 +167,10 @@ def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(harness: RolloutH
     case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     first, steps = right(case, prompts, sampling), steps_of(case)
-    made, forgotten = count(case), steps.recorder.forgotten
+    made, released = count(case), steps.graph_capture.released
     case.rollout.sleep()
     assert bool(steps.replays) != free
-    assert steps.recorder.forgotten == forgotten + free
+    assert steps.graph_capture.released == released + free
     case.rollout.wake_up()
     case.rollout.load_weights(case.weights())
     assert same(right(case, prompts, sampling), first)
@@ -177,7 +179,7 @@ def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(harness: RolloutH
 
 def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
-    right(case, prompts, SamplingParams(recorded.STEPS - 1, ignore_eos=True))
+    right(case, prompts, SamplingParams(graphs.MIN_STEPS - 1, ignore_eos=True))
     assert count(case) == 0
     calls: list[int] = []
     hook = steps_of(case).hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
@@ -191,7 +193,7 @@ def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarne
 def test_a_model_that_looks_at_values_is_refused_by_name(harness: RolloutHarness) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     case = harness.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
-    with pytest.raises(RolloutError, match=r"a step of LlamaForCausalLM cannot be recorded: .*enforce_eager=true"):
+    with pytest.raises(RolloutError, match=r"cannot capture a decode step of LlamaForCausalLM: .*enforce_eager=true"):
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(16, ignore_eos=True))
 
 
@@ -202,10 +204,10 @@ def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
     for device in ("meta", "cpu"):
         rollout = TorchRollout(config)
         rollout.model.hf.to_empty(device=device)
-        rollout.pool.reserve(5, GRAIN)
+        rollout.cache.reserve(5, LENGTH_MULTIPLE)
         tokens, positions = torch.zeros(2, 4, dtype=torch.int64, device=device)
-        with torch.inference_mode(), SeenDevices() as seen:
-            logits = rollout.decoder.own(tokens, positions, whole_step(rollout.pool, positions))
+        with torch.inference_mode(), TouchedDevices() as seen:
+            logits = rollout.decoder.eager(tokens, positions, full_length_step(rollout.cache, positions))
         assert seen.found == {logits.device.type} == {device}
 
 
@@ -214,30 +216,30 @@ def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
 
 def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """As steps that are not recorded do it: so many places as the longest row has."""
-    real, now = RecordedSteps._forward, [0]
+    real, now = CUDAGraphDecoder._forward, [0]
 
-    def forward(self: RecordedSteps, num_rows: int, tokens: Tensor, positions: Tensor, slots: TokenStep) -> Tensor:
+    def forward(self: CUDAGraphDecoder, num_rows: int, tokens: Tensor, positions: Tensor, slots: DecodeStep) -> Tensor:
         now[0] = slots.length
         return real(self, num_rows, tokens, positions, slots)
 
-    monkeypatch.setattr(RecordedSteps, "_forward", forward)
-    monkeypatch.setattr(Recorded, "make_step", staticmethod(lambda pool, at: TokenStep(pool, at, now[0])))
+    monkeypatch.setattr(CUDAGraphDecoder, "_forward", forward)
+    monkeypatch.setattr(Recorded, "make_step", staticmethod(lambda cache, at: DecodeStep(cache, at, now[0])))
 
 
 def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that was made once, of the positions that there were."""
-    made: dict[int, TokenStep] = {}
+    made: dict[int, DecodeStep] = {}
 
-    def step(pool: KVCache, positions: Tensor) -> TokenStep:
-        if len(positions) not in made or made[len(positions)].pool is not pool:
-            made[len(positions)] = whole_step(pool, positions.clone())  # pyright: ignore[reportArgumentType]
+    def step(cache: KVCache, positions: Tensor) -> DecodeStep:
+        if len(positions) not in made or made[len(positions)].cache is not cache:
+            made[len(positions)] = full_length_step(cache, positions.clone())  # pyright: ignore[reportArgumentType]
         return made[len(positions)]
 
     monkeypatch.setattr(Recorded, "make_step", staticmethod(step))
 
 
 def _any_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "addresses", lambda hf: ())
+    monkeypatch.setattr(graphs, "tensor_layouts", lambda hf: ())
 
 
 def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +248,9 @@ def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that fill up a number write to the slot that keeps a prompt."""
-    real = RecordedSteps._forward
-    monkeypatch.setattr(RecordedSteps, "_forward", lambda self, num_rows, *rest: real(self, num_rows + 1, *rest))
-    monkeypatch.setattr(recorded, "rounded", lambda rows: SLOTS + 1)
+    real = CUDAGraphDecoder._forward
+    monkeypatch.setattr(CUDAGraphDecoder, "_forward", lambda self, num_rows, *rest: real(self, num_rows + 1, *rest))
+    monkeypatch.setattr(graphs, "padded_rows", lambda rows: SLOTS + 1)
 
 
 MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
@@ -288,25 +290,25 @@ def test_a_mistake_is_seen(
 def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, found: bool) -> None:
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device=device, enforce_eager=eager)
     hf: Any = torch.nn.Linear(1, 1)
-    steps = recorded_steps(Decoder(hf), None, config)  # pyright: ignore[reportArgumentType]
+    steps = build_graph_decoder(Decoder(hf), None, config)  # pyright: ignore[reportArgumentType]
     assert (steps is not None) == found
-    assert steps is None or isinstance(steps.recorder, CudaGraphRecorder)
+    assert steps is None or isinstance(steps.graph_capture, CUDAGraphCapture)
 
 
 def test_on_a_cpu_the_list_of_operators_is_used_whatever_is_told(folder: Path) -> None:
     harness = RolloutHarness(TorchRollout, folder)
     case, plain = harness.case(enforce_eager=False), harness.case()
     rollout: Any = case.rollout
-    assert rollout.recorded is None
+    assert rollout.graphs is None
     assert same(right(case, many(harness)), right(plain, many(harness)))
-    assert rollout.decoder._list is not None
+    assert rollout.decoder._traced is not None
 
 
 def test_numbers_of_rows_that_are_recorded() -> None:
-    found = [rounded(rows) for rows in range(1, 1025)]
+    found = [padded_rows(rows) for rows in range(1, 1025)]
     assert sorted(set(found[:256])) == [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     assert all(rows <= up < rows + max(8, rows / 4) for rows, up in enumerate(found, 1))
-    assert all(rounded(up) == up for up in found)
+    assert all(padded_rows(up) == up for up in found)
     assert len(set(found)) < 32
 
 
@@ -349,7 +351,7 @@ class Backend:
         return Main()
 
     def graph_pool_handle(self) -> int:
-        self.calls.append(("pool",))
+        self.calls.append(("cache",))
         return len(self.calls)
 
     def CUDAGraph(self) -> Any:
@@ -370,7 +372,7 @@ class Backend:
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs).arguments
         assert given["stream"] is self.stream_now
-        return self._inside("graph", given["pool"], given["capture_error_mode"])
+        return self._inside("graph", given["cache"], given["capture_error_mode"])
 
     def empty_cache(self) -> None:
         self.calls.append(("emptied",))
@@ -379,24 +381,24 @@ class Backend:
 def test_graphs_are_captured_after_a_run_beside_and_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend()
     monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
-    recorder = CudaGraphRecorder(torch.device("cuda"))
-    recorder.forget()
+    recorder = CUDAGraphCapture(torch.device("cuda"))
+    recorder.release()
     assert not backend.calls
-    replay = recorder.record(lambda: backend.calls.append(("run",)))
+    replay = recorder.capture(lambda: backend.calls.append(("run",)))
     kinds = [call[0] for call in backend.calls]
     assert kinds == [
-        "device", "pool", "side waits", "stream", "run", "graph", "run", "end", "end", "main waits", "end"
+        "device", "cache", "side waits", "stream", "run", "graph", "run", "end", "end", "main waits", "end"
     ]  # fmt: skip
     (capture,) = (call for call in backend.calls if call[0] == "graph")
     assert capture[2] == "thread_local"
     replay()
     assert backend.calls[-1] == ("replay",)
-    recorder.record(lambda: None)
-    recorder.forget()
+    recorder.capture(lambda: None)
+    recorder.release()
     assert backend.calls[-1] == ("emptied",)
-    recorder.record(lambda: None)
+    recorder.capture(lambda: None)
     first, second, third = (call[1] for call in backend.calls if call[0] == "graph")
     assert first == second != third
     with pytest.raises(ZeroDivisionError):
-        recorder.record(lambda: 1 // 0)  # pyright: ignore
+        recorder.capture(lambda: 1 // 0)  # pyright: ignore
     assert backend.stream_now == "main"

@@ -13,11 +13,10 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.cpu import graph_fusions as rewrites
-from camshaft.rollout.builtin.cpu import traced_decoder as flat
+from camshaft.rollout.builtin.cpu import graph_fusions, traced_decoder
 from camshaft.rollout.builtin.cpu.linears import MIN_ROWS, MIN_STEPS
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
-from camshaft.rollout.builtin.cpu.tracer import NotWritten, written
+from camshaft.rollout.builtin.cpu.tracer import TraceError, trace
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
@@ -55,12 +54,12 @@ def test_a_list_computes_what_transformers_computes(harness: RolloutHarness, fam
 def test_without_rewrites_every_bit_is_that_of_the_forward(
     harness: RolloutHarness, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat, "shorten", lambda graph: None)
-    monkeypatch.setattr(flat, "TOLERANCE", 0.0)
+    monkeypatch.setattr(traced_decoder, "fuse", lambda graph: None)
+    monkeypatch.setattr(traced_decoder, "TOLERANCE", 0.0)
     decoder = decoder_of(harness.case(family, FAMILIES[family]))
     with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
         assert decoder.reason is None
-        assert forward != decoder.own
+        assert forward != decoder.eager
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
@@ -73,7 +72,7 @@ def test_a_model_that_cannot_be_written_down_runs_as_it_is(harness: RolloutHarne
 def test_other_formats_run_as_they_are(harness: RolloutHarness) -> None:
     case = harness.case(dtype="float64")
     right(harness, case)
-    assert decoder_of(case).reason == "lists are for float32 on a CPU"
+    assert decoder_of(case).reason == "traced decoding requires float32 on a CPU"
 
 
 def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
@@ -102,7 +101,7 @@ def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> 
     right(harness, case)
     decoder = decoder_of(case)
     with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
-        assert forward != decoder.own
+        assert forward != decoder.eager
 
 
 def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: RolloutHarness) -> None:
@@ -110,9 +109,9 @@ def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: R
     decoder = decoder_of(case)
     for rows, steps in ((MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)):
         with decoder.ready(rows, steps) as forward:
-            assert forward == decoder.own
+            assert forward == decoder.eager
     with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
-        assert forward != decoder.own
+        assert forward != decoder.eager
     calls: list[int] = []
     decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
     right(harness, case)
@@ -125,7 +124,7 @@ def test_a_list_that_does_not_agree_with_the_model_is_not_used(
     def wrong(x: Tensor, eps: float) -> Tensor:
         return x * 1.001
 
-    monkeypatch.setattr(rewrites, "to_unit_size", wrong)
+    monkeypatch.setattr(graph_fusions, "scaled_by_rms", wrong)
     case = harness.case("llama")
     right(harness, case)
     assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
@@ -162,8 +161,8 @@ FINE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("func", FINE.values(), ids=FINE)
 def test_a_graph_holds_for_any_number_of_rows(func: Callable[[Tensor], Tensor]) -> None:
     model = Model(func)
-    graph = written(model, inputs, model)
-    rewrites.shorten(graph)
+    graph = trace(model, inputs, model)
+    graph_fusions.fuse(graph)
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(code.src, scope)
@@ -174,12 +173,12 @@ def test_a_graph_holds_for_any_number_of_rows(func: Callable[[Tensor], Tensor]) 
 
 HELD = torch.ones(4)
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "value": (lambda x: x * x.sum().item(), "item looks at the values"),
-    "choice": (lambda x: x if x.sum() > 0 else -x, "__bool__ looks at the values"),
-    "list": (lambda x: x * x.tolist()[0][0], "tolist looks at the values"),
+    "value": (lambda x: x * x.sum().item(), "item reads the values"),
+    "choice": (lambda x: x if x.sum() > 0 else -x, "__bool__ reads the values"),
+    "list": (lambda x: x * x.tolist()[0][0], "tolist reads the values"),
     "in place": (lambda x: x.add_(1), "add_ writes in place"),
     "assignment": (lambda x: [x, x.__setitem__(0, 1.0)][0], "__setitem__ writes in place"),  # pyright: ignore
-    "foreign": (lambda x: x * HELD, r"a tensor of shape \(4,\) comes from neither"),
+    "foreign": (lambda x: x * HELD, r"a tensor of shape \(4,\) is neither"),
     "number": (lambda x: x * (x.shape[0] + 1), "4 and 6, depending on the number of rows"),
     "path": (lambda x: x * 2 if x.shape[0] > 3 else x.sin(), "depending on the number of rows"),
     "loop": (lambda x: torch.cat([row[None] for row in x.unbind(0)]), "depending on the number of rows|calls differ"),
@@ -189,8 +188,8 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize(("func", "told"), REFUSED.values(), ids=REFUSED)
 def test_what_a_graph_cannot_tell_is_refused(func: Callable[[Tensor], Tensor], told: str) -> None:
     model = Model(func)
-    with pytest.raises(NotWritten, match=told):
-        written(model, inputs, model)
+    with pytest.raises(TraceError, match=told):
+        trace(model, inputs, model)
 
 
 # -- rewrites -------------------------------------------------------------------------------------
@@ -200,22 +199,22 @@ def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
     decoder = decoder_of(harness.case("qwen3"))
     found: list[list[str]] = []
 
-    def shorten(graph: Any) -> None:
+    def fuse(graph: Any) -> None:
         names = lambda: [getattr(node.target, "__name__", "") for node in graph.nodes]  # noqa: E731
         found.append(names())
-        rewrites.shorten(graph)
+        graph_fusions.fuse(graph)
         found.append(names())
         waves = [node for node in graph.nodes if getattr(node.target, "__name__", "") in ("cos", "sin")]
         assert [user.target.__name__ for node in waves for user in node.users] == ["unsqueeze"] * 2  # not "mul"
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "shorten", shorten)
-        decoder._write_once()
+        patch.setattr(traced_decoder, "fuse", fuse)
+        decoder._trace_once()
     before, after = found
     layers, norms = 2, 2 * 4 + 1  # each layer has two norms, and one each for queries and keys
-    assert before.count("rsqrt") == after.count("to_unit_size") == norms
+    assert before.count("rsqrt") == after.count("scaled_by_rms") == norms
     assert before.count("neg") == after.count("rotated") == 2 * layers
-    assert after.count("turned_signs") == 1
+    assert after.count("signed_sin") == 1
     assert before.count("transpose") - after.count("transpose") == layers  # queries and keys are normed in between
     assert not {"rsqrt", "pow", "mean", "neg"} & set(after)
 
@@ -224,9 +223,9 @@ def test_the_shorter_forms_are_the_formulas() -> None:
     random = torch.Generator().manual_seed(0)
     x, cos, sin = (torch.randn(3, 5, 1, 8, generator=random, dtype=torch.float64) for _ in range(3))
     unit = x / (x.pow(2).mean(-1, keepdim=True) + 0.25).sqrt()
-    torch.testing.assert_close(rewrites.to_unit_size(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(graph_fusions.scaled_by_rms(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
     wanted = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
-    found = rewrites.rotated(x, cos, rewrites.turned_signs(sin))
+    found = graph_fusions.rotated(x, cos, graph_fusions.signed_sin(sin))
     torch.testing.assert_close(found, wanted)
 
 
@@ -235,8 +234,8 @@ def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
         return x * 2 + torch.cat((-x[..., 1:], x[..., :1]), dim=-1) * 3
 
     model = Model(odd)
-    graph = written(model, inputs, model)
-    rewrites.shorten(graph)
+    graph = trace(model, inputs, model)
+    graph_fusions.fuse(graph)
     assert "rotated" not in [getattr(node.target, "__name__", "") for node in graph.nodes]
 
 

@@ -10,7 +10,14 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
 from camshaft.rollout.builtin import kv_cache as slots_module
-from camshaft.rollout.builtin.kv_cache import GRAIN, PAGE, SPAN, KVCache, PromptStep, TokenStep
+from camshaft.rollout.builtin.kv_cache import (
+    ATTENTION_MULTIPLE,
+    LENGTH_MULTIPLE,
+    PAGE,
+    DecodeStep,
+    KVCache,
+    PrefillStep,
+)
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -20,7 +27,7 @@ def layer(index: int) -> Any:
     return SimpleNamespace(layer_idx=index)
 
 
-def pool(num_layers: int = 1, max_model_len: int = 200) -> KVCache:
+def cache(num_layers: int = 1, max_model_len: int = 200) -> KVCache:
     return KVCache(Qwen2Config(num_hidden_layers=num_layers), max_model_len)
 
 
@@ -51,7 +58,7 @@ def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: i
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_over_slots_is_attention_over_each_row_alone(window: int | None) -> None:
     random = torch.Generator().manual_seed(0)
-    lengths, slots = [5, 1, 9], pool()
+    lengths, slots = [5, 1, 9], cache()
     slots.reserve(4, max(lengths))
 
     def draw(*shape: int) -> Tensor:
@@ -60,18 +67,18 @@ def test_attention_over_slots_is_attention_over_each_row_alone(window: int | Non
     total = sum(lengths)
     keys, values = draw(1, KEY_HEADS, total, DIM), draw(1, KEY_HEADS, total, DIM)
     # Prompt 0 goes to slots 0 and 2, prompt 1 to slot 3, prompt 2 to slot 1.
-    step = PromptStep(slots, lengths, [0, 0, 1, 2], [0, 2, 3, 1], CPU)
+    step = PrefillStep(slots, lengths, [0, 0, 1, 2], [0, 2, 3, 1], CPU)
     step.attend(layer(0), draw(1, HEADS, total, DIM), keys, values, 0.3, window)
     parts = list(zip(keys[0].split(lengths, dim=1), values[0].split(lengths, dim=1), strict=True))
     rows = [tuple(tensor.transpose(0, 1) for tensor in parts[prompt]) for prompt in (0, 2, 0, 1)]
     positions = torch.tensor([len(row[0]) for row in rows])
-    steps: list[TokenStep] = []
+    steps: list[DecodeStep] = []
     for _ in range(70):
         key, value, query = draw(4, KEY_HEADS, 1, DIM), draw(4, KEY_HEADS, 1, DIM), draw(4, HEADS, 1, DIM)
         length = int(positions.max()) + 1
         slots.reserve(4, length)
-        if not steps or not steps[-1].went_on(length):
-            steps.append(TokenStep(slots, positions, length))
+        if not steps or not steps[-1].advance(length):
+            steps.append(DecodeStep(slots, positions, length))
         found = steps[-1].attend(layer(0), query, key, value, 0.3, window)
         positions += 1
         rows = [
@@ -80,16 +87,16 @@ def test_attention_over_slots_is_attention_over_each_row_alone(window: int | Non
         ]
         for i, (k, v) in enumerate(rows):
             assert_attention(found[i, 0], query[i, :, 0], k, v, 0.3, window)
-    assert len(steps) == (70 if window else 1 + (9 + 70) // SPAN)
+    assert len(steps) == (70 if window else 1 + (9 + 70) // ATTENTION_MULTIPLE)
 
 
 def test_attention_of_prompts_does_not_cross_their_borders() -> None:
     random = torch.Generator().manual_seed(0)
-    slots, lengths = pool(), [3, 4]
+    slots, lengths = cache(), [3, 4]
     slots.reserve(2, 4)
     query = torch.randn(1, HEADS, 7, DIM, generator=random)
     keys, values = (torch.randn(1, KEY_HEADS, 7, DIM, generator=random) for _ in range(2))
-    found = PromptStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
+    found = PrefillStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
     for token in range(7):
         start = 0 if token < 3 else 3
         k, v = (tensor[0, :, start : token + 1].transpose(0, 1) for tensor in (keys, values))
@@ -97,10 +104,10 @@ def test_attention_of_prompts_does_not_cross_their_borders() -> None:
 
 
 def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
-    slots, lengths = pool(), [3, 4]
+    slots, lengths = cache(), [3, 4]
     slots.reserve(6, 4)
     query, keys = torch.zeros(1, HEADS, 7, DIM), torch.randn(1, KEY_HEADS, 7, DIM)
-    step = PromptStep(slots, lengths, [0, 0, 0, 1, 1], [1, 2, 3, 4, 0], CPU)
+    step = PrefillStep(slots, lengths, [0, 0, 0, 1, 1], [1, 2, 3, 4, 0], CPU)
     step.attend(layer(0), query, keys, -keys, 0.3, None)
     first, second = slice(0, 3), slice(3, 7)
     assert step.copies == [(slice(1, 4), first), (slice(4, 5), second), (slice(0, 1), second)]
@@ -111,7 +118,7 @@ def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
 
 
 def filled(num_slots: int, length: int) -> KVCache:
-    slots = pool(num_layers=2)
+    slots = cache(num_layers=2)
     slots.reserve(num_slots, length)
     for index in range(2):
         keys, values = slots.layer(layer(index), torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 6))
@@ -123,27 +130,27 @@ def filled(num_slots: int, length: int) -> KVCache:
 def test_slots_keep_what_they_hold_when_they_grow() -> None:
     slots = filled(2, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
-    slots.reserve(5, GRAIN + 1)
-    assert (slots.num_slots, slots.length) == (5, 2 * GRAIN)
+    slots.reserve(5, LENGTH_MULTIPLE + 1)
+    assert (slots.num_slots, slots.length) == (5, 2 * LENGTH_MULTIPLE)
     for index, tensors in slots.layers.items():
         for now, then in zip(tensors, before[index], strict=True):
-            assert torch.equal(now[:2, :, :GRAIN], then)
+            assert torch.equal(now[:2, :, :LENGTH_MULTIPLE], then)
             assert not now[2:].any()
-            assert not now[:, :, GRAIN:].any()
+            assert not now[:, :, LENGTH_MULTIPLE:].any()
 
 
 def test_of_some_live_slots_only_these_and_the_last_one_are_kept() -> None:
-    """A request for 5 slots in a pool of 6: the last one of its own is slot 4."""
+    """A request for 5 slots in a cache of 6: the last one of its own is slot 4."""
     slots = filled(6, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
-    slots.reserve(5, GRAIN + 1, live=2)
-    assert (slots.num_slots, slots.length) == (6, 2 * GRAIN)
+    slots.reserve(5, LENGTH_MULTIPLE + 1, live=2)
+    assert (slots.num_slots, slots.length) == (6, 2 * LENGTH_MULTIPLE)
     for index, tensors in slots.layers.items():
         for now, then in zip(tensors, before[index], strict=True):
             for slot in (0, 1, 4):
-                assert torch.equal(now[slot, :, :GRAIN], then[slot])
+                assert torch.equal(now[slot, :, :LENGTH_MULTIPLE], then[slot])
             assert not now[[2, 3, 5]].any()
-            assert not now[:, :, GRAIN:].any()
+            assert not now[:, :, LENGTH_MULTIPLE:].any()
 
 
 def test_a_pool_gets_more_slots_while_some_are_live() -> None:
@@ -156,19 +163,19 @@ def test_a_pool_gets_more_slots_while_some_are_live() -> None:
 
 
 def test_slots_grow_by_half_so_that_responses_have_room() -> None:
-    slots = pool(max_model_len=1000)
-    slots.reserve(2, 2 * GRAIN)
-    assert slots.length == 3 * GRAIN
-    slots.reserve(2, 3 * GRAIN + 1)
-    assert slots.length == 5 * GRAIN
+    slots = cache(max_model_len=1000)
+    slots.reserve(2, 2 * LENGTH_MULTIPLE)
+    assert slots.length == 3 * LENGTH_MULTIPLE
+    slots.reserve(2, 3 * LENGTH_MULTIPLE + 1)
+    assert slots.length == 5 * LENGTH_MULTIPLE
 
 
 def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
     slots = filled(2, 10)
     for length in range(10, 201):
         slots.reserve(2, length)
-        assert length <= slots.length <= 4 * GRAIN
-    assert slots.length == 4 * GRAIN
+        assert length <= slots.length <= 4 * LENGTH_MULTIPLE
+    assert slots.length == 4 * LENGTH_MULTIPLE
 
 
 def test_a_smaller_wish_changes_nothing() -> None:
@@ -180,8 +187,8 @@ def test_a_smaller_wish_changes_nothing() -> None:
 
 def test_keys_and_values_may_differ_in_size() -> None:
     keys, values = filled(3, 80).layers[1]
-    assert keys.shape == (3, 2, 2 * GRAIN, 4)
-    assert values.shape == (3, 2, 2 * GRAIN, 6)
+    assert keys.shape == (3, 2, 2 * LENGTH_MULTIPLE, 4)
+    assert values.shape == (3, 2, 2 * LENGTH_MULTIPLE, 6)
 
 
 def test_copy_takes_a_slot_to_many() -> None:
@@ -197,18 +204,18 @@ def test_copy_takes_a_slot_to_many() -> None:
 def test_large_blocks_are_zero_and_writable_whatever_their_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not large:
         monkeypatch.setattr(slots_module, "LARGE_PAGES", None)
-    slots = pool()
-    slots.reserve(PAGE // (2 * GRAIN * DIM * 4), 2 * GRAIN // 3)
+    slots = cache()
+    slots.reserve(PAGE // (2 * LENGTH_MULTIPLE * DIM * 4), 2 * LENGTH_MULTIPLE // 3)
     key = torch.ones(1, 2, 1, DIM)
     keys, values = slots.layer(layer(0), key, key.bfloat16())
     assert keys.nbytes >= PAGE
     assert (keys.dtype, values.dtype) == (torch.float32, torch.bfloat16)
     assert not keys.any()
     keys[-1, -1, -1] = key[0, 0, 0]
-    slots.reserve(slots.num_slots, GRAIN + 1)
+    slots.reserve(slots.num_slots, LENGTH_MULTIPLE + 1)
     grown = slots.layers[0][0]
-    assert grown.shape[2] == 2 * GRAIN
-    assert torch.equal(grown[-1, -1, GRAIN - 1], key[0, 0, 0])
+    assert grown.shape[2] == 2 * LENGTH_MULTIPLE
+    assert torch.equal(grown[-1, -1, LENGTH_MULTIPLE - 1], key[0, 0, 0])
     assert grown.sum() == DIM
 
 
@@ -241,5 +248,5 @@ def test_a_model_whose_layers_do_not_all_come_is_refused() -> None:
     slots = filled(1, 10)
     slots.check_layers()
     del slots.layers[1]
-    with pytest.raises(RolloutError, match="qwen2 has 2 layers, of which 1 use plain attention"):
+    with pytest.raises(RolloutError, match="qwen2 has 2 layers, of which 1 use the KV cache"):
         slots.check_layers()
