@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, for the length of a block.
+"""Ray clusters on this machine, for a `with` block.
 
 with ray_here(num_cpus=4): ...
 """
@@ -15,7 +15,7 @@ from ray.cluster_utils import Cluster
 
 @contextlib.contextmanager
 def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
-    """`num_cpus` is what Ray believes the machine to have."""
+    """Start a cluster that is declared with `num_cpus` CPUs."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -28,7 +28,7 @@ def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def two_machines(num_cpus: int = 2) -> Iterator[Any]:
-    """Two nodes of Ray's on this machine, each of which it takes for a machine; `worker` is the one without a head."""
+    """Start a cluster of two nodes on this machine; `worker` is the node without the head."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     node = {"num_cpus": num_cpus, "object_store_memory": 2**28}

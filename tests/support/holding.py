@@ -1,9 +1,9 @@
-"""A generator that stops a run where a test wants it: when the batch of that number is asked for.
+"""A rollout that blocks at a given call, so that a test can stop the run there.
 
     rollout.name=support.holding:HoldingRollout
 
-`HOLD` in the environment names a file. Where it is there, it holds the number of the call that never ends; the call
-makes `<file>.reached`. Else this is the built-in generator.
+The environment variable `HOLD` names a file with the number of the call that blocks; the call creates `<file>.reached`.
+Without the file, this is the built-in rollout.
 """
 
 import os
@@ -36,7 +36,7 @@ class HoldingRollout(TorchRollout):
 
 
 def _held(file: Path) -> int | None:
-    """The number in the file, which a test may take away at any time."""
+    """Read the number in the file, which a test may delete at any time."""
     try:
         return int(file.read_text())
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""A generator whose slow rank ends when the reward function has been given what another rank has generated.
+"""A rollout in which one rank returns only after a response of another rank has been scored.
 
     rollout.name=support.late_rank:LateRank, trainer run inside `late_rank(folder, rank)`
 
-A run in which scores are begun when all ranks have ended never gets past it. Else this is the built-in generator.
+A run that starts scoring only after all ranks have generated never finishes. Otherwise this is the built-in rollout.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from camshaft.rollout import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 LATE = "CAMSHAFT_TEST_LATE"
-"""`<rank>:<file>` in the environment: who waits, and for what."""
+"""Environment variable `<rank>:<file>`: the waiting rank, and the file that it waits for."""
 NAME = f"{__name__}:LateRank"
 PATIENCE = 40.0
 
@@ -38,7 +38,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @contextlib.contextmanager
 def late_rank(folder: Path, rank: int) -> Iterator[dict[str, object]]:
-    """What a run in the block has to be told; its reward function fails at some responses."""
+    """Yield the config overrides of a run in the block; its reward function fails for some responses."""
     scored, reward = folder / "scored", folder / "late_reward.py"
     reward.write_text(REWARD.format(scored=str(scored)))
     os.environ[LATE] = f"{rank}:{scored}"
@@ -57,7 +57,7 @@ class LateRank(TorchRollout):
         rank, file = os.environ[LATE].split(":")
         late = dist.get_rank() == int(rank)
         if late:
-            Path(file).unlink(missing_ok=True)  # of the generation before, whose scores are all there
+            Path(file).unlink(missing_ok=True)  # of the previous step, which has been scored
         dist.barrier()
         generated = super().generate_sequences(prompts, sampling, seeds)
         deadline = time.monotonic() + PATIENCE

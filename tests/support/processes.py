@@ -1,4 +1,4 @@
-"""Is a process still there? Read from /proc, so that it needs no other package."""
+"""Find running processes, through /proc."""
 
 import multiprocessing
 import multiprocessing.forkserver
@@ -13,7 +13,7 @@ MARK = "CAMSHAFT_TEST_MARK"
 
 
 def running(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
+    """Return True if the process exists and is not a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def running(pid: int) -> bool:
 
 
 def still_running(pids: Iterable[int], seconds: float) -> list[int]:
-    """Those that do not end within `seconds`."""
+    """Return the processes that run for longer than `seconds`."""
     deadline = time.monotonic() + seconds
     left = [pid for pid in pids if running(pid)]
     while left and time.monotonic() < deadline:
@@ -32,30 +32,30 @@ def still_running(pids: Iterable[int], seconds: float) -> list[int]:
 
 
 def marked(mark: str) -> list[int]:
-    """The processes that were started with `mark` in their environment (their children too)."""
-    found = []
+    """Return the processes with `mark` in their environment, which includes children."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (folder / "environ").read_bytes():
-                found.append(int(folder.name))
+                pids.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or is not ours to look at
-    return found
+            continue  # it has ended, or belongs to another user
+    return pids
 
 
 def in_use(path: Path) -> bool:
-    """Whether a process has the file in its memory."""
+    """Return True if a process has mapped the file."""
     return any(str(path).encode() in _read(int(folder.name), "maps") for folder in Path("/proc").glob("[0-9]*"))
 
 
 def start_fork_server(*modules: str) -> None:
-    """The server that worker processes of this one come from, before a test marks what it starts: it stays."""
+    """Start the fork server before a test marks its processes, since the server outlives the test."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     multiprocessing.forkserver.ensure_running()
 
 
 def forked() -> list[int]:
-    """The processes that this process' fork server has started; they have the environment of the server."""
+    """Return the processes that were forked by the fork server, whose environment they have."""
     servers = [pid for pid in _children(os.getpid()) if b"multiprocessing.forkserver" in _read(pid, "cmdline")]
     return [pid for server in servers for pid in _children(server)]
 
@@ -73,7 +73,7 @@ def _read(pid: int, name: str) -> bytes:
 
 @contextmanager
 def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
-    """Marks all processes that are started in the block, and fails if one outlives it by so many seconds."""
+    """Mark all processes started in the block, and fail if one outlives it by `seconds`."""
     mark = os.environ[MARK] = uuid.uuid4().hex
     try:
         yield mark

@@ -1,4 +1,4 @@
-"""Run a function on real gloo ranks.
+"""Run functions on gloo ranks.
 
     def all_sum(value: float) -> float:              # at the top level of a test module or of support
         total = torch.tensor(value)
@@ -7,9 +7,9 @@
 
     assert run_ranks(all_sum, 2, 1.5) == [3.0, 3.0]
 
-Ranks are processes of the fork server, with one thread each; a call takes a fraction of a second after the
-first. What a rank raises is raised here, with the rank's traceback as a note. A module whose functions leave nothing
-behind that matters keeps its ranks: `with Ranks() as ranks: ranks.run(all_sum, 2, 1.5)`.
+Ranks are processes of the fork server, with one thread each; after the first, a call takes a fraction of a second. An
+exception of a rank is raised in the test, with the rank's traceback as a note. Functions without lasting side effects
+can share ranks: `with Ranks() as ranks: ranks.run(all_sum, 2, 1.5)`.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, s
 from camshaft.controller.local import LocalPool, process_pool
 from camshaft.errors import WorkerError
 
-# A test module is known as tests.unit....; ranks find it under that name from the root of the checkout.
+# Ranks import a test module as tests.unit... from the root of the checkout.
 ROOT = str(Path(__file__).parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
@@ -40,13 +40,13 @@ class _Runner(Worker):
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Ranks that stay for the next function: torch, and how DTensors go through an optimizer, is warm in them."""
+    """Ranks that run several functions, so that torch is imported and DTensor dispatch is cached once."""
 
     def __init__(self) -> None:
         self._pools: dict[int, LocalPool] = {}
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
-        """As `run_ranks`; after an error the next function gets new ones."""
+        """Run a function as `run_ranks` does; after an error the next function gets new ranks."""
         try:
             if world_size not in self._pools:
                 options = Options(timeout=timeout, preload=(__name__,))
@@ -67,6 +67,6 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
-    """`function(*args)` on each rank of a gloo group (of one, too); the results in the order of ranks."""
+    """Run `function(*args)` on each rank of a gloo group; returns the results in the order of ranks."""
     with Ranks() as ranks:
         return ranks.run(function, world_size, *args, timeout=timeout)

@@ -1,4 +1,4 @@
-"""The proxy, with the role in this process; several ranks are in tests/contracts."""
+"""Worker groups of one rank in this process; tests/contracts covers several ranks."""
 
 import copy
 import json
@@ -24,18 +24,18 @@ def test_one_local_rank_needs_no_process_group_and_copies_nothing():
         assert not torch.distributed.is_initialized()
 
 
-def test_exceptions_of_one_local_rank_arrive_as_they_were_raised():
+def test_exceptions_of_one_local_rank_propagate_unchanged():
     with workers(Toy) as toy, pytest.raises(KeyError, match="weights of layer 3") as caught:
         toy.fail(0)
     assert caught.traceback[-1].name == "fail"
 
 
-def test_exceptions_while_building_arrive_as_they_were_raised():
+def test_exceptions_of_construction_propagate_unchanged():
     with pytest.raises(ValueError, match="no such model"):
         spawn(Toy, fail_on=0)
 
 
-def test_results_are_held_to_the_same_rules_on_one_rank():
+def test_results_are_checked_on_one_rank_too():
     with workers(Toy) as toy, pytest.raises(BatchError, match="returned float on rank 0"):
         toy.mean(BATCH)
 
@@ -49,14 +49,14 @@ def test_results_are_held_to_the_same_rules_on_one_rank():
         ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...) for the driver; "),
     ],
 )
-def test_what_the_driver_cannot_call_is_one_sentence(name: str, said: str):
+def test_unregistered_names_are_attribute_errors(name: str, said: str):
     with workers(Toy) as toy, pytest.raises(AttributeError) as caught:
         getattr(toy, name)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
 
 
-def test_a_proxy_cannot_be_written_to_copied_or_sent():
+def test_a_group_cannot_be_assigned_to_copied_or_sent():
     with workers(Toy) as toy:
         with pytest.raises(AttributeError):
             toy.factor = 3.0
@@ -66,14 +66,14 @@ def test_a_proxy_cannot_be_written_to_copied_or_sent():
             pickle.dumps(toy)
 
 
-def test_a_proxy_shows_its_name_role_and_methods():
+def test_a_group_shows_its_name_role_and_methods():
     with workers(Toy, name="critic") as toy:
         assert repr(toy) == "<critic: Toy on 1 rank(s)>"
         assert "scale" in dir(toy)
         assert "helper" not in dir(toy)
 
 
-def test_a_seat_is_asked_for_only_when_a_batch_is_split():
+def test_seats_are_read_only_to_split_a_batch():
     with workers(LateToy) as toy:
         with pytest.raises(RuntimeError, match="call init_model first"):
             toy.same(BATCH)
@@ -81,7 +81,7 @@ def test_a_seat_is_asked_for_only_when_a_batch_is_split():
         assert toy.same(BATCH) is BATCH
 
 
-def test_a_role_that_was_shut_down_says_so():
+def test_calls_after_shutdown_are_errors():
     toy = spawn(Toy)
     shutdown(toy)
     shutdown(toy)
@@ -89,7 +89,7 @@ def test_a_role_that_was_shut_down_says_so():
         toy.set_factor(1.0)
 
 
-def test_the_block_of_workers_ends_them_also_after_an_error():
+def test_workers_ends_the_role_after_an_error():
     block = workers(Toy)
     toy = block.__enter__()
     error = ZeroDivisionError()
@@ -98,7 +98,7 @@ def test_the_block_of_workers_ends_them_also_after_an_error():
         toy.set_factor(1.0)
 
 
-def test_shutdown_refuses_what_is_no_proxy():
+def test_shutdown_takes_only_spawned_roles():
     with pytest.raises(TypeError, match=r"takes roles returned by spawn.*got Toy"):
         shutdown(Toy())
 
@@ -110,7 +110,7 @@ def test_wrong_arguments_of_spawn_are_named():
         spawn(Toy, backend="lokal")
 
 
-def test_a_role_without_registered_methods_is_no_puzzle():
+def test_a_role_without_registered_methods_is_reported():
     with workers(Worker) as bare, pytest.raises(AttributeError, match="no method 'run'; registered: none"):
         bare.run()  # pyright: ignore[reportAttributeAccessIssue]
 

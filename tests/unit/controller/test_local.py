@@ -1,4 +1,4 @@
-"""What is particular to worker processes on one machine; the rest is in the controller's contract."""
+"""Worker processes on one machine; the controller contract covers what all backends share."""
 
 import logging
 import os
@@ -107,7 +107,7 @@ def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pyt
         assert toy.environment() == [("today", "0", 3), ("today", "1", 3)]
 
 
-def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
     with workers(Toy, world_size=2), workers(Toy, world_size=1):
@@ -121,7 +121,7 @@ def test_more_threads_than_cores_are_told(monkeypatch: pytest.MonkeyPatch, caplo
             assert not caplog.records
 
 
-def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(process_pool, "NOTICE_SECONDS", 0.3)
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
         toy.stall(1, seconds=1.0)
@@ -131,7 +131,7 @@ def test_a_long_wait_is_told_in_the_log(monkeypatch: pytest.MonkeyPatch, caplog:
     assert len(told) <= 3
 
 
-def test_a_role_that_no_worker_can_import_is_one_sentence():
+def test_a_local_role_class_is_an_error():
     class Hidden(Worker):
         pass
 
@@ -146,7 +146,7 @@ def test_a_crash_in_native_code_shows_the_stack():
     assert "in crash" in str(caught.value)
 
 
-def test_groups_live_beside_each_other():
+def test_several_groups_run_at_once():
     with workers(Toy, factor=2.0, world_size=2) as first, workers(Toy, factor=5.0, world_size=2) as second:
         assert first.sum_over_ranks(1.0) == second.sum_over_ranks(1.0) == 3.0
         assert not set(first.pids()) & set(second.pids())
@@ -154,7 +154,7 @@ def test_groups_live_beside_each_other():
         assert second.sum_over_ranks(1.0) == 3.0
 
 
-def test_tensors_outside_a_batch_arrive_too():
+def test_tensors_outside_a_batch_are_sent():
     with workers(Toy, world_size=2) as toy:
         (_, first), (_, second) = toy.echo([torch.ones(2), {"x": torch.zeros(3)}])
         assert torch.equal(first, torch.ones(2))

@@ -1,4 +1,4 @@
-"""Ports that stop answering."""
+"""The monitor of ports that stop answering."""
 
 import socket
 import time
@@ -9,7 +9,7 @@ from camshaft.controller import network
 from camshaft.controller.network import PortMonitor
 
 
-def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_not():
+def test_a_closed_port_is_reported_and_an_open_one_is_not():
     with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as leaving:
         monitor = PortMonitor()
         monitor.add("the one that stays", *there.getsockname())
@@ -25,7 +25,7 @@ def test_a_port_that_is_closed_is_told_within_seconds_and_one_that_answers_is_no
 
 
 @pytest.mark.alone
-def test_one_missed_heartbeat_is_none():
+def test_one_missed_heartbeat_is_not_reported():
     with socket.create_server(("127.0.0.1", 0)) as there:
         place = there.getsockname()
     monitor = PortMonitor()

@@ -1,4 +1,4 @@
-"""What pools ask of machines, worked by hand."""
+"""Resources of pools and machines, worked by hand."""
 
 from camshaft.controller.resources import Node, PoolSpec, shortage
 
@@ -10,7 +10,7 @@ def machines(count: int, gpus: float = 8, cpus: float = 64, busy: float = 0) -> 
     ]
 
 
-def test_pools_fit_beside_each_other() -> None:
+def test_several_pools_fit_on_one_machine() -> None:
     asked = [PoolSpec("a", 1, 6, "cuda"), PoolSpec("b", 1, 2, "cuda")]
     assert shortage(asked, machines(1)) is None
     assert shortage([*asked, PoolSpec("c", 1, 1, "cuda")], machines(1)) is not None
@@ -22,7 +22,7 @@ def test_a_pool_of_several_nodes_needs_several_machines() -> None:
     assert shortage([PoolSpec("a", 2, 4, "cuda")], machines(2)) is None
 
 
-def test_machines_of_one_address_are_several() -> None:
+def test_nodes_with_one_address_are_several_machines() -> None:
     assert shortage([PoolSpec("a", 2, 8, "cuda")], machines(1) * 2) is None
 
 
@@ -46,7 +46,7 @@ def test_the_message_has_both_sides_of_the_sum() -> None:
     assert ["10.0.0.2", "8", "GPU,", "64", "CPU", "8", "GPU,", "64", "CPU"] in lines
 
 
-def test_what_others_use_is_not_there() -> None:
+def test_resources_in_use_are_not_free() -> None:
     told = shortage([PoolSpec("a", 1, 8, "cuda")], machines(1, busy=2))
     assert told is not None
     assert "are in use" in told
