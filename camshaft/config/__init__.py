@@ -6,20 +6,20 @@
 
     ppo_trainer.yaml, sft_trainer.yaml, rm_trainer.yaml, generation.yaml, evaluation.yaml    every default, with
                    comments; nowhere else are defaults
-    data model roles reward algorithm trainer root supervised sft rm generate evaluation    the schema: types,
-                   bounds, one line on each key
-    fields.py      the base class of sections and the kinds of value
+    schema/        one file per section: types, bounds and one line of description per key; `fields.py` has the base
+                   class of sections and the kinds of value, `fsdp.py` and `rollouts.py` the options of backends
     loader.py      Hydra composes, then everything is checked; programs enter here
-    command.py     compose(): the configs that the arguments of a command describe
-    aliases.py     THE table of older names
-    not_yet.py     THE table of what is accepted by name but not there yet; readers.py keys that not all generators read
-    checks.py      what several keys must fulfil together; of that sharding.py how engines share a model out,
-                   algorithm_checks.py and reward_checks.py what their names say, files.py what is named on disk
-    topology.py    ranks; derive.py the config of each engine; table.py the batch sizes of a run
+    command.py     the same for a command line; usage.py its --help
+    aliases.py     older names of keys; not_yet.py values of features that are not implemented
+    checks.py      combinations of keys; algorithm_checks.py, reward_checks.py, backend_checks.py and files.py of one
+                   subject each: algorithm, scores, engines and rollouts, files on disk
+    backends.py    registry of engines and rollouts, and what each supports
+    engine.py rollout.py    config of one engine or rollout, free of roles, and how a backend declares what it supports
+    place.py topology.py    processes, resource pools, ranks
+    derive.py      the config of each engine; table.py the batch sizes of a run
     pages.py       the config as text: explain, show, reference_page
-    tree.py problems.py    dotted keys; what is wrong, in words
-    secrets.py     the config as others may see it
-    engine.py rollout.py   what one engine or one generator is told, free of roles
+    tree.py problems.py    dotted keys; error messages
+    secrets.py     the config without secrets, for trackers and checkpoints
 
 To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
 """
@@ -51,10 +51,16 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
-from camshaft.config.schema.rm import RMConfig, RMDataConfig
 from camshaft.config.schema.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
-from camshaft.config.schema.sft import SFTConfig, SFTDataConfig
-from camshaft.config.schema.supervised import SupervisedConfig, SupervisedDataConfig, SupervisedTrainerConfig
+from camshaft.config.schema.supervised import (
+    RMConfig,
+    RMDataConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SupervisedConfig,
+    SupervisedDataConfig,
+    SupervisedTrainerConfig,
+)
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.secrets import without_secrets
 from camshaft.config.table import BatchRow, batch_table, render_batch_table

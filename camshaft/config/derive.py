@@ -18,10 +18,8 @@ from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig,
 from camshaft.config.schema.model import AnyModelConfig, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import RewardModelConfig
-from camshaft.config.schema.rm import RMConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
-from camshaft.config.schema.sft import SFTConfig
-from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.topology import Topology, micro_batch_per_rank
 

@@ -30,9 +30,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.rm import RMConfig
-from camshaft.config.schema.sft import SFTConfig
-from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.tree import abbreviated, flatten, get, has, leaf_fields, nested, put, remove, shown
 from camshaft.errors import CamshaftError, ConfigError
 

@@ -18,8 +18,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.rm import RMConfig
-from camshaft.config.schema.sft import SFTConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import as_section, fields, get, leaf_fields, nearest, shown
 from camshaft.errors import ConfigError
 

@@ -1,7 +1,4 @@
-"""Sections shared by `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch.
-
-`sft.py` and `rm.py` add the columns of their data.
-"""
+"""Sections shared by `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
 
 from abc import abstractmethod
 from typing import Any, Literal
@@ -120,3 +117,47 @@ class SupervisedConfig(Section):
     def export_path(self) -> str:
         """Return the folder for the final model."""
         return self.trainer.export_path or f"{self.trainer.default_local_dir}/huggingface"
+
+
+class SFTDataConfig(SupervisedDataConfig):
+    """Prompts with target responses, and batch sizes."""
+
+    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
+    response_key: Text = Field(description="Column with the target response.")
+
+
+class SFTConfig(SupervisedConfig):
+    """All keys of `camshaft sft`."""
+
+    data: SFTDataConfig = Field(description="Prompts with target responses, and batch sizes.")
+
+    def longest_row(self) -> int:
+        """Return the maximum number of tokens of a sequence."""
+        return self.data.max_length
+
+
+class RMDataConfig(SupervisedDataConfig):
+    """Preference pairs, and batch sizes in pairs."""
+
+    prompt_key: Text | None = Field(
+        description="Column with the prompt: a list of {role, content} messages, or a string; null: chosen and "
+        "rejected contain whole conversations."
+    )
+    chosen_key: Text = Field(description="Column with the chosen response: a string, or messages.")
+    rejected_key: Text = Field(description="Column with the rejected response: a string, or messages.")
+    margin_key: Text | None = Field(
+        description="Column with the margin by which the chosen score should exceed the rejected score; null for none."
+    )
+
+
+class RMConfig(SupervisedConfig):
+    """All keys of `camshaft rm`."""
+
+    data: RMDataConfig = Field(description="Preference pairs, and batch sizes.")
+    center_rewards_coefficient: float = Field(
+        ge=0, description="Coefficient of the squared sum of a pair's scores, which centers scores at 0; 0 disables it."
+    )
+
+    def longest_row(self) -> int:
+        """Return the maximum number of tokens of a pair."""
+        return 2 * self.data.max_length
