@@ -155,7 +155,7 @@ def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> 
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("s4://bucket/x", "Protocol not known: s4; give a local path"),
+        ("s4://bucket/x", "Protocol not known: s4; use a local path"),
         ("memory://", "has no path"),
         ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
     ],
