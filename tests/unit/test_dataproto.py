@@ -228,7 +228,7 @@ def test_reorder(index, expected):
     assert ids(batch_of().reorder(index)) == expected
 
 
-def test_reorder_by_mask_or_by_a_row_that_is_not_there_is_an_error():
+def test_reorder_rejects_masks_and_rows_out_of_range():
     with pytest.raises(BatchError, match="nonzero"):
         batch_of().reorder(torch.tensor([True, False, True, False]))
     with pytest.raises(BatchError, match="row 4 is out of range: the batch has 4 rows"):
@@ -294,7 +294,7 @@ def test_iterator_without_a_seed_keeps_the_order():
     assert [ids(part) for part in batch_of().make_iterator(2, epochs=2)] == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-def test_iterator_with_a_seed_shuffles_each_epoch_anew_and_repeats_itself():
+def test_seeded_iterator_reshuffles_epochs_reproducibly():
     batch = batch_of(32)
     once = [ids(part) for part in batch.make_iterator(8, epochs=2, seed=3)]
     again = [ids(part) for part in batch.make_iterator(8, epochs=2, seed=3)]
@@ -364,7 +364,7 @@ def test_numpy_objects_are_saved_as_plain_ones(tmp_path):
     ("value", "says"),
     [(object(), "a object"), ({1: "a"}, "the key 1"), ([{"x": b"1"}], "a bytes"), (torch.zeros(1), "a Tensor")],
 )
-def test_objects_that_are_not_json_are_an_error_that_names_the_column(tmp_path, value, says):
+def test_non_json_objects_are_an_error_that_names_the_column(tmp_path, value, says):
     with pytest.raises(BatchError, match=f"'extra_info' cannot be written as JSON.*{says}"):
         DataProto.from_dict({"extra_info": [value]}).save_to_disk(tmp_path)
     assert not list(tmp_path.iterdir())

@@ -76,7 +76,7 @@ def test_a_file_is_copied_once_and_again_when_it_changed(remote: Counting) -> No
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off"])
-def test_a_copy_that_is_not_what_was_copied_is_made_again(remote: Counting, damage: str) -> None:
+def test_a_modified_copy_is_downloaded_again(remote: Counting, damage: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
     record = path.with_name(path.name + ".origin.json")
@@ -100,7 +100,7 @@ def test_a_copy_that_is_not_what_was_copied_is_made_again(remote: Counting, dama
         ("changed", "changed during the download"),
     ],
 )
-def test_a_copy_that_did_not_arrive_whole_is_never_used(remote: Counting, monkeypatch, fault: str, said: str) -> None:
+def test_an_incomplete_download_is_never_used(remote: Counting, monkeypatch, fault: str, said: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     with monkeypatch.context() as patch:
         patch.setattr(Counting, "fault", fault)
@@ -112,7 +112,7 @@ def test_a_copy_that_did_not_arrive_whole_is_never_used(remote: Counting, monkey
     assert fetch(URL).read_bytes() == b"hello"
 
 
-def test_a_checksum_that_the_file_system_tells_is_held_against_the_copy(remote: Counting) -> None:
+def test_the_md5_of_the_file_system_is_verified(remote: Counting) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     remote.md5["/bucket/data/train.parquet"] = base64.b64encode(hashlib.md5(b"other").digest()).decode()
     with pytest.raises(StorageError, match=r"the MD5 of .* differs"):
@@ -121,7 +121,7 @@ def test_a_checksum_that_the_file_system_tells_is_held_against_the_copy(remote: 
     assert fetch(URL).read_bytes() == b"hello"
 
 
-def test_a_folder_comes_whole_and_later_only_what_changed_in_it(remote: Counting) -> None:
+def test_only_changed_files_of_a_folder_are_downloaded_again(remote: Counting) -> None:
     for name in ("config.json", "model.safetensors", "sub/extra.txt"):
         remote.pipe_file(f"/bucket/model/{name}", name.encode())
     folder = fetch("counting://bucket/model/")
@@ -135,7 +135,7 @@ def test_a_folder_comes_whole_and_later_only_what_changed_in_it(remote: Counting
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["config.json", "model.safetensors"]
 
 
-def test_a_file_may_become_a_folder_and_a_folder_a_file(remote: Counting) -> None:
+def test_a_file_can_become_a_folder_and_back(remote: Counting) -> None:
     remote.pipe_file("/bucket/x", b"file")
     assert fetch("counting://bucket/x").read_bytes() == b"file"
     remote.rm_file("/bucket/x")
@@ -194,7 +194,7 @@ def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: p
         ("hdfs://nowhere:1/x", r"hdfs:// is unreachable.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     ],
 )
-def test_what_cannot_be_reached_says_why(remote: Counting, url: str, said: str) -> None:
+def test_unreachable_urls_report_the_reason(remote: Counting, url: str, said: str) -> None:
     fsspec.register_implementation("needs-s3", "no_such_s3fs.core.FS", clobber=True, errtxt="Install s3fs")
     with pytest.raises(StorageError, match=said):
         fetch(url)

@@ -143,7 +143,7 @@ def test_select_of_consecutive_rows_copies_nothing():
 
 
 @pytest.mark.parametrize("index", [[3], [-4], torch.tensor([0, 7])])
-def test_a_row_that_is_not_there_is_an_error(index):
+def test_a_row_out_of_range_is_an_error(index):
     with pytest.raises(BatchError, match="is out of range"):
         R.select(index)
 
@@ -165,7 +165,7 @@ def test_split_by_sizes():
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [4, -1], [4]])
-def test_sizes_must_add_up(sizes):
+def test_split_sizes_must_sum_to_the_rows(sizes):
     with pytest.raises(BatchError, match="do not sum to 3 rows"):
         R.split(sizes)
 
@@ -177,7 +177,7 @@ def test_prefix_and_suffix():
 
 
 @pytest.mark.parametrize("method", [Ragged.prefix, Ragged.suffix])
-def test_more_tokens_than_a_row_has_is_an_error_that_names_the_row(method):
+def test_too_many_tokens_is_an_error_that_names_the_row(method):
     with pytest.raises(BatchError, match="requested 3 of the 2 tokens of row 2"):
         method(R, torch.tensor([3, 0, 3]))
     with pytest.raises(BatchError, match="asked for -1 of the 3 tokens of row 0"):

@@ -58,7 +58,7 @@ def test_outside_the_main_thread_nobody_listens() -> None:
     assert found == [(None, before)]
 
 
-def test_a_worker_outlives_stop_signals_from_its_first_moment_and_what_it_starts_does_not() -> None:
+def test_workers_ignore_stop_signals_but_their_children_do_not() -> None:
     program = "import os, signal, subprocess, sys, time\nfrom camshaft.stop import outlive_stop_signals\n"
     program += "outlive_stop_signals()\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGUSR1)\n"
     program += "child = subprocess.Popen(['sleep', '60'])\nchild.terminate()\nsys.exit(child.wait() + 20)\n"

@@ -17,7 +17,7 @@ def write(folder: Path, text: str = "hello", **facts: object) -> None:
         (work / "sub" / "b.txt").write_text("b")
 
 
-def test_a_folder_appears_with_its_facts_only_when_the_block_ends(tmp_path: Path) -> None:
+def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     with storage.new_folder(tmp_path / "x", step=3) as work:
         (work / "a").write_text("1")
         assert not (tmp_path / "x").exists()
@@ -70,7 +70,7 @@ def test_a_folder_is_complete_while_every_file_has_its_length(tmp_path: Path) ->
     assert not storage.is_complete(tmp_path / "x")
 
 
-def test_a_manifest_that_was_cut_off_is_damage_and_no_other_error(tmp_path: Path) -> None:
+def test_a_truncated_manifest_is_reported_as_damage(tmp_path: Path) -> None:
     write(tmp_path / "x")
     manifest = tmp_path / "x" / storage.MANIFEST
     manifest.write_text(manifest.read_text()[:10])
@@ -134,9 +134,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("reader", ["verify", "is_complete", "read_manifest"])
-def test_a_kill_at_any_step_of_replacing_leaves_the_old_or_the_new(
-    reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(os, "replace"), (shutil, "rmtree")]
     found = []
     for survived in range(4):
@@ -203,7 +201,7 @@ def test_a_share_of_the_checks_finds_what_is_in_it(tmp_path: Path) -> None:
         storage.verify(tmp_path / "x", share=(1, 2))
 
 
-def test_a_file_appears_only_when_the_block_ends_well_and_replaces_what_was_there(tmp_path: Path) -> None:
+def test_a_file_is_replaced_when_the_block_succeeds(tmp_path: Path) -> None:
     target = tmp_path / "out.txt"
     target.write_text("old")
     with storage.new_file(target) as path:

@@ -33,7 +33,7 @@ def names_at(url: str) -> list[str]:
     return sorted(path.removeprefix(root + "/") for path in files.find(root))
 
 
-def test_a_folder_goes_to_a_url_and_comes_back_the_same(tmp_path: Path, remote: str) -> None:
+def test_a_folder_round_trips_through_a_url(tmp_path: Path, remote: str) -> None:
     write(tmp_path / "x", step=7)
     assert not storage.is_there(remote)
     storage.copy_folder(str(tmp_path / "x"), remote)
@@ -45,7 +45,7 @@ def test_a_folder_goes_to_a_url_and_comes_back_the_same(tmp_path: Path, remote: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "x"]
 
 
-def test_a_newer_copy_leaves_nothing_of_the_older_and_touches_nothing_else(tmp_path: Path, remote: str) -> None:
+def test_a_newer_copy_replaces_only_the_older_one(tmp_path: Path, remote: str) -> None:
     files = fsspec.filesystem("memory")
     write(tmp_path / "x", "old")
     storage.copy_folder(str(tmp_path / "x"), remote)
@@ -67,7 +67,7 @@ def test_removing_a_copy_leaves_no_empty_folders(tmp_path: Path, remote: str) ->
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", storage.MANIFEST])
-def test_what_is_not_whole_at_a_url_is_named_and_nothing_appears(tmp_path: Path, remote: str, name: str) -> None:
+def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, name: str) -> None:
     files = fsspec.filesystem("memory")
     write(tmp_path / "x")
     storage.copy_folder(str(tmp_path / "x"), remote)
@@ -115,7 +115,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", storage.MANIFEST])
-def test_a_copy_that_broke_off_is_not_taken_for_a_checkpoint_and_can_be_made_again(
+def test_an_interrupted_copy_is_not_a_checkpoint(
     tmp_path: Path, name: str, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "breaking://host/actor"
@@ -134,7 +134,7 @@ def test_a_copy_that_broke_off_is_not_taken_for_a_checkpoint_and_can_be_made_aga
     assert (tmp_path / "back" / "a.txt").read_text() == "newer"
 
 
-def test_a_file_that_arrived_short_is_noticed_before_the_manifest_is_written(
+def test_a_short_upload_is_detected_before_the_manifest(
     tmp_path: Path, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "x", "hello")
@@ -160,7 +160,7 @@ def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> 
         ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
     ],
 )
-def test_urls_that_lead_nowhere_say_what_to_do(tmp_path: Path, url: str, said: str) -> None:
+def test_invalid_urls_report_the_fix(tmp_path: Path, url: str, said: str) -> None:
     fsspec.register_implementation(
         "needs-more", "morefs_that_nobody_has.core.MoreFS", clobber=True, errtxt="Install morefs"
     )

@@ -18,7 +18,7 @@ SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_yaml_and_schema_have_the_same_keys_in_the_same_order(schema):
+def test_yaml_and_schema_have_equal_keys_in_order(schema):
     leaves = leaf_fields(schema)
     assert list(flatten(raw_defaults(schema), leaves)) == list(leaves)
 

@@ -179,7 +179,7 @@ def test_state_without_a_token_checksum_can_be_loaded():
     StatefulLoader(rows(6), 2, seed=1).load_state_dict(state)
 
 
-def test_fewer_rows_than_a_batch_is_an_error_with_the_sum():
+def test_fewer_rows_than_a_batch_is_an_error():
     with pytest.raises(BatchError, match="the data has 3 rows, one batch needs 8: 5 are missing"):
         StatefulLoader(rows(3), 8)
 

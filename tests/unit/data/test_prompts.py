@@ -65,7 +65,7 @@ def test_other_columns_can_be_named(load):
     assert (batch["data_source"].tolist(), batch["ground_truth"].tolist()) == (["s"], [None])
 
 
-def test_fields_that_only_other_messages_have_do_not_reach_the_template(load, tokenizer):
+def test_fields_of_other_messages_do_not_reach_the_template(load, tokenizer):
     # Parquet gives every message the union of all fields, here name=None for the second row.
     named = [{"role": "user", "content": "a", "name": "bob"}]
     strict = copy.deepcopy(tokenizer)
@@ -227,7 +227,7 @@ def test_an_empty_conversation_is_an_error_that_names_the_row(load):
         ({"role": "user", "content": None, "x": 1}, "has content=None"),
     ],
 )
-def test_a_message_without_role_or_content_is_an_error_that_names_the_row(load, message, told):
+def test_a_message_without_role_or_content_names_the_row(load, message, told):
     with pytest.raises(BatchError, match=rf"row 0: message 0 of 'prompt' {told}"):
         load([row([message])])
 

@@ -87,7 +87,7 @@ def test_a_template_that_rewrites_history_yields_one_row_per_turn(load, tokenize
     assert shown(found, tokenizer) == ["(uq)(a[think/3)]", "(uq)(a3)(ur)(a[again/4)]"]
 
 
-def test_a_template_that_does_not_end_with_the_answer_is_an_error(load):
+def test_a_template_that_hides_the_answer_is_an_error(load):
     with pytest.raises(BatchError, match=r"row 0: the chat template does not format"):
         load([{"prompt": chat("a"), "response": "b"}], ANSWERS_FIRST)
 

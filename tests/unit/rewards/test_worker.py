@@ -9,7 +9,7 @@ def test_a_missing_file_is_an_error_at_construction():
         RewardManager("/nowhere/x.py")
 
 
-def test_a_missing_name_is_an_error_that_lists_what_is_there(file):
+def test_a_missing_name_is_an_error_that_lists_functions(file):
     with pytest.raises(RewardError, match="has no 'compute_score'; its functions: score_it"):
         RewardManager(file("def score_it(): pass\nx = 1"))
 
@@ -39,7 +39,7 @@ def test_a_function_with_other_parameters_is_an_error_at_construction(file):
         RewardManager(file("def compute_score(text): pass"))
 
 
-def test_reward_kwargs_that_the_function_does_not_take_are_an_error(file):
+def test_unknown_reward_kwargs_are_an_error(file):
     path = file("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0")
     with pytest.raises(RewardError, match=r"reward_kwargs \['scale'\].*scale"):
         RewardManager(path, reward_kwargs={"scale": 1})

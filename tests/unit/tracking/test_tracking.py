@@ -78,7 +78,7 @@ def test_every_tracker_gets_every_step(run, events):
     assert events == [start, start, *logs, finish, finish]
 
 
-def test_a_tracker_that_is_named_twice_is_one(run, events):
+def test_a_repeated_tracker_name_is_used_once(run, events):
     with Tracking(["recorders:Recorder", "recorders:Recorder"], run):
         pass
     assert events == [("start", "e"), ("finish",)]
