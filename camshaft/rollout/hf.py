@@ -37,7 +37,7 @@ from camshaft.rollout.stop_strings import StopStrings
 
 
 class HFRollout(BaseRollout):
-    """See the map above. `seeds` decide each row's samples, whatever other rows ride along."""
+    """Generate with `transformers.generate`; a row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = HF
 
@@ -45,7 +45,7 @@ class HFRollout(BaseRollout):
         super().__init__(config)
         # "eager" is the family's own code, exact where the fast kernels are not (soft-capped scores).
         self.model = SharedModel(config, attention="eager")
-        # What the folder recommends for chatting would change the distribution behind our back.
+        # The folder's recommended sampling settings would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -141,7 +141,7 @@ class HFRollout(BaseRollout):
 
 
 class _Choice(LogitsProcessor):
-    """Chooses the next token of each row from what the warpers leave, and notes its log-prob."""
+    """Sample the next token of each row after the warpers, and record its log-prob."""
 
     def __init__(self, sampling: SamplingParams, seeds: Tensor, lengths: Tensor):
         self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, lengths
@@ -165,7 +165,7 @@ class _Choice(LogitsProcessor):
 
 
 class _Strings(StoppingCriteria):
-    """Ends the rows of one call whose text has one of the strings, and notes where."""
+    """End rows whose text contains a stop string, and record their last columns."""
 
     def __init__(self, stops: StopStrings, width: int):
         self._stops, self._width = stops, width

@@ -1,27 +1,26 @@
-"""Choosing the next token: pure functions of logits and of one uniform number per row.
+"""Sample the next token: pure functions of logits and of one uniform number per row.
 
     scores = restrict(logits, temperature=0.8, top_k=50, top_p=0.95)
     tokens, log_probs = draw(scores, uniform(seeds, positions))
     tokens, log_probs = greedy(logits)
 
 Temperature comes first, then `top_k`, then `top_p`; what they remove has score -inf, and `log_probs` are those
-of the distribution that is left, the very one that is sampled from. The uniforms are a hash of a row's seed and
-of the token's position, so that a row's samples do not depend on the batch it rides in.
-
-Generators of this package import from here, and so may a test or a generator of somebody else.
+of the remaining distribution, which is the one sampled from. The uniforms are a hash of a row's seed and of the
+token's position, so a row's samples do not depend on the other rows of the batch. Third-party generators may import
+this module.
 """
 
 import torch
 from torch import Tensor
 
 AT_ONCE = 1024
-"""A row of at most this many probabilities is searched at once, a longer one in blocks."""
+"""Vocabularies up to this size are searched at once, larger ones in blocks."""
 
 BLOCK = 128
 """The size of these blocks."""
 
 CANDIDATES = 256
-"""So many of the likeliest tokens usually hold `top_p`; only where they do not is the whole row sorted."""
+"""Number of likeliest tokens that usually hold `top_p`; otherwise the whole row is sorted."""
 
 UNITS = 2.0**48
 """Probabilities are added up as integers, in units of 1 / UNITS."""
@@ -30,8 +29,8 @@ UNITS = 2.0**48
 def restrict(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
     """(B, V) scores of the distribution to sample from, float32 or better; -inf for what may not be sampled.
 
-    `top_k` < 1 and `top_p` >= 1 keep everything. Of the tokens that tie at the edge, all are kept: which of them
-    would go is nothing that a second computation could know.
+    `top_k` < 1 and `top_p` >= 1 keep everything. All tokens that tie at the edge are kept, because another
+    computation could not tell which of them to drop.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
