@@ -1,14 +1,14 @@
-"""The finished model as a Hugging Face folder, from any engine's weights.
+"""Export of the weights of any engine as a Hugging Face folder.
 
-    check_export_path("out/huggingface")         # before a run: an error if something else is there
+    check_export_path("out/huggingface")         # before a run: raises if the path is taken
     export_hugging_face(
         engine.named_weights(), engine.config.model, "out/huggingface", check=Probe(engine.infer_batch)
     )
 
-The folder is whole or not there, and before it appears `transformers` has loaded it once: a missing or unknown weight
-ends the export, and so does one that has another digest, or a number that differs from the engine's own. Only an older
-export is ever replaced. An adapter is part of the weights; given once more by itself, it is in the folder
-`lora_adapter` inside, for PEFT. `export_adapter` writes a folder with the adapter and nothing else.
+The folder appears atomically, after `transformers` has loaded it: a missing or unknown weight, a weight with another
+checksum, or an output that differs from the engine's is an error. Only an older export is replaced. A LoRA adapter is
+merged into the weights; it can also be written to the subfolder `lora_adapter`, for PEFT. `export_adapter` writes a
+folder with only the adapter.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ KIND = "huggingface"
 ADAPTER = "lora_adapter"
 
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
-"""How far numbers may be apart, absolute below 1 and relative above; by what the less exact side computes in."""
+"""Allowed difference of outputs, absolute below 1 and relative above, by the narrower compute dtype."""
 
 PROBED_LENGTHS = (5, 2, 8)
 
 FILE_BYTES = 4 << 30
-"""A larger model is written as several files with an index."""
+"""Maximum size of a weight file; larger models become several files with an index."""
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The engine's own numbers, to compare with those of the exported model."""
+    """The engine, whose outputs are compared with those of the exported model."""
 
     run: Callable[[DataProto], Mapping[str, Any]]
-    """Predictions for rows of tokens, as `infer_batch` of an engine gives them; every rank calls it."""
+    """`infer_batch` of the engine; every rank calls it."""
     dtype: str = "float32"
-    """What the engine computes in, which can be less exact than its weights."""
+    """Compute dtype of the engine, which can be narrower than that of its weights."""
 
 
 def check_export_path(target: str | Path) -> None:
-    """An error if `target` is there and is not an older export."""
+    """Raise an error if `target` exists and is not an older export."""
     storage.check_replaceable(target, KIND)
 
 
@@ -75,46 +75,46 @@ def export_hugging_face(
     file_bytes: int = FILE_BYTES,
     tokenizer: str | None = None,
 ) -> None:
-    """`weights` with the config and the tokenizer of the folder `model.path`, and with its Python code if trusted.
+    """Export `weights` with the config and the tokenizer of the folder `model.path`, and its Python code if trusted.
 
-    `adapter` are the names and tensors that PEFT has in its files; `tokenizer` is the folder of another one. Every rank
-    of an engine calls this, since its weights and its numbers are gathered from all; one has `write` set.
+    `adapter` yields names and tensors in the format of PEFT; `tokenizer` is the folder of another tokenizer. Every rank
+    of an engine calls this function, because weights and outputs are gathered from all ranks; one rank has `write` set.
     """
     folder, trusted = model_folder(model.path), model.trust_remote_code
     config = load_config(folder, trusted, model.override_config)
-    together = _Together(weights, adapter, check, _rows(config))
+    ranks = _Collective(weights, adapter, check, _rows(config))
     try:
         if write:
-            _write(together, folder, config, model, Path(target), file_bytes, tokenizer or str(folder))
+            _write(ranks, folder, config, model, Path(target), file_bytes, tokenizer or str(folder))
     finally:
-        together.finish()
+        ranks.finish()
 
 
-class _Together:
-    """What all ranks do, in one order; an error of the rank that writes must not leave the others waiting in it."""
+class _Collective:
+    """The collective operations of the export; all ranks run them even if the writing rank raises an error."""
 
     def __init__(self, weights: Weights, adapter: Weights, check: Probe | None, rows: DataProto):
         self.weights, self.adapter = iter(weights), iter(adapter)
         self.check, self.rows = check, rows
-        self._told: Mapping[str, Any] | None = None
+        self._predictions: Mapping[str, Any] | None = None
 
     def finish(self) -> Mapping[str, Any]:
-        """Take what is left of the weights; then the engine's numbers, if they are wanted, once."""
+        """Consume the remaining weights and run the engine on the probe rows, once."""
         for _ in itertools.chain(self.weights, self.adapter):
             pass
-        if self._told is None:
-            self._told = {}
+        if self._predictions is None:
+            self._predictions = {}
             if self.check is not None:
-                self._told = self.check.run(self.rows)
-        return self._told
+                self._predictions = self.check.run(self.rows)
+        return self._predictions
 
 
 def export_adapter(
     weights: Weights, model: EngineModel, target: str | Path, check: Probe, tokenizer: str | None = None
 ) -> None:
-    """The adapter that `model.lora` describes, as PEFT has it in its files, beside the tokenizer; from one process.
+    """Export only the adapter `model.lora` in the format of PEFT, with the tokenizer, from one process.
 
-    PEFT loads it onto the weights of `model.path` before the folder appears.
+    Before the folder appears, PEFT loads it onto the weights of `model.path`.
     """
     assert model.lora is not None
     check_export_path(target)
@@ -130,14 +130,16 @@ def export_adapter(
             base = CLASSES[model.head].from_pretrained(
                 folder, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
             )
-            plain, held = load_adapter(base, work)
-        _compare_weights(held, {name: _digest(tensor, dtype) for name, tensor in tensors.items()}, dtype, target)
+            loaded, weights_loaded = load_adapter(base, work)
+        _compare_weights(
+            weights_loaded, {name: _digest(tensor, dtype) for name, tensor in tensors.items()}, dtype, target
+        )
         rows = _rows(config)
-        _compare(plain, model.head, rows, check.run(rows)[OUTPUTS[model.head][0]], check.dtype, target)
+        _compare(loaded, model.head, rows, check.run(rows)[OUTPUTS[model.head][0]], check.dtype, target)
 
 
 def _write(
-    together: _Together,
+    ranks: _Collective,
     folder: Path,
     config: PreTrainedConfig,
     model: EngineModel,
@@ -145,37 +147,37 @@ def _write(
     file_bytes: int,
     tokenizer: str,
 ) -> None:
-    """Read from `folder` what is neither weights nor tokenizer."""
+    """Write and verify the export; config and code come from `folder`."""
     check_export_path(target)
     trusted = model.trust_remote_code
     if model.head != "causal_lm":
         config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
-        config.dtype, came = _write_weights(together.weights, work, file_bytes)
+        config.dtype, digests = _write_weights(ranks.weights, work, file_bytes)
         config.save_pretrained(work)
-        added = {name: tensor.detach().cpu() for name, tensor in together.adapter}
-        with contextlib.suppress(OSError):  # a model without these files generates with its defaults
+        added = {name: tensor.detach().cpu() for name, tensor in ranks.adapter}
+        with contextlib.suppress(OSError):  # the file is optional
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
         load_tokenizer(tokenizer, trusted).save_pretrained(work)
         for code in folder.glob("*.py") if trusted else ():
             (work / code.name).write_bytes(code.read_bytes())
         if added and model.lora is not None:
             save_adapter(added.items(), work / ADAPTER, model.lora, str(folder.absolute()))
-        plain = _loaded(work, target, trusted, model.head)
-        held = {**dict(plain.named_buffers()), **dict(plain.named_parameters())}
-        _compare_weights(held, came, config.dtype, target)
-        config.architectures = [type(plain).__name__]
+        loaded = _load(work, target, trusted, model.head)
+        weights = {**dict(loaded.named_buffers()), **dict(loaded.named_parameters())}
+        _compare_weights(weights, digests, config.dtype, target)
+        config.architectures = [type(loaded).__name__]
         config.save_pretrained(work)
-        told = together.finish()
-        if together.check is not None:
-            numbers = told[OUTPUTS[model.head][0]]
-            _compare(plain, model.head, together.rows, numbers, together.check.dtype, target)
+        predictions = ranks.finish()
+        if ranks.check is not None:
+            outputs = predictions[OUTPUTS[model.head][0]]
+            _compare(loaded, model.head, ranks.rows, outputs, ranks.check.dtype, target)
 
 
 def _write_weights(weights: Weights, work: Path, file_bytes: int) -> tuple[torch.dtype, dict[str, int]]:
-    """In files of bounded size, one in memory at a time; the dtype of the first weight, and the digests of all."""
+    """Write files of bounded size, one in memory at a time; returns the dtype of the first weight and all checksums."""
     file: dict[str, Tensor] = {}
-    came: dict[str, int] = {}
+    digests: dict[str, int] = {}
     files: list[list[str]] = []
     total, dtype = 0, None
 
@@ -185,52 +187,56 @@ def _write_weights(weights: Weights, work: Path, file_bytes: int) -> tuple[torch
         file.clear()
 
     for name, tensor in weights:
-        if file and sum(held.nbytes for held in file.values()) + tensor.nbytes > file_bytes:
+        if file and sum(weight.nbytes for weight in file.values()) + tensor.nbytes > file_bytes:
             write()
         file[name] = tensor.detach().cpu().contiguous()
         total, dtype = total + tensor.nbytes, dtype or tensor.dtype
-        came[name] = _digest(tensor, dtype)
+        digests[name] = _digest(tensor, dtype)
     write()
     assert dtype is not None, "a model without weights"
     if len(files) == 1:
         (work / "1.safetensors").rename(work / "model.safetensors")
-        return dtype, came
+        return dtype, digests
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": {}}
     for number, names in enumerate(files, 1):
-        own = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        (work / f"{number}.safetensors").rename(work / own)
-        index["weight_map"].update(dict.fromkeys(names, own))
+        file_name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (work / f"{number}.safetensors").rename(work / file_name)
+        index["weight_map"].update(dict.fromkeys(names, file_name))
     (work / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return dtype, came
+    return dtype, digests
 
 
-def _loaded(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
-    """What transformers makes of the folder, if it takes every weight."""
-    # An engine that trains on finds the random state that its checkpoint holds.
+def _load(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
+    """Load the folder with transformers; raises an error unless it takes every weight."""
+    # Restores the random state, so that a run that continues is not affected.
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         model, info = CLASSES[head].from_pretrained(
             work, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     wrong = [f"{key} ({kind})" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]]
     if wrong:
-        raise CheckpointError(f"{target}: transformers does not take the exported weights: {', '.join(wrong[:8])}")
+        raise CheckpointError(f"{target}: transformers rejects exported weights: {', '.join(wrong[:8])}")
     return model
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Of the values in the number format of the export: some models keep a few weights wider than that."""
+    """Return the checksum in the dtype of the export; some models keep a few weights in a wider dtype."""
     return digest(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def _compare_weights(held: Mapping[str, Tensor], came: Mapping[str, int], dtype: torch.dtype, target: Path) -> None:
-    """Is every weight, bit for bit, what was exported?"""
-    wrong = [name for name, told in came.items() if name not in held or _digest(held[name], dtype) != told]
+def _compare_weights(
+    weights: Mapping[str, Tensor], digests: Mapping[str, int], dtype: torch.dtype, target: Path
+) -> None:
+    """Check that every loaded weight has the checksum of the exported one."""
+    wrong = [
+        name for name, expected in digests.items() if name not in weights or _digest(weights[name], dtype) != expected
+    ]
     if wrong:
-        raise CheckpointError(f"{target}: loaded again, these weights are other ones: {', '.join(wrong[:8])}")
+        raise CheckpointError(f"{target}: these weights differ after loading: {', '.join(wrong[:8])}")
 
 
 def _rows(config: PreTrainedConfig) -> DataProto:
-    """A few rows of tokens, the same everywhere. None is the pad token, at which some heads take a row to end."""
+    """Return a few fixed rows of tokens, without the pad token, at which some heads end a row."""
     text = config.get_text_config()
     tokens = torch.randint(0, text.vocab_size, (sum(PROBED_LENGTHS),), generator=torch.Generator().manual_seed(0))
     if text.pad_token_id is not None:
@@ -240,20 +246,21 @@ def _rows(config: PreTrainedConfig) -> DataProto:
 
 
 @torch.no_grad()
-def _compare(model: Any, head: Head, rows: DataProto, told: Ragged | Tensor, dtype: str, target: Path) -> None:
-    plain = torch.cat([_plain(model, ids, head) for ids in rows.ragged("input_ids").rows()])
-    found = told.values[rows.ragged("loss_mask").values.to(told.values.device)] if isinstance(told, Ragged) else told
-    off = float(((found.cpu() - plain).abs() / plain.abs().clamp(min=1)).max())
+def _compare(model: Any, head: Head, rows: DataProto, outputs: Ragged | Tensor, dtype: str, target: Path) -> None:
+    expected = torch.cat([_transformers_outputs(model, ids, head) for ids in rows.ragged("input_ids").rows()])
+    if isinstance(outputs, Ragged):
+        outputs = outputs.values[rows.ragged("loss_mask").values.to(outputs.values.device)]
+    off = float(((outputs.cpu() - expected).abs() / expected.abs().clamp(min=1)).max())
     allowed = max(TOLERANCES[dtype], TOLERANCES[str(model.dtype).removeprefix("torch.")])
     if not off <= allowed:
         raise CheckpointError(
-            f"{target}: plain transformers gives other numbers than the engine with the exported weights: "
-            f"{OUTPUTS[head][0]} are off by {off:.1e}, allowed {allowed:.0e}"
+            f"{target}: with the exported weights, the {OUTPUTS[head][0]} of transformers and of the engine differ by "
+            f"{off:.1e}, allowed {allowed:.0e}"
         )
 
 
-def _plain(model: Any, ids: Tensor, head: Head) -> Tensor:
-    """The head's numbers for one row by itself, of each token but the first, or of the row."""
+def _transformers_outputs(model: Any, ids: Tensor, head: Head) -> Tensor:
+    """Return the head's outputs for one row: of every token except the first, or of the row."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if head == "reward":
         return logits

@@ -7,7 +7,7 @@
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, list the checkpoints of a run
     config.py, metrics.py         explain config keys and metrics
-    contracts.py, parity.py       check a backend against its contract, compare an engine with a rollout
+    check.py, parity.py           check a backend against its contract, compare an engine with a rollout
 
 A command imports torch only after its arguments have been parsed and its config has been validated, so `--help` and
 config errors are fast. A `CamshaftError` becomes one message on stderr and exit status 2 (config or argument) or 1
