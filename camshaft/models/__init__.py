@@ -1,10 +1,21 @@
-"""What is true of a model whatever trains it: loading, heads, packed attention, log-probs without logits.
+"""Transformers models on packed rows: loading, heads, attention, and log-probs without full logits.
 
-    from camshaft.models.loader import load_model, load_tokenizer
+    from camshaft.models.loader import load_model
+    from camshaft.models.packing import Packing
     model = load_model(EngineModel(path="models/tiny"), dtype="float32", device="cpu", seed=0)
-    out = model(tokens, lengths=[5, 3], at=at, outputs=("log_probs",))
+    out = model(tokens, Packing([5, 3]), at, outputs=("log_probs",))
 
-`attention.py` is the one attention implementation, `packed.py` the forward of unpadded rows,
-`linear_logprob.py` the fused output head, `loader.py` reads and writes Hugging Face folders, `tiny.py`
-makes small models for tests and demos. Engines and rollouts import from here; nothing here imports them.
+    packed.py           PackedModel: a transformers model and its head, called on packed rows
+    packing.py          Packing: lengths of packed segments, and shared prefixes
+    attention.py        the attention implementation "packed"
+    linear_logprob.py   the fused output layer: log-probs, entropy and KL divergence in tiles
+    loader.py           reads and writes Hugging Face folders
+    lora.py             LoRA adapters
+    activations.py      gradient checkpointing and offloaded activations
+    sequence.py         sequence parallelism
+    tiny.py             makes small models for tests and demos
+    cpu/                autograd nodes for CPUs: packed attention, RMSNorm
+    triton/             kernels for GPUs: the tiles of the output layer
+
+Engines and rollouts import from here; nothing here imports them.
 """

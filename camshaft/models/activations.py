@@ -1,11 +1,11 @@
-"""What is kept between the forward and the backward pass: less of it, or in another place.
+"""Activation memory: gradient checkpointing and offload to host memory.
 
-    model.enable_gradient_checkpointing("selective")     # keeps matrix products and attention, computes the rest anew
+    model.enable_gradient_checkpointing("selective")     # keeps matrix products and attention, recomputes the rest
     with offloaded_activations("cuda"):
-        loss = run(model)                                # what is saved for the backward pass goes to host memory
-    loss.backward()                                      # and comes back as it is needed
+        loss = run(model)                                # copies saved activations to host memory
+    loss.backward()                                      # copies them back when the backward pass needs them
 
-Both leave every gradient as it is, go together, and work in a model that FSDP2 shards.
+Both leave all gradients bitwise the same. They can be combined, and work in a model that FSDP2 shards.
 """
 
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ EXPENSIVE = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-"""Matrix products and attention: nearly all the work of a layer, by the names of torch's operators."""
+"""Names of the torch operators of matrix products and attention, nearly all the work of a layer."""
 
 SMALL = 1 << 16
-"""Bytes below which a tensor is not worth a copy."""
+"""Tensors of fewer bytes are not copied to host memory."""
 
 
 def checkpointing_kwargs(mode: Mode) -> dict[str, Any]:
-    """The arguments of `torch.utils.checkpoint.checkpoint` with which a layer is run."""
+    """Return the arguments of `torch.utils.checkpoint.checkpoint` for a mode."""
     if mode == "full":
         return {"use_reentrant": False}
     return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _policy)}
@@ -57,34 +57,33 @@ def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> Checkp
 
 
 class _Kept(NamedTuple):
-    """A tensor in host memory, and what it was; of a DTensor this rank's part."""
+    """A saved tensor in host memory; for a DTensor, the local shard of this rank."""
 
     host: Tensor
     device: torch.device
     layout: dict[str, Any] | None
-    """The arguments with which `DTensor.from_local` makes it what it was."""
+    """Arguments of `DTensor.from_local`; None for a plain tensor."""
 
 
 @contextmanager
 def offloaded_activations(device: torch.device | str, at_least: int = SMALL) -> Iterator[None]:
-    """Inside, what autograd saves on `device` is copied to host memory; the backward pass may run outside.
+    """Copy tensors that autograd saves on `device` to host memory; the backward pass may run outside of the context.
 
-    Left where they are: parameters and views of them (they stay on the device anyway, and under FSDP2 they are whole
-    gathered layers, which it frees by itself), and tensors below `at_least` bytes. Copies are pinned and run on the
-    stream that computes: nothing waits for them, and no memory is used again before they are done. With the CPU as
-    `device` copies are made all the same.
+    Parameters and views of them are not copied: they stay on the device anyway, and under FSDP2 they are gathered
+    layers that FSDP2 frees. Tensors below `at_least` bytes are not copied either. Copies are pinned and run on the
+    compute stream, so nothing waits for them and no memory is reused before they finish. A CPU as `device` copies too.
     """
-    place = torch.device(device)
+    target = torch.device(device)
 
     def pack(tensor: Tensor) -> Tensor | _Kept:
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        if parameter or tensor.device.type != place.type or tensor.layout != torch.strided:
+        if parameter or tensor.device.type != target.type or tensor.layout != torch.strided:
             return tensor.detach()  # the tensor itself would keep alive the graph that keeps it
         with torch.no_grad():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local.nbytes < at_least:
                 return tensor.detach()
-            host = torch.empty_like(local, device="cpu", pin_memory=place.type != "cpu")
+            host = torch.empty_like(local, device="cpu", pin_memory=target.type != "cpu")
             host.copy_(local, non_blocking=True)
         return _Kept(host, local.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
 

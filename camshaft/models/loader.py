@@ -1,12 +1,12 @@
-"""From a Hugging Face folder to a `PackedModel` with its tokenizer, and back to a folder.
+"""Load a `PackedModel` and its tokenizer from a Hugging Face folder, and save them to one.
 
     model = load_model(EngineModel(path="models/tiny", head="value"), dtype="float32", device="cpu", seed=0)
     tokenizer = load_tokenizer("models/tiny")
     save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
 
-Every weight of the folder has to find its place, and every weight of the model has to come from the folder, by
-name. One exception: the head of a value model, or of a reward model that is to be trained, may be drawn from the
-seed. Nothing is downloaded but what a URL names (`hdfs://`, `s3://`, ...).
+The weights of the folder and of the model must match by name and shape. The head of a value model, or of a reward model
+to train, may be missing and is then initialized from the seed. Only paths with a URL scheme (`hdfs://`, `s3://`, ...)
+are downloaded.
 """
 
 import difflib
@@ -47,11 +47,11 @@ CLASSES: dict[Head, Any] = {
     "value": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-"""Which family of transformers' classes has each head."""
+"""The Auto class of `transformers` for each head."""
 
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
-    """The model that `model` describes, in eval mode on `device`; the caller's random state is left alone."""
+    """Load the model that `model` describes, in eval mode on `device`, without changing the global random state."""
     folder, config = _described(model)
     # Built on the CPU, so that a seed gives the same weights whatever the device.
     with torch.random.fork_rng(devices=[]):
@@ -64,9 +64,9 @@ def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> Packed
 
 
 def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a folder under their transformers names, tied ones once, in the number format of the files.
+    """Yield the weights of a folder by their names in `transformers`, tied ones once, in the dtype of the files.
 
-    For whoever computes with them by itself: the model may be of a kind that cannot be packed.
+    Also works for models that do not support packing.
     """
     import_external(model.external_lib)
     folder = model_folder(model.path)
@@ -75,7 +75,7 @@ def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
-    """The same model without storage, on the meta device: for an engine that shards it before weights come."""
+    """Build the model on the meta device, for an engine that shards it before loading weights."""
     _, config = _described(model)
     with torch.device("meta"):
         hf = _random_model(config, model, DTYPES[dtype])
@@ -83,7 +83,7 @@ def skeleton(model: EngineModel, dtype: str) -> PackedModel:
 
 
 def _described(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
-    """Folder and config of a model that can be packed."""
+    """Return folder and config of a model; raise `EngineError` if it does not support packing."""
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
@@ -105,20 +105,21 @@ def _packed(hf: PreTrainedModel, model: EngineModel, seed: int) -> PackedModel:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether there is anything in the model folder to make one of."""
+    """Return True if the model folder contains tokenizer files."""
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder, of a model or its own; without a pad token it pads with its end-of-sequence token."""
+    """Load the tokenizer of a folder; a missing pad token is set to the end-of-sequence token."""
     folder = local_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(
-            f"{folder} has no tokenizer that can be read: {error}\nPut tokenizer.json and tokenizer_config.json there"
+            f"{folder} has no tokenizer that transformers can read: {error}\n"
+            "Add tokenizer.json and tokenizer_config.json"
         ) from error
-    # Where its files are missing, transformers makes one that knows nothing but special tokens.
+    # Without tokenizer files, transformers returns a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.added_tokens_encoder):
         raise EngineError(f"{folder} has no tokenizer: put tokenizer.json and tokenizer_config.json there")
     if tokenizer.pad_token is None:
@@ -129,10 +130,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write a folder that transformers loads by itself; the weights of `model` must be whole, not sharded.
+    """Write a folder that transformers can load; the weights of `model` must not be sharded.
 
-    An adapter is merged into them there, and here it is left as it is.
-    Call it on rank 0: in a process group, transformers writes weights from there alone.
+    An adapter is merged into the written weights; `model` does not change. Call this on rank 0: in a process group,
+    transformers writes weights only there.
     """
     with quiet_transformers():
         merged = dict(merged_weights(model.hf)) if adapter_layers(model.hf) else None
@@ -156,13 +157,13 @@ def import_external(modules: str | None) -> None:
 
 
 def local_folder(path: str) -> Path:
-    """The local folder behind `path`: a folder, the copy of what a URL names, or a hub name that is cached here."""
+    """Resolve `path` to a local folder: a folder, the local copy of a URL, or a model in the Hugging Face cache."""
     folder = fetch(path)
     return folder if folder.is_dir() else _cached(path)
 
 
 def model_folder(path: str) -> Path:
-    """The same of a model, which has a config.json."""
+    """Resolve `path` to a local folder that contains config.json."""
     folder = local_folder(path)
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
@@ -171,7 +172,7 @@ def model_folder(path: str) -> Path:
 
 
 def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, Any]) -> PreTrainedConfig:
-    """The model's own config with the keys of `override` changed; unknown keys are an error."""
+    """Load the config of a folder with the keys of `override` changed; raise `EngineError` for unknown keys."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -217,7 +218,7 @@ def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dty
 def _pretrained_model(
     folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
 ) -> PreTrainedModel:
-    # Sizes that do not match are let through, so that all that is wrong with the weights is said at once.
+    # Mismatched sizes are ignored here, so that one error lists all problems with the weights.
     with quiet_transformers(), _building(config, model.head):
         hf, info = CLASSES[model.head].from_pretrained(
             folder,
@@ -242,7 +243,7 @@ def _pretrained_model(
 
 @contextmanager
 def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
-    """What transformers raises where a model cannot be built or read, as errors that say what to do."""
+    """Convert errors of transformers while building or reading a model to `EngineError` with a fix."""
     try:
         yield
     except KeyError as error:
@@ -262,7 +263,7 @@ def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bar and no report of loaded weights: what matters of it is raised as an error."""
+    """Silence progress bars and the report of loaded weights; problems with weights raise an error instead."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

@@ -1,15 +1,15 @@
-"""One packed row over several ranks (Ulysses): each computes a piece of the tokens, and of the heads in attention.
+"""Sequence parallelism (Ulysses): the ranks of a group split the tokens of a packed row, and the heads in attention.
 
-    packed.sequence = SequenceSplit(group)                     # then `PackedModel.forward` gives the same on all ranks
-    out = packed(tokens, lengths, at, ("log_probs",))          # every rank of the group: the whole row
-    loss_of(out).backward()                                    # then SUM the parameters' gradients over the group
+    packed.sequence = SequenceSplit(group)                     # `PackedModel.forward` returns the same on all ranks
+    out = packed(tokens, packing, at, ("log_probs",))          # every rank of the group passes the full row
+    loss_of(out).backward()                                    # then SUM the parameter gradients over the group
 
-Everything but attention looks at one token at a time, so a rank computes its chunk of the row alone. Around
-attention the ranks swap: a chunk of tokens with all heads for all tokens with a part of the heads. What comes
-out per token is gathered, so that every rank computes the same loss from all outputs; in the backward pass a rank
-goes on with the gradient of its own outputs, and parameter gradients of the ranks add up to the whole.
+All layers except attention work on single tokens, so each rank computes its chunk of the row. Around attention, an
+all-to-all exchanges a chunk of the tokens with all heads for all tokens with a part of the heads. Outputs per token are
+gathered, so every rank computes the same loss from all outputs. In the backward pass a rank continues with the gradient
+of its chunk only, and the sum of the parameter gradients over the ranks is the full gradient.
 
-`split_columns` and `join_columns` cut the per-token columns of a batch at the same places.
+`split_columns` and `join_columns` split the per-token columns of a batch into the same chunks.
 """
 
 import math
@@ -29,13 +29,13 @@ from camshaft.errors import EngineError
 from camshaft.models.packing import Packing
 
 ROPE_BY_LONGEST = ("dynamic", "longrope")
-"""Rotary embeddings that change with the longest position of the call, which one chunk does not know."""
+"""Rotary embeddings that depend on the longest position of the call, which one chunk does not contain."""
 
 
 class SequenceSplit:
-    """This rank's part of a packed row, and what the ranks of its group exchange.
+    """This rank's chunk of a packed row, and the exchanges with the other ranks of its group.
 
-    `device` is where the group exchanges tensors: "cpu" for gloo.
+    `device` is the device of exchanged tensors: "cpu" for gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -46,7 +46,7 @@ class SequenceSplit:
     # -- tokens -----------------------------------------------------------------------------------
 
     def own(self, count: int) -> slice:
-        """This rank's chunk of `count` tokens; the last ranks may find fewer than the others, or none."""
+        """Return this rank's chunk of `count` tokens; the last ranks may have fewer than the others, or none."""
         width = -(-count // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
 
@@ -61,7 +61,7 @@ class SequenceSplit:
         return F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra]) if extra else packing
 
     def share(self, positions: Tensor, count: int) -> "Share":
-        """Who holds which of these `positions` (on the CPU, so that no rank waits) among `count` tokens."""
+        """Assign `positions` (on the CPU, so that no rank waits) among `count` tokens to the ranks of the group."""
         chunk = self.own(count)
         owner = positions.div(chunk.stop - chunk.start, rounding_mode="floor")
         order = owner.argsort(stable=True)
@@ -99,15 +99,15 @@ class SequenceSplit:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _swap(self, parts: Tensor) -> Tensor:
-        """Part r goes to rank r; what comes back is in the order of the ranks that sent it."""
+        """Send part r to rank r; return the received parts in the order of their ranks."""
         return _Swap.apply(parts, self.group)  # pyright: ignore[reportReturnType]
 
     # -- outputs ----------------------------------------------------------------------------------
 
     def gather(self, share: "Share", *own: Tensor) -> list[Tensor]:
-        """Of each of `own`, the entries of all ranks, in the order of the positions that `share` was made from.
+        """Gather the entries of all ranks for each of `own`, in the order of the positions passed to `share()`.
 
-        The backward pass takes this rank's entries and adds nothing up: see the map above.
+        The backward pass takes this rank's entries without a sum over ranks, as the module docstring explains.
         """
         every = _Gather.apply(self, share.counts, *own)
         if share.back is None:
@@ -116,7 +116,7 @@ class SequenceSplit:
         return [tensor.index_select(0, back) for tensor in every]  # pyright: ignore
 
     def all_gathered(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """(sum(counts), ...) without gradient. A group exchanges equal sizes, so shorter parts are filled up."""
+        """Gather (sum(counts), ...) without gradient. Collectives need equal sizes, so shorter parts are padded."""
         most = max(counts)
         if not most:
             return own.clone()
@@ -129,16 +129,16 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class Share:
-    """Which of the positions that outputs are read at lie in this rank's chunk; all on the CPU."""
+    """The output positions in this rank's chunk; all tensors are on the CPU."""
 
     mine: Tensor
-    """Their numbers among all positions."""
+    """Their indices among all positions."""
     local: Tensor
-    """Where they lie in the chunk."""
+    """Their offsets in the chunk."""
     counts: list[int]
-    """How many each rank has."""
+    """Number of positions per rank."""
     back: Tensor | None
-    """From the order of ranks to the order of positions; None where these are the same."""
+    """Permutation from rank order to the order of positions; None if they are the same."""
 
 
 class _Swap(torch.autograd.Function):
@@ -158,11 +158,11 @@ class _Swap(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' entries of several tensors of one dtype, in one exchange; backward keeps the own entries."""
+    """All ranks' entries of several tensors of one dtype, in one exchange; backward keeps this rank's entries."""
 
     @staticmethod
     def forward(ctx: Any, split: SequenceSplit, counts: list[int], *own: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # an output that the loss leaves out costs nothing further down
+        ctx.set_materialize_grads(False)  # outputs that the loss does not use need no backward pass
         start = sum(counts[: split.rank])
         ctx.own = slice(start, start + counts[split.rank])
         every = split.all_gathered(torch.stack(own, dim=1), counts)
@@ -174,7 +174,7 @@ class _Gather(torch.autograd.Function):
 
 
 def check_heads(config: PreTrainedConfig, size: int) -> None:
-    """Raise `EngineError` if a model of this config cannot be split over `size` ranks."""
+    """Raise `EngineError` if sequence parallelism over `size` ranks does not support this config."""
     text = config.get_text_config()
     if text.num_attention_heads % size:
         raise _uneven(f"the {text.num_attention_heads} query heads of this {text.model_type} model", size)
@@ -183,22 +183,22 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     longest = [kind for kind in ROPE_BY_LONGEST if kind in kinds]
     if size > 1 and longest:
         raise EngineError(
-            f"rope_type={longest[0]} looks at the longest position of the call, on which the ranks of a "
-            "sequence-parallel group do not agree; use sequence-parallel size 1 for this model"
+            f"rope_type={longest[0]} depends on the longest position of the call, which differs between the ranks of a "
+            "sequence-parallel group; use sequence-parallel size 1 for this model"
         )
 
 
 def split_columns(data: DataProto, split: SequenceSplit) -> DataProto:
-    """This rank's chunk of the flattened tokens of every `Ragged` column; the other columns stay as they are.
+    """Keep this rank's chunk of the flattened tokens of every `Ragged` column; other columns do not change.
 
-    All rows stay, and some become shorter or empty. The cuts are those of `PackedModel.forward`.
+    All rows stay; some become shorter or empty. Chunks are the same as in `PackedModel.forward`.
     """
-    cut = {name: _cut(column, split) for name, column in data.columns.items() if isinstance(column, Ragged)}
-    return DataProto(data.columns | cut, data.meta_info)
+    chunks = {name: _chunk(column, split) for name, column in data.columns.items() if isinstance(column, Ragged)}
+    return DataProto(data.columns | chunks, data.meta_info)
 
 
 def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
-    """The whole again from what `split_columns` gave to each rank; gradients end here."""
+    """Invert `split_columns`, without gradient."""
     ragged = {name: column for name, column in data.columns.items() if isinstance(column, Ragged)}
     if not ragged:
         return data
@@ -212,22 +212,22 @@ def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
     return DataProto(data.columns | joined, data.meta_info)
 
 
-def _cut(column: Ragged, split: SequenceSplit) -> Ragged:
+def _chunk(column: Ragged, split: SequenceSplit) -> Ragged:
     chunk = split.own(len(column.values))
     return Ragged(column.values[chunk], column.offsets.clamp(chunk.start, chunk.stop).diff())
 
 
 def _joined(values: Tensor, counts: list[int], split: SequenceSplit) -> Tensor:
-    """All ranks' values, sent as bytes: not every backend knows every dtype."""
+    """Gather the values of all ranks as bytes, since not every backend supports every dtype."""
     shape = values.shape[1:]
     per_token = math.prod(shape) * values.itemsize
     flat = values.detach().to(split.device).flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    together = split.all_gathered(flat, [count * per_token for count in counts])
-    return together.view(values.dtype).view(sum(counts), *shape).to(values.device)
+    gathered = split.all_gathered(flat, [count * per_token for count in counts])
+    return gathered.view(values.dtype).view(sum(counts), *shape).to(values.device)
 
 
 def _uneven(heads: str, size: int) -> EngineError:
     return EngineError(
-        f"{heads} do not divide by sequence-parallel size {size}: each rank attends with an equal part of the heads; "
+        f"sequence-parallel size {size} does not divide {heads}; each rank computes an equal part of the heads, so "
         "choose a size that divides their number"
     )

@@ -3,9 +3,9 @@
     folder = make_tiny_model("models/tiny")                      # qwen2, 64 wide, 2 layers, random weights
     folder = make_tiny_model("models/moe", family="mixtral", num_local_experts=4)
 
-The folder is an ordinary Hugging Face one: config, safetensors, tokenizer with a chat template. Tests and
-examples use it. Each printable ASCII character is a token, so "12+30=" is six tokens, and a chat message costs
-three tokens beside its text; characters that are not ASCII are dropped.
+The folder has the Hugging Face layout: config, safetensors, tokenizer with a chat template. Tests and examples use it.
+Each printable ASCII character is a token, so "12+30=" is six tokens, and a chat message adds three tokens to its text;
+other characters are dropped.
 """
 
 import dataclasses
@@ -22,20 +22,20 @@ from camshaft.models.loader import quiet_transformers
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "\u0120\u010a"
-"""The last two stand for space and newline in the byte-level alphabet.
+"""The last two are space and newline in the byte-level alphabet.
 
-`AutoTokenizer` reads the tokenizer of a qwen2 folder with a class of its own, which knows this alphabet and the
-name of PAD. Anything else would come back with other token ids.
+`AutoTokenizer` loads the tokenizer of a qwen2 folder with a class that assumes this alphabet and the name of PAD; with
+others it would return different token ids.
 """
 
 VOCABULARY_ROWS = 112
-"""Rows of the embedding: a few more than there are tokens, and a multiple of 16."""
+"""Rows of the embedding: the number of tokens, rounded up to a multiple of 16."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'][0] }}{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
 )
-"""One letter says whose turn it is: u(ser), a(ssistant), s(ystem)."""
+"""One letter marks the role of a message: u(ser), a(ssistant), s(ystem)."""
 
 
 def make_tiny_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
@@ -67,7 +67,7 @@ def make_tiny_model(
     """Write a random causal language model and its tokenizer to `folder`, and return the folder.
 
     `family` is a model type of transformers ("llama", "qwen3", "gemma3_text", ...); further keywords go to its
-    config. The weights depend on the seed alone, and the caller's random state is left alone.
+    config. The weights depend only on the seed, and the global random state does not change.
     """
     if family not in CONFIG_MAPPING:
         raise EngineError(f"transformers knows no model type '{family}'; give one such as qwen2, llama or qwen3")

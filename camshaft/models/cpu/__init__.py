@@ -1,1 +1,1 @@
-"""Autograd nodes for CPUs."""
+"""Autograd nodes for CPUs: `attention.py` (packed attention) and `rms_norm.py`."""

@@ -249,7 +249,7 @@ def test_a_tokenizer_needs_no_model_beside_it(tmp_path: Path):
 
 def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
     shutil.copy(tiny_folder("llama") / "config.json", tmp_path)
-    with pytest.raises(EngineError, match="has no tokenizer that can be read"):
+    with pytest.raises(EngineError, match="has no tokenizer that transformers can read"):
         load_tokenizer(str(tmp_path))
 
 
