@@ -180,7 +180,7 @@ def test_prefix_and_suffix():
 def test_too_many_tokens_is_an_error_that_names_the_row(method):
     with pytest.raises(BatchError, match="requested 3 of the 2 tokens of row 2"):
         method(R, torch.tensor([3, 0, 3]))
-    with pytest.raises(BatchError, match="asked for -1 of the 3 tokens of row 0"):
+    with pytest.raises(BatchError, match="requested -1 of the 3 tokens of row 0"):
         method(R, torch.tensor([-1, 0, 0]))
     with pytest.raises(BatchError, match="2 lengths for 3 rows"):
         method(R, torch.tensor([1, 1]))
