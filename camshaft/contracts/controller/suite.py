@@ -133,7 +133,9 @@ def output_goes_to_log_files(harness: ControllerHarness) -> None:
     with harness.pools(2, log_folder=str(folder)) as (pool,):
         spawn(Toy, pool=pool, name="critic").log("hello")
     for rank in range(2):
-        lines = (Path(folder) / f"pool0_rank{rank}.log").read_text().splitlines()
+        file = folder / f"pool0_rank{rank}.log"
+        expect(file.exists(), f"{file} does not exist")
+        lines = file.read_text().splitlines()
         line = f" INFO critic/{rank} {Toy.__module__}: hello"
         expect(any(text.endswith(line) for text in lines), f"the log of rank {rank} has no line '{line}': {lines}")
         expect("of a child: hello" in lines, f"the log of rank {rank} lacks the output of a child process: {lines}")
