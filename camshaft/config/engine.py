@@ -157,6 +157,12 @@ class EngineOptions(Frozen):
             quotient = sum_of(world_size, ranks)
             yield Conflict("", f"{count_of_ranks(world_size)} not split into groups of {ranks} per row: {quotient}")
 
+    def check_layout(self, world_size: int) -> None:
+        """Raise an `EngineError` that lists the conflicts of the options with `world_size` ranks."""
+        conflicts = [str(conflict) for conflict in self.layout_conflicts(world_size)]
+        if conflicts:
+            raise EngineError("\n".join(conflicts))
+
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
         """Options that exclude each other, or a setting of the model. Called before the engine is built."""
         return iter(())

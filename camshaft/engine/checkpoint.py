@@ -10,7 +10,7 @@
     state.json                world size, class of the optimizer, facts of the engine
     manifest.json             every file with size and checksum (camshaft/storage.py)
 
-Tensors may be DTensors over any mesh. Each rank writes its shards into a folder that all ranks share, and
+Tensors may be DTensors over any mesh, and ranks may hold different tensors (the stages of a pipeline). Each rank writes its shards into a folder that all ranks share, and
 torch.distributed.checkpoint assembles the shards for the layout that loads them. One process without torch.distributed
 (`group=None`) writes unsharded files of the same names and loads both kinds.
 
@@ -33,7 +33,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -49,6 +49,7 @@ from camshaft.errors import CheckpointError
 FACTS = "state.json"
 _FILE_BYTES = 2 << 30
 
+T = TypeVar("T")
 TensorInfo = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor in a checkpoint."""
 
@@ -130,6 +131,7 @@ def save(
         _write(state.optimizer, work / "optimizer", group)
         fingerprints = on_every_rank(group, lambda: _finish_rank(state, work, group))
         files = {name: fingerprint for of_rank in fingerprints for name, fingerprint in of_rank.items()}
+        state = replace(state, optimizer_values=_of_all_ranks(group, state.optimizer_values))
         on_rank_zero(group, lambda: _finish(target, work, files, state.as_json(world_size), global_step))
         if hdfs_path is not None:
             on_rank_zero(group, lambda: storage.copy_folder(str(target), hdfs_path))
@@ -155,17 +157,26 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, group: Group) -> None:
         save_file(contiguous, folder / f"{folder.name}.safetensors")
         return
     _, world_size = seat_in(group)
+    sizes = _of_all_ranks(group, {name: t.numel() * t.element_size() for name, t in contiguous.items()})
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_numbers(contiguous, world_size), save_distributed=True
+        str(folder), fqn_to_index_mapping=_file_numbers(sizes, world_size), save_distributed=True
     )
     state_dict_saver.save(dict(contiguous), storage_writer=writer, process_group=group)
 
 
-def _file_numbers(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
+def _of_all_ranks(group: Group, entries: Mapping[str, T]) -> dict[str, T]:
+    """Merge the mappings of all ranks: a rank may hold only some of the tensors, as a pipeline stage does."""
+    merged: dict[str, T] = {}
+    for entries_of_rank in on_every_rank(group, lambda: dict(entries)):
+        merged.update(entries_of_rank)
+    return merged
+
+
+def _file_numbers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
     """Assign each tensor to a file, numbered from 1. A file is assembled in memory, so its size is limited."""
     numbers, number, filled = {}, 1, 0.0
-    for name, tensor in tensors.items():
-        share = tensor.numel() * tensor.element_size() / world_size
+    for name, size in sizes.items():
+        share = size / world_size
         if filled and filled + share > _FILE_BYTES:
             number, filled = number + 1, 0.0
         numbers[name], filled = number, filled + share
@@ -294,12 +305,14 @@ def load_into(
     with _checkpoint_errors(rank, f"{folder} could not be read"):
         on_every_rank(group, lambda: storage.verify(folder, (rank, world_size)))
         facts, stored, stored_state = on_rank_zero(group, lambda: _contents(folder))
-        _compare(folder, stored, {name: tuple(tensor.shape) for name, tensor in model.items()})
+        expected = _of_all_ranks(group, {name: tuple(tensor.shape) for name, tensor in model.items()})
+        _compare(folder, stored, expected)
         targets: dict[str, Tensor] = {}
         if optimizer is not None:
             assert parameters is not None, "optimizer state is stored by parameter names"
             if _has_state_of(optimizer, facts, folder):
-                make = functools.partial(optimizer_targets, optimizer, parameters, stored_state, folder)
+                held = _held_here(stored_state, parameters, group)
+                make = functools.partial(optimizer_targets, optimizer, parameters, held, folder)
                 on_every_rank(group, lambda: targets.update(make()))
         _load_tensors(folder / "model", model, group)
         _load_tensors(folder / "optimizer", targets, group)
@@ -338,6 +351,14 @@ def _compare(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[s
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(f"{folder} is of another model: {'; '.join(problems[:5])}{more}")
+
+
+def _held_here(
+    stored: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor], group: Group
+) -> dict[str, TensorInfo]:
+    """Return the stored optimizer tensors without those of parameters that only other ranks hold."""
+    elsewhere = _of_all_ranks(group, dict.fromkeys(parameters)).keys() - parameters.keys()
+    return {full: info for full, info in stored.items() if _split(full)[0] not in elsewhere}
 
 
 def _has_state_of(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any], folder: Path) -> bool:
@@ -450,11 +471,12 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Replace the state of `optimizer` by `tensors` and `values`."""
+    """Replace the state of `optimizer` by `tensors`, and by those of `values` whose parameter is in `parameters`."""
     optimizer.state.clear()
     for full, value in {**tensors, **values}.items():
         name, key = _split(full)
-        optimizer.state[parameters[name]][key] = value
+        if name in parameters:
+            optimizer.state[parameters[name]][key] = value
 
 
 def _split(full: str) -> tuple[str, str]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from camshaft.config.backends import SINGLE_DEVICE
 from camshaft.config.engine import EngineConfig
-from camshaft.dataproto import DataProto
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
 from camshaft.models.loader import load_model
@@ -33,15 +32,9 @@ class SingleDeviceEngine(TorchEngine):
                 "may use bfloat16"
             )
 
-    def _build(self) -> PackedModel:
-        return load_model(self.config.model, self.config.dtype, str(self._device), self.config.seed)
+    def build_model(self) -> PackedModel:
+        return load_model(self.config.model, self.config.dtype, str(self.device), self.config.seed)
 
     @property
     def seat(self) -> Seat:
         return Seat()
-
-    def shard_data(self, data: DataProto) -> DataProto:
-        return data
-
-    def unshard_data(self, data: DataProto) -> DataProto:
-        return data

@@ -1,9 +1,12 @@
 """Engine of a transformers model and a torch optimizer, without the layout over devices.
 
     class MyEngine(TorchEngine):
-        def _build(self) -> PackedModel: ...       # the model on its device, or sharded over ranks
+        def build_model(self) -> PackedModel: ...       # the model on its device, or sharded over ranks
 
-`SingleDeviceEngine` and `FSDPEngine` derive from it. The optimizer is in `optim.py`, offloading in `offload.py`,
+        @property
+        def seat(self) -> Seat: ...                     # rank and data-parallel rank of this process
+
+`SingleDeviceEngine`, `FSDPEngine` and `examples/pipeline_engine` derive from it. The optimizer is in `optim.py`, offloading in `offload.py`,
 checkpoints in `checkpoint.py`, the split into micro-batches in `micro_batches.py`. A step is
 
     padded mapping -> ragged batch -> counts over the mini-batch and all ranks -> plan of micro-batches
@@ -59,11 +62,12 @@ class TorchEngine(BaseEngine):
     """A `PackedModel`, its optimizer and its schedule; a subclass places the model on devices."""
 
     module: PackedModel
-    """Set by `init_model`, as is `parts`."""
+    """Set by `init_model`, as are `parts` and `device`."""
     parts: Parts
-    _offloaded: tuple[Part, ...] = ()
+    device: torch.device
+    offloaded_parts: tuple[Part, ...] = ()
     """Parts kept in host memory outside `train_mode` and `eval_mode`."""
-    _checkpoint_group: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
     """Process group used for checkpoints only; None for one process."""
 
     def __init__(self, config: EngineConfig):
@@ -77,50 +81,57 @@ class TorchEngine(BaseEngine):
     # -- the layout, for subclasses ---------------------------------------------------------------
 
     @abstractmethod
-    def _build(self) -> PackedModel:
-        """Return the model with its weights, in eval mode, laid out on `self._device`."""
+    def build_model(self) -> PackedModel:
+        """Return the model with its weights, in eval mode, laid out on `self.device`."""
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the data-parallel ranks."""
         return tensor
 
-    def _max_over_ranks(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         """Return the maximum of a number over the data-parallel ranks."""
         return count
 
-    def _full_tensor(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         """Gather a sharded weight."""
         return tensor
 
     @property
-    def _home_device(self) -> torch.device:
+    def home_device(self) -> torch.device:
         """Device of parameters and optimizer state during a step."""
-        return self._device
+        return self.device
 
-    def _forward_context(self) -> contextlib.AbstractContextManager[Any]:
+    def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model's forward pass runs."""
         return contextlib.nullcontext()
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Add the gradients of one micro-batch's share of the loss."""
         loss.backward()
 
-    def _after_inference(self) -> None:
+    def after_inference(self) -> None:
         """Free resources that a backward pass would normally free."""
 
-    def _clip_and_step(self) -> tuple[float, bool]:
+    def clip_and_step(self) -> tuple[float, bool]:
+        """Clip the gradient norm and apply one update; return (norm before clipping, True if it was applied)."""
         return clip_and_step(self.optimizer, self.config.grad_clip)
+
+    def shard_data(self, data: DataProto) -> DataProto:
+        return data
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        return data
 
     # -- model, optimizer, schedule ---------------------------------------------------------------
 
     def init_model(self) -> None:
-        self._device = resolve_device(self.config.device)
-        self.module = self._build()
+        self.device = resolve_device(self.config.device)
+        self.module = self.build_model()
         if self.config.optim is not None:
             # Before any forward pass: the optimizer must hold the parameters that the layout has made.
             self._optimizer = build_optimizer(self.module.parameters(), self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
-        self.parts = Parts(self.module, self._optimizer, self._home_device, self._offloaded)
+        self.parts = Parts(self.module, self._optimizer, self.home_device, self.offloaded_parts)
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -158,7 +169,7 @@ class TorchEngine(BaseEngine):
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         target = torch.device(device)
-        target = self._home_device if target.type == self._home_device.type else target
+        target = self.home_device if target.type == self.home_device.type else target
         if model:
             self.parts.move("model", target)
         if optimizer:
@@ -190,7 +201,7 @@ class TorchEngine(BaseEngine):
         lengths = data.ragged("input_ids").lengths
         shortest = int(lengths.argmin())
         plan = self._plan(data, forward_only)
-        total, metrics = torch.zeros((), device=self._device), dict[str, Tensor]()
+        total, metrics = torch.zeros((), device=self.device), dict[str, Tensor]()
         outputs: list[Predictions] = []
         with torch.set_grad_enabled(not forward_only):
             for rows in plan:
@@ -208,13 +219,13 @@ class TorchEngine(BaseEngine):
                         metrics[name] = metrics.get(name, 0) + share.detach()
         predictions = {name: restore_order(plan, [part[name] for part in outputs]) for name in outputs[0]}
         if loss_fn is None:
-            self._after_inference()
+            self.after_inference()
             ctx["metrics"] = {}
             return predictions, {**ctx}
         self._warn_of_unread_counts(ctx, len(plan))
         # One collective for the loss and all metrics.
-        shares = [torch.as_tensor(share, device=self._device).double() for share in (total, *metrics.values())]
-        total, *sums = self._sum_over_ranks(torch.stack(shares))
+        shares = [torch.as_tensor(share, device=self.device).double() for share in (total, *metrics.values())]
+        total, *sums = self.sum_over_ranks(torch.stack(shares))
         ctx["metrics"] = dict(zip(metrics, sums, strict=True))
         return predictions, total, {**ctx}
 
@@ -242,10 +253,10 @@ class TorchEngine(BaseEngine):
         packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
         log_q = None
         if "full_kl" in ctx["outputs"]:
-            log_q = Untouched(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
-        with self._forward_context():
+            log_q = Untouched(to_device(packed.reorder(inputs.ragged("log_q").values), self.device))
+        with self.forward_context():
             outputs = self.module(
-                to_device(packed.tokens, self._device),
+                to_device(packed.tokens, self.device),
                 packed.packing,
                 Untouched(packed.at),  # on the host, where the model checks it without waiting for a device
                 ctx["outputs"],
@@ -257,14 +268,14 @@ class TorchEngine(BaseEngine):
             predictions, ctx = postprocess_fn(predictions, ctx)
         detached, loss = _detach(predictions, len(data)), None
         if loss_fn is not None:
-            loss, ctx = loss_fn(data.to(self._device), predictions, ctx)
-            self._backward(loss if weight else loss * 0)
+            loss, ctx = loss_fn(data.to(self.device), predictions, ctx)
+            self.backward(loss if weight else loss * 0)
             loss = loss.detach()
         return detached, loss, ctx
 
     def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
         """Spread outputs of counted tokens over all tokens of the rows, with zeros elsewhere."""
-        positions = to_device(positions, self._device)
+        positions = to_device(positions, self.device)
         aligned: dict[str, Any] = {}
         for name, value in outputs.items():
             if name in PER_TOKEN:
@@ -282,13 +293,13 @@ class TorchEngine(BaseEngine):
             prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes and max_tokens is not None else None
         )
         pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
-        return plan_micro_batches(ids.lengths, size, max_tokens, self._max_over_ranks, pivot, groups)
+        return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
     def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
         """Put the numbers of counted tokens and sequences, over all data-parallel ranks, into `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
         local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
-        tokens, sequences = self._sum_over_ranks(to_device(local, self._device)).tolist()
+        tokens, sequences = self.sum_over_ranks(to_device(local, self.device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
         return ctx
 
@@ -307,7 +318,7 @@ class TorchEngine(BaseEngine):
     def _shares_prefixes(self) -> bool:
         """True if a prefix common to several rows is computed once."""
         module, model = self.module, self.config.model
-        supported = module.supports_prefix_sharing and module.sequence is None and self._device.type == "cpu"
+        supported = module.supports_prefix_sharing and module.sequence is None and self.device.type == "cpu"
         return supported and model.use_prefix_grouper and model.head != "reward"
 
     def optimizer_zero_grad(self) -> None:
@@ -316,7 +327,7 @@ class TorchEngine(BaseEngine):
 
     def optimizer_step(self) -> float:
         with self.parts.on_device("model", "gradients", "optimizer"):
-            norm, updated = self._clip_and_step()
+            norm, updated = self.clip_and_step()
         self._skipped += not updated
         return norm
 
@@ -330,7 +341,7 @@ class TorchEngine(BaseEngine):
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        yield from (adapter_weights if adapter_only else merged_weights)(self.module.hf, self._full_tensor)
+        yield from (adapter_weights if adapter_only else merged_weights)(self.module.hf, self.full_tensor)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self.module.hf)
@@ -346,32 +357,32 @@ class TorchEngine(BaseEngine):
         checkpoint.save(
             state,
             local_path,
-            group=self._checkpoint_group,
+            group=self.checkpoint_group,
             hdfs_path=hdfs_path,
             global_step=global_step,
             max_ckpt_to_keep=keep,
         )
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        fetched = checkpoint.fetched(local_path, hdfs_path, del_local_after_load, self._checkpoint_group)
+        fetched = checkpoint.fetched(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
         # Loaded onto the device of a step; parts that are offloaded return to host memory afterwards.
         with fetched as folder, self.parts.on_device("model", "optimizer"):
             loaded = self._load_state(folder)
         if self._optimizer is not None:
             self.schedule.go_to(loaded.facts["update"])
             if loaded.random:
-                set_random_states(loaded.random, self._device)
+                set_random_states(loaded.random, self.device)
         self._skipped = loaded.facts["skipped_steps"]
 
     def _state(self) -> checkpoint.State:
-        random = random_states(self._device)
+        random = random_states(self.device)
         return checkpoint.State.of(
             self._checkpoint_weights(), self._optimizer, self._parameters(), self._metadata(), random
         )
 
     def _load_state(self, folder: Path) -> checkpoint.Loaded:
         weights = self._checkpoint_weights()
-        return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self._checkpoint_group)
+        return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self.checkpoint_group)
 
     def _metadata(self) -> dict[str, Any]:
         """Return the schedule's position, and the model's description for exports of the checkpoint."""

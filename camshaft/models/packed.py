@@ -116,17 +116,17 @@ class PackedModel(nn.Module):
         All are float32, or float64 for a float64 model. Keep `at` on the CPU: its values are checked only there, since
         a check on another device would wait for it. Sequence parallelism requires it, a sharded model `Untouched`.
         """
-        at, log_q = _unwrap(at), None if log_q is None else _unwrap(log_q)
-        self._check(tokens, packing, at, outputs)
+        at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
+        self.check_inputs(tokens, packing, at, outputs)
         split = self.sequence
         before = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
             hidden = self._hidden(tokens, packing, before)
-            return self._outputs(hidden, tokens, at, outputs, temperature, log_q)
+            return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
         hidden = self._hidden(*split.padded(tokens, packing), share.local)
         local_at = at if self.head == "reward" else at[share.mine]
-        local = self._outputs(hidden, tokens, local_at, outputs, temperature, log_q)
+        local = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
         wide = {name: split.gather(share, local.pop(name))[0] for name in outputs if name == "distribution"}
         gathered = split.gather(share, *local.values()) if local else []
         return dict(zip(local, gathered, strict=True)) | wide
@@ -141,7 +141,7 @@ class PackedModel(nn.Module):
         hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
         return hidden.index_select(0, to_device(rows, tokens.device))
 
-    def _outputs(
+    def apply_head(
         self,
         hidden: Tensor,
         tokens: Tensor,
@@ -150,9 +150,9 @@ class PackedModel(nn.Module):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Apply the head to hidden states (M, H).
+        """Compute `outputs` from the last hidden states (M, H) before the tokens `at` (M,); other arguments as a call.
 
-        M may be 0. All parameters take part in the graph then too, so that all ranks reduce the same gradients.
+        A reward head takes the hidden states of the last token of each row. M may be 0. All parameters take part in the graph then too, so that all ranks reduce the same gradients.
         """
         output = output_layer(self.hf, self.head)
         if self.head != "causal_lm":
@@ -180,7 +180,8 @@ class PackedModel(nn.Module):
             )
         return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
-    def _check(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
+    def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
+        """Raise `EngineError` unless the arguments of a call fit each other and the head."""
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
         if unknown or not outputs:
             raise EngineError(
@@ -264,7 +265,8 @@ def _check_model(hf: PreTrainedModel) -> None:
         )
 
 
-def _unwrap(argument: Tensor | Untouched) -> Tensor:
+def unwrap(argument: Tensor | Untouched) -> Tensor:
+    """Return the tensor of an argument that may be hidden from FSDP."""
     return argument.tensor if isinstance(argument, Untouched) else argument
 
 

@@ -10,21 +10,21 @@ from camshaft.engine.fsdp import FSDPEngine
 class AveragesOverRanks(FSDPEngine):
     """Takes the mean of the ranks' gradients, as data parallelism usually does, of a loss that is a share."""
 
-    def _backward(self, loss: Tensor) -> None:
-        super()._backward(loss / self.meshes.layout.data)
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss / self.meshes.layout.data)
 
 
 class CountsItsOwnRows(FSDPEngine):
     """Divides by the counts of this rank."""
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 class KeepsItsShare(FSDPEngine):
     """Exports what this rank holds."""
 
-    def _full_tensor(self, tensor: Tensor) -> Tensor:
+    def full_tensor(self, tensor: Tensor) -> Tensor:
         return getattr(tensor, "to_local", lambda: tensor)()
 
 

@@ -49,32 +49,32 @@ class FSDPEngine(TorchEngine):
             "gradients": self.options.grad_offload,
             "optimizer": self.options.optimizer_offload,
         }
-        self._offloaded = tuple(part for part in offloads if offloads[part])
+        self.offloaded_parts = tuple(part for part in offloads if offloads[part])
         self._saving: checkpoint.BackgroundSave | None = None
 
-    def _build(self) -> PackedModel:
-        join_group(self._device)
-        self.meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self._device)
+    def build_model(self) -> PackedModel:
+        join_group(self.device)
+        self.meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self.device)
         # A separate gloo group: collectives of a background save must not mix with those of training.
-        self._checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self.checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
         self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
         module = self._build_sharded(files)
         # Dropout differs between ranks with different rows or tokens; tensor-parallel ranks need the same masks.
-        seed_ranks(self._device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
+        seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
 
     def _build_sharded(self, files: dist.ProcessGroup) -> PackedModel:
-        return weights.build(self.config, self._device, self._home_device, files, self._parallelize)
+        return weights.build(self.config, self.device, self.home_device, files, self._parallelize)
 
     def _parallelize(self, packed: PackedModel) -> None:
         """Shard a model on the meta device: matrices, then FSDP units, then tokens."""
         meshes = self.meshes
         if meshes.tensor is not None:
             apply_tensor_parallel(packed, meshes.tensor)
-        parallelize.shard(packed, meshes.weights, self.options, self._device)
+        parallelize.shard(packed, meshes.weights, self.options, self.device)
         if meshes.sequence is not None:
             check_heads(packed.hf.config, meshes.layout.sequence)
-            packed.sequence = SequenceSplit(meshes.sequence, self._device)
+            packed.sequence = SequenceSplit(meshes.sequence, self.device)
 
     @property
     def seat(self) -> Seat:
@@ -82,23 +82,23 @@ class FSDPEngine(TorchEngine):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _forward_context(self) -> AbstractContextManager[Any]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         offload = self.options.activation_offload and torch.is_grad_enabled()
-        return offloaded_activations(self._device) if offload else nullcontext()
+        return offloaded_activations(self.device) if offload else nullcontext()
 
-    def _after_inference(self) -> None:
+    def after_inference(self) -> None:
         for module in parallelize.fsdp_modules(self.module):
             module.reshard()  # exports and checkpoints read the shards
 
-    def _sum_over_ranks(self, tensor: Tensor) -> Tensor:
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         if self.meshes.data is not None:
             dist.all_reduce(tensor, group=self.meshes.data)
         return tensor
 
-    def _max_over_ranks(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         if self.meshes.data is None:
             return count
-        maximum = torch.tensor(count, device=self._device)
+        maximum = torch.tensor(count, device=self.device)
         dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.meshes.data)
         return int(maximum)
 
@@ -113,16 +113,16 @@ class FSDPEngine(TorchEngine):
     # -- weights and checkpoints ------------------------------------------------------------------
 
     @property
-    def _home_device(self) -> torch.device:
+    def home_device(self) -> torch.device:
         # With this policy FSDP moves each unit to the device for its computation and back to host memory.
-        return HOST if self.options.offload_policy else self._device
+        return HOST if self.options.offload_policy else self.device
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         if not self.options.offload_policy:  # which keeps everything in host memory
             super().to(device, model, optimizer)
 
-    def _full_tensor(self, tensor: Tensor) -> Tensor:
-        return weights.full_tensor(tensor, self._device)
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        return weights.full_tensor(tensor, self.device)
 
     def _save(
         self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None

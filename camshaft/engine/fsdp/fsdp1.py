@@ -62,18 +62,18 @@ class FSDP1Engine(FSDPEngine):
         self._names = [*self._trained, *(name for name in packed.hf.state_dict() if name in buffers)]
         if meshes.sequence is not None:
             check_heads(packed.hf.config, meshes.layout.sequence)
-            packed.sequence = SequenceSplit(meshes.sequence, self._device)
-        wrapped = wrap(packed, meshes, self.options, self._device)
-        fill(wrapped, full_model, self._device)
+            packed.sequence = SequenceSplit(meshes.sequence, self.device)
+        wrapped = wrap(packed, meshes, self.options, self.device)
+        fill(wrapped, full_model, self.device)
         return cast(PackedModel, wrapped.eval())
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def _backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Undo the wrapper's average over ranks: the loss is a share of the mini-batch's loss already."""
         (loss * self.meshes.weights.size()).backward()
 
-    def _clip_and_step(self) -> tuple[float, bool]:
+    def clip_and_step(self) -> tuple[float, bool]:
         return clip_and_step(self.optimizer, self.config.grad_clip, self._norm)
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
@@ -83,7 +83,7 @@ class FSDP1Engine(FSDPEngine):
         return squares.sqrt()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if model and torch.device(device).type != self._device.type:
+        if model and torch.device(device).type != self.device.type:
             raise EngineError(f"strategy=fsdp1 cannot move its parameters to {device}; set strategy=fsdp")
         super().to(device, model=False, optimizer=optimizer)
 
@@ -93,7 +93,7 @@ class FSDP1Engine(FSDPEngine):
         if adapter_only:
             raise EngineError("no adapter: strategy=fsdp1 does not support lora")
         for name, tensor in self._shards().items():
-            yield name, self._full_tensor(tensor)
+            yield name, self.full_tensor(tensor)
 
     def _shards(self) -> dict[str, Tensor]:
         """Copy this rank's shards of the weights, by Hugging Face names."""
@@ -108,13 +108,13 @@ class FSDP1Engine(FSDPEngine):
             state: Any = get_optimizer_state_dict(self.module, self.optimizer)["state"]
             for name, parameter in mirror.parameters.items():
                 mirror.optimizer.state[parameter] = dict(state[PREFIX + name])
-        random = random_states(self._device)
+        random = random_states(self.device)
         return checkpoint.State.of(shards, mirror.optimizer, mirror.parameters, self._metadata(), random)
 
     def _load_state(self, folder: Path) -> checkpoint.Loaded:
         shards = self._shards()
         mirror = self._mirror(shards)
-        loaded = checkpoint.load_into(folder, shards, mirror.optimizer, mirror.parameters, group=self._checkpoint_group)
+        loaded = checkpoint.load_into(folder, shards, mirror.optimizer, mirror.parameters, group=self.checkpoint_group)
         weights = shards | {name: shards[first] for name, first in self._tied.items()}
         set_model_state_dict(self.module, {PREFIX + name: tensor for name, tensor in weights.items()})
         if mirror.optimizer is not None and mirror.optimizer.state:

@@ -38,9 +38,7 @@ class Layout:
     @classmethod
     def of(cls, options: FSDPOptions, world: int) -> Layout:
         """Compute the sizes; the error for sizes that do not divide spells out the arithmetic."""
-        conflicts = [str(conflict) for conflict in options.layout_conflicts(world)]
-        if conflicts:
-            raise EngineError("\n".join(conflicts))
+        options.check_layout(world)
         sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
         return cls(world, options.shards(world), sequence, tensor)
 

@@ -38,7 +38,7 @@ class LinearModel(torch.nn.Module):
 class LinearEngine(SingleDeviceEngine):
     """Runs `LinearModel`, one row per micro-batch."""
 
-    def _build(self) -> Any:
+    def build_model(self) -> Any:
         return LinearModel()
 
     def run(
@@ -107,7 +107,7 @@ def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
 def test_counts_are_summed_over_ranks_before_the_loss_sees_them() -> None:
     # Another rank with the same rows: twice the tokens, so this rank's share of the loss is half.
     class OfTwo(LinearEngine):
-        def _sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
             return 2 * tensor
 
     _, loss, ctx = linear(OfTwo).run(batch_of(3, 1, 2), None, mean_log_prob)
@@ -131,7 +131,7 @@ def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing()
     alone, loss, ctx = linear().run(batch_of(3, 1, 2), None, mean_log_prob)
 
     class BesideSeven(LinearEngine):
-        def _max_over_ranks(self, count: int) -> int:
+        def max_over_ranks(self, count: int) -> int:
             return 7
 
     found, same, again = linear(BesideSeven).run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)

@@ -107,7 +107,7 @@ def test_what_rests_in_host_memory_is_what_was_asked_for(
 
     def watched(engine: Any) -> None:
         real(engine)
-        rests.append(engine._offloaded)
+        rests.append(engine.offloaded_parts)
 
     monkeypatch.setattr(sharded.TorchEngine, "init_model", watched)
     built(tmp_path)
