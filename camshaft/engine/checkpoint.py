@@ -10,9 +10,10 @@
     state.json                world size, class of the optimizer, facts of the engine
     manifest.json             every file with size and checksum (camshaft/storage.py)
 
-Tensors may be DTensors over any mesh, and ranks may hold different tensors (the stages of a pipeline). Each rank writes its shards into a folder that all ranks share, and
-torch.distributed.checkpoint assembles the shards for the layout that loads them. One process without torch.distributed
-(`group=None`) writes unsharded files of the same names and loads both kinds.
+Tensors may be DTensors over any mesh, and ranks may hold different tensors (the stages of a pipeline). Each rank writes
+its shards into a folder that all ranks share, and torch.distributed.checkpoint assembles the shards for the layout that
+loads them. One process without torch.distributed (`group=None`) writes unsharded files of the same names and loads both
+kinds.
 
 `group` is a process group with a CPU backend (gloo); its timeout must exceed the time of a copy to `hdfs_path`. An
 error on one rank is raised on all ranks, and the folder then never gets its final name.

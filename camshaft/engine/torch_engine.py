@@ -6,8 +6,9 @@
         @property
         def seat(self) -> Seat: ...                     # rank and data-parallel rank of this process
 
-`SingleDeviceEngine`, `FSDPEngine` and `examples/pipeline_engine` derive from it. The optimizer is in `optim.py`, offloading in `offload.py`,
-checkpoints in `checkpoint.py`, the split into micro-batches in `micro_batches.py`. A step is
+`SingleDeviceEngine`, `FSDPEngine` and the `PipelineEngine` of `examples/pipeline_engine` derive from it. The optimizer
+is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`, the split into micro-batches in
+`micro_batches.py`. A step is
 
     padded mapping -> ragged batch -> counts over the mini-batch and all ranks -> plan of micro-batches
       -> [ preprocess -> model -> postprocess -> loss -> backward ] for each micro-batch

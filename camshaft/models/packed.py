@@ -152,7 +152,8 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute `outputs` from the last hidden states (M, H) before the tokens `at` (M,); other arguments as a call.
 
-        A reward head takes the hidden states of the last token of each row. M may be 0. All parameters take part in the graph then too, so that all ranks reduce the same gradients.
+        A reward head takes the hidden states of the last token of each row. M may be 0: all parameters take part in the
+        graph then too, so that all ranks reduce the same gradients.
         """
         output = output_layer(self.hf, self.head)
         if self.head != "causal_lm":

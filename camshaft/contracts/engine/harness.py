@@ -12,8 +12,6 @@ results.
 from __future__ import annotations
 
 import copy
-import functools
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,12 +76,19 @@ class EngineHarness:
     @property
     def tolerance(self) -> float:
         """Accepted difference of outputs, losses and metrics."""
-        return tolerances(self.device).outputs
+        return self.tolerances.outputs
 
     @property
     def gradient_tolerance(self) -> float:
         """Accepted difference of gradients and their norm."""
-        return tolerances(self.device).gradients
+        return self.tolerances.gradients
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """Accepted differences on this device, measured once per process."""
+        if self.device not in _TOLERANCES:
+            _TOLERANCES[self.device] = measure_tolerances(self.device, self.model_folder)
+        return _TOLERANCES[self.device]
 
     @cached_property
     def model_folder(self) -> Path:
@@ -298,15 +303,18 @@ def make_batch() -> DataProto:
 # -- tolerances -----------------------------------------------------------------------------------
 
 
-@functools.cache
-def tolerances(device: str) -> Tolerances:
+_TOLERANCES: dict[str, Tolerances] = {}
+"""Tolerances by device."""
+
+
+def measure_tolerances(device: str, model_folder: Path) -> Tolerances:
     """Derive tolerances from the rounding error of the oracle: float32 against float64, on this processor and device.
 
     A gradient is read off a float32 weight w after the update w - g / (|g| + 1); rounding w' changes the result by up
     to eps |w'| (1 + |g|)^2, which is added.
     """
     batch, outputs, gradients = make_batch().to(device), 0.0, 0.0
-    for head, single in _oracle_models().items():
+    for head, single in _oracle_models(model_folder).items():
         single = single.to(device, torch.float32).eval()
         double = copy.deepcopy(single).double()
         exact = oracle_outputs(double, batch, head, temperature=0.7)
@@ -320,12 +328,11 @@ def tolerances(device: str) -> Tolerances:
     return Tolerances(SAFETY * outputs, SAFETY * gradients)
 
 
-def _oracle_models() -> dict[str, Any]:
-    """Build the tiny model with a causal_lm and with a value head, without moving the global random state."""
+def _oracle_models(folder: Path) -> dict[str, Any]:
+    """Load the tiny model with a causal_lm and with a value head, without moving the global random state."""
     from transformers import AutoConfig
 
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        make_tiny_model(folder, **TINY)
+    with torch.random.fork_rng(devices=[]):
         causal = HEAD_CLASSES["causal_lm"].from_pretrained(folder, attn_implementation="eager")
         config = AutoConfig.from_pretrained(folder, num_labels=1)
         value = HEAD_CLASSES["value"].from_config(config, attn_implementation="eager")

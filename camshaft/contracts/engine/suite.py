@@ -5,7 +5,7 @@
 
 The oracle is not an engine but `transformers` on one row at a time (`oracle.py`). Gradients are read off the weights:
 with eps=1, no decay and no clipping the first AdamW update is lr * g / (|g| + 1), which is solved for g, so engines do
-not have to expose gradients. Tolerances follow from the rounding error of the oracle (`harness.tolerances`).
+not have to expose gradients. Tolerances follow from the rounding error of the oracle (`harness.measure_tolerances`).
 
 A rule is a function of an `EngineHarness`; its docstring is its meaning and its name is shown in reports. Rules about
 modes and steps are in this file; those about checkpoints are in `checkpoints.py`, those about adapters in

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from camshaft.config.schema.fsdp import FSDPOptions
-from camshaft.errors import EngineError
 from camshaft.seat import Seat
 
 
