@@ -51,7 +51,7 @@ _TABLE = (
     Column("reward_baselines", "tensor", "float32", "score of the greedy response to the row's prompt, with adv_estimator=remax", "trainer/ppo", ("trainer/advantages",)),
     Column("old_log_probs", "ragged", "float32", "per response token: log-prob under the policy before the update", "roles/actor.compute_log_prob or roles/actor.update_actor or trainer/ppo", ("roles/actor.update_actor", "trainer/advantages", "trainer/metrics")),
     Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob or roles/actor.update_actor", ("trainer/metrics",)),
-    Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/ref.compute_ref_log_prob", ("trainer/advantages", "roles/actor.update_actor")),
+    Column("ref_log_prob", "ragged", "float32", "per response token: log-prob under the reference policy", "roles/actor.compute_ref_log_prob", ("trainer/advantages", "roles/actor.update_actor")),
     Column("full_kl", "ragged", "float32", "per response token: exact KL divergence of the policy from the reference over the vocabulary", "roles/exact_kl", ("trainer/advantages",)),
     Column("log_q", "ragged", "float32", "per token of a micro-batch: reference log-probs over the vocabulary, for `full_kl`", "roles/exact_kl", ("engine",)),
     Column("values", "ragged", "float32", "per response token: value of the critic before the update", "roles/critic.compute_values", ("trainer/advantages", "roles/critic.update_critic")),

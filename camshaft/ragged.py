@@ -254,3 +254,14 @@ def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the integer ranges start, ..., start + length - 1."""
     firsts = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return firsts + torch.arange(len(firsts))
+
+
+def on_last_token(scores: Tensor, mask: Ragged) -> Ragged:
+    """Put each row's score (B,) on its last masked-in token; rows without such a token get no score."""
+    counted = mask.values.nonzero().squeeze(-1).cpu()
+    rows = mask.row_ids()[counted].cpu()
+    ends = torch.ones(len(counted), dtype=torch.bool)
+    ends[:-1] = rows[1:] != rows[:-1]  # True at the last counted token of a row
+    values = torch.zeros(len(mask.values), dtype=torch.float32)
+    values[counted[ends]] = scores[rows[ends]]
+    return mask.like(values.to(mask.values.device))

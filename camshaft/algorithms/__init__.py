@@ -3,8 +3,7 @@
     masked.py      masked sums, means and variances
     kl.py          KL estimators for the reference policy, and KL controllers
     advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
-    policy.py      log-probs and advantages -> policy loss; on the workers, flat (N,) tokens of a micro-batch
-    losses.py      value, entropy, KL and SFT losses, and loss aggregation; on the workers, flat (N,) tokens
+    losses.py      policy, value, entropy, KL and SFT losses, and their aggregation; on the workers, flat (N,) tokens
     preference.py  scores of preference pairs -> loss; on the workers, (B,) pairs of a micro-batch
     mismatch.py    rollout log-probs against trainer log-probs: statistics, weights, rejection; on the driver
     at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; plain numbers
@@ -33,17 +32,22 @@ from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantag
 from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
+    POLICY_LOSSES,
+    Clip,
     Counts,
+    PolicyLoss,
     aggregate,
+    cispo_loss,
     entropy_loss,
     full_kl_loss,
+    gspo_loss,
     kl_loss,
+    policy_loss,
     sft_loss,
     value_loss,
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
 from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
-from camshaft.algorithms.policy import POLICY_LOSSES, Clip, PolicyLoss, cispo_loss, gspo_loss, policy_loss
 from camshaft.algorithms.preference import preference_loss
 
 __all__ = [

@@ -1,10 +1,11 @@
-"""Value, entropy, KL and SFT losses, and loss aggregation. Called by the roles once per micro-batch.
+"""Policy, value, entropy, KL and SFT losses, and their aggregation. Called by the roles once per micro-batch.
 
     counts = Counts(mask, lengths, num_tokens=ctx["num_tokens"], num_sequences=ctx["num_sequences"])
     loss, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     loss = loss - entropy_coeff * entropy_loss(entropy, counts, mode="token-mean")
 
-Policy losses are in `policy.py` and use the aggregation of this module.
+Policy losses are selected by `actor.policy_loss.loss_mode`: a name in POLICY_LOSSES, or `package.module:function` with
+the same parameters. Their rows are complete, also under sequence parallelism.
 
 Tokens are flat: (N,) concatenates the rows of the micro-batch. Values outside the mask are never read, and their
 gradient is exactly 0.
@@ -15,6 +16,7 @@ shares of micro-batches sum to the result of the mini-batch, for any split. No f
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -153,3 +155,129 @@ def full_kl_loss(full_kl: Tensor, counts: Counts, *, mode: str) -> Tensor:
 def sft_loss(log_probs: Tensor, counts: Counts) -> Tensor:
     """Cross-entropy, -sum_t m log pi / num_tokens: (N,) -> ()."""
     return aggregate(-log_probs, counts, "token-mean")
+
+
+# -- policy losses --------------------------------------------------------------------------------
+
+
+class Clip(NamedTuple):
+    """Clip range [1 - low, 1 + high] of the ratio; `dual` bounds the loss for A < 0."""
+
+    low: float
+    high: float
+    dual: float = 3.0
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """Clipped PPO loss with separate clip ranges and a dual clip. (N,) each -> (loss (), shares of metrics).
+
+    ratio = exp(log pi - log pi_old), the difference clamped to +-20
+    l     = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));     for A < 0:  l = min(l, -A dual)
+
+    `weights` multiply l after clipping: importance weights of samples from a policy other than pi_old (`mismatch.py`),
+    without gradient.
+
+    Metrics: `pg_clipfrac`, fraction of tokens where clipping increases the loss; `pg_clipfrac_lower`, fraction of
+    tokens where the dual clip decreases it; `ppo_kl`, mean of log pi_old - log pi.
+    Schulman et al., arXiv:1707.06347; dual clip: Ye et al., arXiv:1912.09729.
+    """
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
+    difference = (log_probs - old_log_probs).clamp(-20, 20)
+    ratio = difference.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    ceiling = -advantages * clip.dual
+    per_token = torch.where(advantages < 0, torch.minimum(pessimistic, ceiling), pessimistic)
+    metrics = {
+        "pg_clipfrac": share(clipped > unclipped, counts),
+        "pg_clipfrac_lower": share((advantages < 0) & (pessimistic > ceiling), counts),
+        "ppo_kl": share(-difference, counts),
+    }
+    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+
+
+def gspo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """GSPO loss with one clipped ratio per response. (N,) each -> (loss (), shares of metrics).
+
+    s     = exp(mean_t (log pi - log pi_old)), over the masked-in tokens of the row; the mean is clamped to +-20
+    s_t   = sg(s) pi / sg(pi), where sg stops the gradient: its value is s, its gradient is that of token t
+    l     = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
+
+    With `mode` seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper; with an
+    advantage per token it is GSPO-token. s stays much closer to 1 than a token's ratio, so typical clip ranges are
+    about 1e-4. There is no dual clip.
+
+    Metrics: `pg_clipfrac`, fraction of tokens in rows where clipping increases the loss; `ppo_kl`, mean of
+    log pi_old - log pi.
+    Zheng et al., arXiv:2507.18071.
+    """
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
+    difference = (log_probs - old_log_probs).detach()
+    sizes = row_sums(counts.mask.to(difference.dtype), counts.lengths).clamp(min=1)
+    means = row_sums(difference, counts.lengths) / sizes
+    spread = torch.repeat_interleave(means, counts.lengths, output_size=len(difference))
+    ratio = (log_probs - log_probs.detach() + spread).clamp(-20, 20).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
+    per_token = torch.maximum(unclipped, clipped)
+    metrics = {"pg_clipfrac": share(clipped > unclipped, counts), "ppo_kl": share(-difference, counts)}
+    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+
+
+def cispo_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
+) -> LossAndMetrics:
+    """CISPO loss, in which every token keeps its gradient with a clipped weight. (N,) each -> (loss (), shares).
+
+    ratio = exp(log pi - log pi_old), the difference clamped to +-20
+    l     = -sg(clip(ratio, 1 - low, 1 + high)) A log pi, where sg stops the gradient
+
+    `low` of 1 or more disables the lower bound, as in the paper.
+
+    Metrics: `pg_clipfrac`, fraction of tokens with a clipped weight; `ppo_kl`, mean of log pi_old - log pi.
+    MiniMax, arXiv:2506.13585.
+    """
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
+    difference = (log_probs - old_log_probs).detach().clamp(-20, 20)
+    ratio = difference.exp()
+    clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
+    per_token = -clipped * advantages * log_probs
+    metrics = {"pg_clipfrac": share(clipped != ratio, counts), "ppo_kl": share(-difference, counts)}
+    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+
+
+def _weighted(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
+    return per_token if weights is None else per_token * zero_masked(counts, weights.detach())[0]
+
+
+PolicyLoss = Callable[..., LossAndMetrics]
+"""A function with the parameters of `policy_loss` that returns (loss (), shares of metrics)."""
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
+"""Values of `actor.policy_loss.loss_mode`."""

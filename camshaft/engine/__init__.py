@@ -8,7 +8,6 @@
     single.py           `TorchEngine` on one device (`reference`)
     fsdp/               `TorchEngine` sharded over ranks (`fsdp`, `fsdp1`)
     micro_batches.py    splits a mini-batch into micro-batches
-    prefix_sharing.py   packs a prefix common to several rows once
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases
     checkpoint.py       saves and loads checkpoints at any number of ranks

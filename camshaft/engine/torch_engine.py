@@ -44,10 +44,17 @@ from camshaft.engine.base import (
     StepContext,
     call_context,
 )
-from camshaft.engine.micro_batches import as_batch, attention_pivot, has_input_ids, plan_micro_batches, restore_order
+from camshaft.engine.micro_batches import (
+    as_batch,
+    attention_pivot,
+    has_input_ids,
+    pack_rows,
+    plan_micro_batches,
+    prefix_groups,
+    restore_order,
+)
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
-from camshaft.engine.prefix_sharing import pack_rows, prefix_groups
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, Untouched
@@ -289,10 +296,10 @@ class TorchEngine(BaseEngine):
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
+        if max_tokens is None:
+            return plan_micro_batches(ids.lengths, size, None, self._max_over_ranks)
         # Rows that share a prefix are computed once only within one micro-batch.
-        groups = (
-            prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes and max_tokens is not None else None
-        )
+        groups = prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes else None
         pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 

@@ -14,8 +14,6 @@ Modules:
     manager.py      score batches; the interface of the trainer
     combined.py     add the scores of a reward model
     overlong.py     penalty for long responses
-    last_token.py   placement of sequence scores on tokens
-    failed.py       log of failed samples
     pool.py         worker processes
     worker.py       main program of a worker process
     loading.py      load a function by path and name

@@ -16,13 +16,15 @@ row and the trainer clears its mask) or raises an error (`on_error="raise"`). Sc
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
-from camshaft.rewards.last_token import on_last_token
+from camshaft.ragged import on_last_token
 from camshaft.rewards.messages import Sample, Spec
 from camshaft.rewards.pool import Job, Outcome, WorkerPool
 
@@ -292,3 +294,32 @@ def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) ->
             "%d of %d samples could not be scored and %s; first failures:\n%s",
             *(len(failures), num_rows, consequence, shown),
         )
+
+
+# -- log of failed samples ------------------------------------------------------------------------
+
+MAX_BYTES = 8 * 1024 * 1024
+"""Size at which the file is rotated."""
+
+
+class FailedSamples:
+    """Log of samples with failed or slow reward calls, as JSON lines.
+
+        FailedSamples(folder / "rewards" / "failed.jsonl").add(result.failures, "step 12")
+
+    The file is created with the first failure. A full file replaces `failed.1.jsonl`.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path.expanduser()
+
+    def add(self, failures: Iterable[RewardFailure], when: str) -> None:
+        """Append a line per failure."""
+        lines = [json.dumps({"when": when} | asdict(one), default=str) + "\n" for one in failures]
+        if not lines:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists() and self.path.stat().st_size >= MAX_BYTES:
+            self.path.replace(self.path.with_suffix(".1.jsonl"))
+        with open(self.path, "a", encoding="utf-8") as out:
+            out.writelines(lines)

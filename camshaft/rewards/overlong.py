@@ -15,8 +15,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from camshaft.dataproto import DataProto
+from camshaft.ragged import on_last_token
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.last_token import on_last_token
 from camshaft.rewards.manager import Begun, Decode, RewardManager, RewardResult
 
 

@@ -2,7 +2,6 @@
 
     actor.py         the trained policy: compute_log_prob, update_actor
     critic.py        the value function: compute_values, update_critic
-    ref.py           the reference policy of the KL penalty: compute_ref_log_prob
     exact_kl.py      KL divergence of actor and reference over the whole vocabulary
     rollout.py       generation with the actor's weights: generate_sequences
     hybrid.py        ActorRolloutRefWorker, which composes actor, rollout and reference
@@ -19,11 +18,10 @@ A role defines the columns that it reads and writes, epochs, mini-batches, loss 
 registered methods on all ranks; called directly, in one process, they behave the same.
 """
 
-from camshaft.roles.actor import ActorWorker
+from camshaft.roles.actor import ActorWorker, RefWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.roles.generate import GenerateWorker
 from camshaft.roles.hybrid import ActorRolloutRefWorker
-from camshaft.roles.ref import RefWorker
 from camshaft.roles.reward_model import REWARD_METHODS, RewardModelWorker
 from camshaft.roles.rm import RMWorker
 from camshaft.roles.rollout import RolloutWorker

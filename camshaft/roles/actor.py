@@ -1,8 +1,11 @@
-"""The actor: the policy that is trained.
+"""The policy: the actor, which is trained, and the reference, which is frozen.
+
+    ref = RefWorker(config, topology) if config.needs_reference_model() else AdapterlessRef(config, actor.engine)
 
 `compute_log_prob` reads `prompts`, `responses` and `response_mask`, and writes `old_log_probs` and `entropy`.
 `update_actor` also reads `advantages`, `old_log_probs`, `ref_log_prob` (with a KL loss on the sampled tokens), and
-`rollout_is_weights` and `rollout_rs_mask` (with rollout correction).
+`rollout_is_weights` and `rollout_rs_mask` (with rollout correction). `compute_ref_log_prob` reads what
+`compute_log_prob` reads, and writes `ref_log_prob`.
 """
 
 from __future__ import annotations
@@ -15,14 +18,14 @@ from typing import Any, Literal
 from torch import Tensor
 
 from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, full_kl_loss, kl_loss
-from camshaft.config import PPOConfig, Topology, actor_engine
+from camshaft.config import PPOConfig, Topology, actor_engine, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
-from camshaft.engine import StepContext, build_engine
+from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.base import Output, PreprocessFn
 from camshaft.errors import BatchError
 from camshaft.plugins import load_function
-from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
+from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, counts_of, of_responses
 
 OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as `PPOConfig.old_log_probs` defines it."""
@@ -33,8 +36,9 @@ class ActorWorker(TrainedRole):
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
-        self.config, self.topology = config, topology
-        self.actor = config.actor_rollout_ref.actor
+        self.config, self.actor = config, config.actor_rollout_ref.actor
+        self.mini_batch_size = config.actor_mini_batch_per_rank(topology)
+        self.clip = Clip(*self.actor.clip_range(), self.actor.clip_ratio_c)
         self.correction = config.algorithm.rollout_correction
         mode = self.actor.policy_loss.loss_mode
         self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
@@ -83,7 +87,7 @@ class ActorWorker(TrainedRole):
             kept, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
             rows = rows.with_columns(response_mask=mask.like(mask.values & kept.values))
         plan = UpdatePlan(
-            mini_batch_size=self.config.actor_mini_batch_per_rank(self.topology),
+            mini_batch_size=self.mini_batch_size,
             epochs=self.actor.ppo_epochs,
             seed=seed if self.actor.shuffle else None,
         )
@@ -116,13 +120,12 @@ class ActorWorker(TrainedRole):
         actor, mode = self.actor, self.actor.loss_agg_mode
         counts = counts_of(data, ctx, horizon=self.config.data.max_response_length)
         log_probs = of_responses(predictions, "log_probs", data).values
-        low, high = actor.clip_range()
         loss, metrics = self.policy_loss(
             log_probs,
             log_probs.detach() if source == "update" else data["old_log_probs"].values,
             data["advantages"].values,
             counts,
-            clip=Clip(low, high, actor.clip_ratio_c),
+            clip=self.clip,
             mode=mode,
             weights=data["rollout_is_weights"].values if self.correction.rollout_is else None,
         )
@@ -142,6 +145,37 @@ class ActorWorker(TrainedRole):
             metrics["kl_loss"] = divergence
         ctx["metrics"] = metrics
         return loss, ctx
+
+
+class RefWorker(EngineRole):
+    """The initial model of the actor, without an optimizer."""
+
+    def __init__(self, config: PPOConfig, topology: Topology):
+        super().__init__()
+        self.config = config
+        self.engine = build_engine(config.actor_rollout_ref.actor.strategy, ref_engine(config, topology))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Compute `ref_log_prob` of the responses at the sampling temperature."""
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        predictions = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
+        return DataProto.from_dict({"ref_log_prob": of_responses(predictions, "log_probs", data).to("cpu")})
+
+
+class AdapterlessRef(RefWorker):
+    """The base model of the actor's adapter, in the actor's engine: no second copy of the weights."""
+
+    def __init__(self, config: PPOConfig, engine: BaseEngine):
+        self.config, self.engine = config, engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Nothing: the actor builds its engine's model."""
+
+    def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
+        with self.engine.disable_adapter():
+            return super().infer(data, ctx)
 
 
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:

@@ -23,7 +23,8 @@ class CriticWorker(TrainedRole):
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
-        self.config, self.topology, self.critic = config, topology, config.critic
+        self.config, self.critic = config, config.critic
+        self.mini_batch_size = config.critic_mini_batch_per_rank(topology)
         self.engine = build_engine(self.critic.strategy, critic_engine(config, topology, total_steps))
         self.computes_in = self.critic.model.fsdp_config.computes_in()
 
@@ -38,7 +39,7 @@ class CriticWorker(TrainedRole):
         """Regress on `returns`; `seed` and `presharded` as in `ActorWorker.update_actor`."""
         rows = data.select("prompts", "responses", "response_mask", "values", "returns")
         plan = UpdatePlan(
-            mini_batch_size=self.config.critic_mini_batch_per_rank(self.topology),
+            mini_batch_size=self.mini_batch_size,
             epochs=self.critic.ppo_epochs,
             seed=seed if self.critic.shuffle else None,
         )

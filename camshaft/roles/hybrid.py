@@ -13,9 +13,8 @@ from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
-from camshaft.roles.actor import ActorWorker, OldLogProbs
+from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
 from camshaft.roles.exact_kl import exact_kl, reference_distribution
-from camshaft.roles.ref import AdapterlessRef, RefWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
 

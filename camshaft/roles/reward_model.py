@@ -18,7 +18,7 @@ from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
 from camshaft.models.loader import import_external, load_config, load_tokenizer, model_folder
-from camshaft.rewards.last_token import on_last_token
+from camshaft.ragged import on_last_token
 from camshaft.roles.base import EngineRole
 from camshaft.roles.reward_input import OtherTemplate, RewardInput, SameTokens, begins_with
 

@@ -122,9 +122,9 @@ METRICS = (
     ),
     # -- updates
     Metric("actor/pg_loss", "", "policy loss, aggregated by loss_agg_mode", "roles/actor.py"),
-    Metric("actor/pg_clipfrac", "fraction of tokens", "tokens with an active policy clip", "algorithms/policy.py"),
-    Metric("actor/pg_clipfrac_lower", "fraction of tokens", "tokens with an active dual clip", "algorithms/policy.py"),
-    Metric("actor/ppo_kl", "nats", "mean of log pi_old - log pi over response tokens", "algorithms/policy.py"),
+    Metric("actor/pg_clipfrac", "fraction of tokens", "tokens with an active policy clip", "algorithms/losses.py"),
+    Metric("actor/pg_clipfrac_lower", "fraction of tokens", "tokens with an active dual clip", "algorithms/losses.py"),
+    Metric("actor/ppo_kl", "nats", "mean of log pi_old - log pi over response tokens", "algorithms/losses.py"),
     Metric("actor/entropy", "nats", "mean entropy of the policy at response tokens", "trainer/metrics.py"),
     Metric("actor/kl_loss", "nats", "KL loss with respect to the reference (use_kl_loss)", "roles/actor.py"),
     Metric(

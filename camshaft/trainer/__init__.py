@@ -6,7 +6,6 @@ advantages.py        rewards, advantages and rollout correction, computed on the
 scoring.py           reward functions and the reward model of a run
 dynamic_sampling.py  sample prompts until enough of them have a learning signal (DAPO)
 mini_batches.py      sharding of mini-batches over the ranks
-seeds.py             seeds as functions of the run's seed, the step and the row
 validate.py          scores and responses on held-out prompts
 metrics.py           metrics of a step
 supervised.py        base class of sft.py and rm.py

@@ -2,7 +2,7 @@
 
     rewards, metrics = token_rewards(batch, algorithm, kl)                           # score minus KL penalty
     batch = batch.union(rewards)
-    batch = batch.union(estimate(batch, algorithm))                                  # advantages, returns
+    batch = batch.union(estimate(batch, algorithm, load_estimator(algorithm)))       # advantages, returns
     corrections, metrics = correct(batch, algorithm.rollout_correction)              # importance weights
     batch = batch.union(corrections)
 
@@ -30,6 +30,9 @@ from camshaft.algorithms import (
 from camshaft.config import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.plugins import load_function
+
+Estimate = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
+"""An `Estimator`, or a user's function with its signature."""
 
 
 def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
@@ -64,14 +67,13 @@ def mean_of_rows(column: Ragged, mask: Ragged) -> Tensor:
     return column.sum() / mask.map(Tensor.float).sum().clamp(min=1)
 
 
-def load_estimator(algorithm: AlgorithmConfig) -> Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]:
-    """Return the configured estimator; a user's function has the signature of `Estimator`."""
+def load_estimator(algorithm: AlgorithmConfig) -> Estimate:
+    """Return the configured estimator."""
     return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
 
 
-def estimate(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Compute `advantages` and `returns` with the configured estimator."""
-    estimator = load_estimator(algorithm)
+def estimate(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) -> DataProto:
+    """Compute `advantages` and `returns`."""
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
         rewards=rewards.padded(),

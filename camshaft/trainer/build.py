@@ -22,8 +22,7 @@ from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.failed import FailedSamples
-from camshaft.rewards.manager import Begun
+from camshaft.rewards.manager import Begun, FailedSamples
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, worker_class
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
@@ -44,7 +43,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             seed=config.data_seed(),
             rows_per_step=config.data.train_batch_size,
         )
-        load_estimator(config.algorithm)  # raises early if the import of a user's estimator fails
+        self.estimator = load_estimator(config.algorithm)
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         if config.needs_function():
             for prompts in (self.loader.data, self.val_prompts):

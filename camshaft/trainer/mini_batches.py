@@ -1,4 +1,4 @@
-"""Sharding of mini-batches: row orders that make a mini-batch contain the same rows on any number of ranks.
+"""Mini-batches of a step: row orders that make a mini-batch contain the same rows on any number of ranks.
 
     rows = sharded_rows(len(batch), mini_batch=256, epochs=2, seed=seed, dp_size=4)
     actor.update_actor(batch.reorder(rows), presharded=True)
@@ -47,3 +47,8 @@ def even_shares(batch: DataProto, tokens: Tensor, dp_size: int) -> DataProto:
         shares[rank].append(row)
         loads[rank] += sizes[row]
     return batch.reorder([row for share in shares for row in sorted(share)])
+
+
+def shuffle_seed(seed: int, step: int) -> int:
+    """Return the seed of the mini-batch order of a step; torch uses 32 bits, so it is unique per seed mod 2**12."""
+    return step + (1 << 20) * seed

@@ -24,16 +24,16 @@ from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import Begun, RewardResult
+from camshaft.rollout.sampling import sampling_seeds
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, correct, estimate, token_rewards
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.mini_batches import sharded_rows
+from camshaft.trainer.mini_batches import sharded_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.scoring import check_remaining, with_scores
-from camshaft.trainer.seeds import sampling_seeds, shuffle_seed
 from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
@@ -72,7 +72,7 @@ class PPOTrainer:
         with metrics.phase("adv"):
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
-            batch = batch.union(estimate(batch, config.algorithm))
+            batch = batch.union(estimate(batch, config.algorithm, self.parts.estimator))
             corrections, correction_metrics = correct(batch, config.algorithm.rollout_correction)
             batch = batch.union(corrections)
             metrics.add(penalty | correction_metrics)

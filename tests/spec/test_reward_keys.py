@@ -13,7 +13,7 @@ import torch
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
-from camshaft.rewards.last_token import on_last_token
+from camshaft.ragged import on_last_token
 from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.scoring import build_rewards, run_rewards
 from spec.test_told import run_with

@@ -18,7 +18,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import CHARACTERS, make_tiny_model
-from camshaft.rewards.last_token import on_last_token
+from camshaft.ragged import on_last_token
 from camshaft.roles import RewardModelWorker
 
 SPREAD = 0.1

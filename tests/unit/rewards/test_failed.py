@@ -4,8 +4,7 @@ from pathlib import Path
 import pytest
 
 from camshaft.rewards import failed
-from camshaft.rewards.failed import FailedSamples
-from camshaft.rewards.manager import RewardFailure
+from camshaft.rewards.manager import FailedSamples, RewardFailure
 
 
 def failure(row: int, response: str = "4\ud800") -> RewardFailure:

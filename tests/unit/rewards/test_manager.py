@@ -7,7 +7,7 @@ import torch
 
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError, RewardError
-from camshaft.rewards.last_token import on_last_token
+from camshaft.ragged import on_last_token
 from camshaft.rewards.manager import RewardManager
 
 pytestmark = pytest.mark.alone

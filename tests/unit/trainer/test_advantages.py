@@ -5,7 +5,19 @@ from camshaft.algorithms import AdaptiveKL, FixedKL
 from camshaft.config import AlgorithmConfig
 from camshaft.config.schema.algorithm import KLCtrlConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.trainer.advantages import build_kl_controller, estimate, group_ids, mean_of_rows, token_rewards
+from camshaft.trainer.advantages import (
+    build_kl_controller,
+    estimate,
+    group_ids,
+    load_estimator,
+    mean_of_rows,
+    token_rewards,
+)
+
+
+def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
+    """Run `estimate` with the configured estimator."""
+    return estimate(batch, config, load_estimator(config))
 
 
 def algorithm(**changes: object) -> AlgorithmConfig:
@@ -85,7 +97,7 @@ def test_rows_of_different_lengths_keep_their_tokens() -> None:
             "values": floats([0, 0, 0], [0]),
         }
     )
-    found = estimate(batch, algorithm())
+    found = estimated(batch, algorithm())
     assert found["returns"].lengths.tolist() == [3, 1]
     assert found["returns"].values.tolist() == [7, 6, 4, 8]
     # Whitened over the four tokens: mean 6.25, unbiased variance (0.75^2 + 0.25^2 + 2.25^2 + 1.75^2) / 3.
@@ -103,7 +115,7 @@ def test_groups_are_the_rows_of_one_prompt_wherever_they_stand() -> None:
         }
     )
     assert group_ids(batch).tolist() == [0, 1, 0, 1]
-    found = estimate(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    found = estimated(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     assert found["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
 
 

@@ -20,7 +20,7 @@ from camshaft.errors import RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardFailure, RewardResult
 from camshaft.roles import ActorWorker, CriticWorker
-from camshaft.trainer.advantages import estimate, token_rewards
+from camshaft.trainer.advantages import estimate, load_estimator, token_rewards
 from camshaft.trainer.scoring import with_scores
 
 LENGTHS = (3, 2, 4, 1, 2, 3, 2, 2)
@@ -32,6 +32,11 @@ KEPT = [row for row in range(len(LENGTHS)) if row not in DROPPED]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("drop")
+
+
+def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
+    """Run `estimate` with the configured estimator."""
+    return estimate(batch, config, load_estimator(config))
 
 
 def algorithm(home: Path, **keys: Any) -> AlgorithmConfig:
@@ -76,7 +81,7 @@ def kept_rows(column: Ragged) -> Tensor:
 def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) -> None:
     chosen = algorithm(home, adv_estimator=name)
     whole, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
-    found, wanted = estimate(whole, chosen), estimate(less, chosen)
+    found, wanted = estimated(whole, chosen), estimated(less, chosen)
     for column in ("advantages", "returns"):
         torch.testing.assert_close(kept_rows(found.ragged(column)), wanted[column].values)
         gone = found.ragged(column).select(torch.tensor(DROPPED)).values
@@ -93,7 +98,7 @@ def test_a_prompt_without_a_baseline_is_left_out_with_all_its_responses(home: Pa
         True,
         True,
     ]
-    found = estimate(
+    found = estimated(
         batch.rename({"token_level_scores": "token_level_rewards"}), algorithm(home, adv_estimator="remax")
     )
     # Scores 5, 7 and 8, each on its row's last token, are what is still to come everywhere.
@@ -142,8 +147,8 @@ def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], 
 def test_weights_are_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
     chosen = algorithm(home)
     whole, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
-    found = update(home, whole.union(estimate(whole, chosen)), mode)
-    wanted = update(home, less.union(estimate(less, chosen)), mode)
+    found = update(home, whole.union(estimated(whole, chosen)), mode)
+    wanted = update(home, less.union(estimated(less, chosen)), mode)
     for ours, theirs in zip(found, wanted, strict=True):
         for name, weight in theirs.items():
             torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-6, msg=name)

@@ -1,6 +1,7 @@
 import torch
 
-from camshaft.trainer.seeds import VALIDATION, sampling_seeds, shuffle_seed
+from camshaft.rollout.sampling import VALIDATION, sampling_seeds
+from camshaft.trainer.mini_batches import shuffle_seed
 
 LARGEST = 2**32 - 1
 """Of the seeds that the config takes."""
