@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.rewards import failed
+from camshaft.rewards import manager
 from camshaft.rewards.manager import FailedSamples, RewardFailure
 
 
@@ -32,7 +32,7 @@ def test_without_failures_there_is_no_file(tmp_path: Path) -> None:
 
 
 def test_the_log_is_rotated_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failed, "MAX_BYTES", 1000)
+    monkeypatch.setattr(manager, "MAX_BYTES", 1000)
     path = tmp_path / "failed.jsonl"
     for step in range(100):
         FailedSamples(path).add([failure(step, "x" * 100)], f"step {step}")
