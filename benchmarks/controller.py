@@ -178,7 +178,7 @@ def step(pool: Pool, config: PPOConfig) -> list[list[str]]:
         inside = max(meta["seconds"] for meta in out.meta_info["ranks"])
         sums = [sums[0] + waited, sums[1] + waited - inside]
         rows.append([name, f"{waited:.2f}", f"{waited - inside:.3f}", f"{100 * (waited - inside) / waited:.2f} %"])
-    rows.append(["together", f"{sums[0]:.2f}", f"{sums[1]:.3f}", f"{100 * sums[1] / sums[0]:.2f} %"])
+    rows.append(["total", f"{sums[0]:.2f}", f"{sums[1]:.3f}", f"{100 * sums[1] / sums[0]:.2f} %"])
     return rows
 
 
@@ -195,9 +195,9 @@ def main() -> None:
     parser.add_argument("--without-step", action="store_true", help="leave the second table out, which takes minutes")
     asked = parser.parse_args()
     said = [
-        "# What the controller costs",
+        "# Cost of controller calls",
         "",
-        "`python benchmarks/controller.py`; its docstring says what is measured.",
+        "`python benchmarks/controller.py`; the docstring of the script describes the measurement.",
         "",
     ]
     said.append(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}.")
@@ -209,7 +209,7 @@ def main() -> None:
                 head = ["sequences x tokens", "columns", "MB", "ms", "ms / MB"]
                 said += ["", f"## {backend}, {RANKS} ranks", "", table(head, calls(pool, asked.times))]
                 if not asked.without_step:
-                    head = ["call, 1,000 x 2,000 tokens", "s", "of these the controller's", "share"]
+                    head = ["call, 1,000 x 2,000 tokens", "s", "controller", "share"]
                     said += ["", table(head, step(pool, config))]
     text = "\n".join(said) + "\n"
     sys.stdout.write(text)

@@ -1,20 +1,18 @@
-"""Speed of whole steps of PPO with a critic and a reference; beside a careful loop and TRL's PPOTrainer.
+"""PPO steps with a critic and a reference, beside a careful loop and TRL's PPOTrainer.
 
     python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 6     # trl: after `make trl`
 
-Prompts, responses, lengths and mini-batches are those of `ppo_step.py`: one epoch, two optimizer steps of actor and
-critic each. The critic is as large as the actor, the reference is the model that the actor starts from, the KL counts
-in the reward. What counts is the time for each token of a response.
+Prompts, responses, lengths and mini-batches are the same as in `ppo_step.py`: one epoch with two optimizer steps each for
+actor and critic. The critic is as large as the actor, the reference is the initial actor, and the KL penalty is part of
+the reward. The benchmark compares the time per response token.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it.
-- bypass: the same with `algorithm.rollout_correction.bypass_mode`: the log-probs of the old policy are those of the
-  generation, as they are TRL's.
-- apart: as bypass, with the critic on a pool of its own: two processes, which have the machine's cores to themselves,
-  half of them each, instead of `--threads`.
+- camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
+- bypass: with `algorithm.rollout_correction.bypass_mode`, so the generator's log-probs are the old log-probs, as in TRL.
+- apart: as bypass, with the critic in a separate resource pool. The two processes have half of the machine's cores each
+  and ignore `--threads`.
 - careful: `CarefulPPO.step`, with `transformers.generate`.
-- trl: `PPOTrainer` of TRL 1.12, the last that has one, as `trl_side.py` sets it up, in an environment of its own. It
-  takes the log-probs of the old policy from the generation, does not clip gradients, and scores with a module that
-  takes a few sums.
+- trl: `PPOTrainer` of TRL 1.12, the last version that has one, in a separate environment (`trl_side.py`). It takes the
+  old log-probs from the generation, does not clip gradients, and scores with a module that computes a few sums.
 """
 
 from __future__ import annotations

@@ -183,8 +183,8 @@ def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], 
     title, _, rest = about.partition("\n\n")
     command = " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     text = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), f"{machine()}; {how}. `{command}`"]
-    note = "Seconds and memory are medians of the rounds, ratios medians of the ratios of the rounds: above 1 camshaft "
-    text += [f"{note}is faster, or takes less memory. {roofline.sentence(rows)}", table(rows, columns)]
+    note = "Seconds and memory are medians over the rounds; ratios are medians of the ratios per round, and above 1 "
+    text += [f"{note}camshaft is faster or uses less memory. {roofline.sentence(rows)}", table(rows, columns)]
     Path(f"{out}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
     told = {"machine": machine(), "command": command, "rows": rows}
     Path(f"{out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")

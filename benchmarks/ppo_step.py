@@ -1,15 +1,15 @@
-"""Speed of whole steps of GRPO: generate, score, log-probs, advantages, update; beside a careful loop and TRL.
+"""GRPO steps (generate, score, log-probs, advantages, update), beside a careful loop and TRL.
 
     python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 6      # trl: after `make trl`
 
-16 prompts of 1 to 64 tokens, 8 responses each of at most 96, two optimizer steps. Before anything is timed the model
-learns, from random text, to end a response at any token with one chance in 33: lengths have the long tail that they
-have in real runs, and a loop that waits for the longest row pays for it. The rate is so low that all rounds draw from
-one policy. Sides draw different tokens, so what counts is the time for each token of a response.
+16 prompts of 1 to 64 tokens, 8 responses each of at most 96 tokens, two optimizer steps. Before the measurement the model
+learns from random text to end a response at any token with a probability of 1/33. Lengths then have the long tail of
+real runs, which costs time in a loop that waits for the longest row. The learning rate is so low that all rounds sample
+from the same policy. The sides sample different tokens, so the benchmark compares the time per response token.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a process beside it.
+- camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
 - careful: `CarefulLoop.step`, with `transformers.generate`.
-- trl: `GRPOTrainer` of TRL 1.16, as `trl_side.py` sets it up, in an environment of its own.
+- trl: `GRPOTrainer` of TRL 1.16 in a separate environment (`trl_side.py`).
 """
 
 from __future__ import annotations

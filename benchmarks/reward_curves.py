@@ -1,30 +1,29 @@
-"""Whether training learns as fast with vLLM as the generator as with the built-in one: reward curves over many seeds.
+"""Reward curves with vLLM and with the built-in generator, over many seeds.
 
     python benchmarks/reward_curves.py --seeds 20 --out benchmarks/results/reward_curves
     python benchmarks/reward_curves.py --algorithms grpo --seeds 4
 
-Each run is ten steps of a tiny model (qwen2, 128 wide, 2 layers, float32) on additions: 16 prompts x 4 responses of at
-most 16 tokens a step, 4 optimizer steps with a learning rate of 3e-3. The reward is the share of even digits, and 1 for
-the right answer. For each seed there are three runs, with the same initial weights and the same prompts in the same
-order:
+Each run trains a tiny model (qwen2, 128 wide, 2 layers, float32) on additions for ten steps: 16 prompts x 4 responses of
+at most 16 tokens and 4 optimizer steps per step, with a learning rate of 3e-3. The reward is the share of even digits,
+and 1 for the correct answer. Each seed has three runs with the same initial weights and the same order of prompts:
 
 - torch: the built-in generator.
-- vllm: `rollout.name=vllm`, and no other difference.
-- again: torch once more with another `trainer.seed`: other random numbers for the responses, the order of mini-batches
-  and the critic's head. What lies between torch and this is noise, and says how much of it there is.
+- vllm: `rollout.name=vllm`, otherwise the same.
+- again: torch with another `trainer.seed`, which changes the samples, the order of mini-batches and the critic's head. The
+  difference between torch and again is the noise level.
 
-Two generators draw different tokens from equal seeds, so a seed pairs data and initial weights, and nothing else. The
-noise is that of sampling, and it grows: a run that found an even digit early learns from it.
+Two generators sample different tokens from equal seeds, so a seed pairs only data and initial weights. The sampling
+noise grows over a run: a run that finds an even digit early learns from it.
 
-What counts was chosen before a result was seen. One number stands for a run, its mean reward over the ten steps, which
-is the area under its curve. The differences of these, paired by seed, are tested by flipping their signs in all 2^N
-ways, two-sided; the interval holds the shifts that the same test does not reject at 5 %. Two curves are
+The criterion was fixed before any result was seen. Each run is reduced to its mean reward over the ten steps, the area
+under its curve. The paired differences are tested with an exact two-sided sign-flip test over all 2^N sign patterns, and
+the confidence interval contains the shifts that this test does not reject at 5 %. Two curves are
 
-- different, if p is below 0.05 divided by the number of algorithms that are tried,
-- the same within noise, if not, and if the whole interval lies within +-0.1,
+- different, if p is below 0.05 divided by the number of algorithms,
+- same within noise, if they are not different and the whole interval lies within +-0.1,
 - undecided otherwise: more seeds are needed.
 
-Differences at single steps are shown with their standard errors, and decide nothing.
+Differences at single steps are reported with their standard errors and are not part of the criterion.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from camshaft.trainer.ppo import PPOTrainer
 STEPS = 10
 LEVEL, MARGIN = 0.05, 0.1
 MOST_SEEDS = 22
-"""All ways to flip their signs are held in memory."""
+"""Limit of the memory for all sign patterns."""
 
 ARMS = ("torch", "vllm", "again")
 OTHER_NUMBERS = 10_000
-"""Between the seeds of torch and of again."""
+"""Difference between the seeds of torch and of again."""
 
 SETTINGS: dict[str, Any] = {
     "data.max_prompt_length": 16,
@@ -94,18 +93,18 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What is kept of one."""
+    """Result of one run."""
 
     seed: int
     rewards: list[float]
-    """Mean over the responses of each step."""
+    """Mean over the responses, for each step."""
     log_prob_diff_max: float
-    """The most that the generator's log-prob of a token was away from the trainer's, in the whole run."""
+    """Maximum difference between the generator's and the trainer's log-prob of a token, over the run."""
     seconds: float
 
 
 class Curve:
-    """A tracker that keeps two metrics."""
+    """Tracker that keeps two metrics."""
 
     def __init__(self) -> None:
         self.rewards: list[float] = []
@@ -117,7 +116,7 @@ class Curve:
 
 
 def train(folder: Path, algorithm: str, arm: str, seed: int) -> Run:
-    """Ten steps. The folder's path is the same for all runs, so that vLLM is started once and is given new weights."""
+    """Train ten steps. All runs use the same folder, so vLLM starts once and receives new weights."""
     for name, number in (("actor", seed), ("critic", seed + 1)):
         shutil.rmtree(folder / name, ignore_errors=True)
         make_tiny_model(folder / name, hidden=128, seed=number, initializer_range=0.1)
@@ -144,16 +143,17 @@ def train(folder: Path, algorithm: str, arm: str, seed: int) -> Run:
         trainer.prepare()
         trainer.fit(curve)  # pyright: ignore[reportArgumentType]
     del parts, trainer
-    gc.collect()  # the generator goes, and with it its hold on vLLM
+    gc.collect()  # frees the generator and its vLLM engine
     assert len(curve.rewards) == STEPS
     return Run(seed, curve.rewards, max(curve.apart), time.perf_counter() - start)
 
 
 def sign_flips(values: Sequence[float]) -> tuple[float, float, float]:
-    """Two-sided p of the mean being 0, and the ends of the 95 % interval of shifts that are not rejected; exact.
+    """Return the exact two-sided p of a mean of 0, and the ends of the 95 % interval of shifts that are not rejected.
 
-    The means of all subsets cut the line into 2^N equally likely places for the centre of a symmetric distribution
-    (Hartigan 1969); the interval leaves out as many at both ends as 5 % allows. It is infinite below 6 values.
+    The means of all subsets divide the line into 2^N intervals that contain the centre of a symmetric distribution with
+    equal probability (Hartigan 1969). The result omits as many of them at both ends as 5 % allows, and is infinite for
+    fewer than 6 values.
     """
     sums, counts, flipped = np.zeros(1), np.zeros(1), np.zeros(1)
     for value in values:
@@ -169,11 +169,11 @@ def sign_flips(values: Sequence[float]) -> tuple[float, float, float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of two arms over the whole curve."""
+    """Comparison of two arms over the whole curve."""
 
     one: float
     other: float
-    """Their mean rewards over all steps and seeds."""
+    """Mean reward of each arm over all steps and seeds."""
     difference: float
     standard_error: float
     low: float
@@ -183,7 +183,7 @@ class Verdict:
 
 
 def judge(one: Sequence[Run], other: Sequence[Run], level: float) -> Verdict:
-    """As the map above says."""
+    """Compare two arms by the criterion of the module docstring."""
     areas = [[statistics.fmean(run.rewards) for run in runs] for runs in (one, other)]
     differences = [b - a for a, b in zip(*areas, strict=True)]
     p, low, high = sign_flips(differences)
@@ -197,7 +197,7 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 
 def step_lines(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """A row for each step."""
+    """Table rows, one per step."""
     heads = ["step", *ARMS, "vllm - torch", "again - torch"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for step in range(STEPS):
@@ -212,8 +212,8 @@ def step_lines(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def verdict_lines(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
-    """A row for each algorithm and pair."""
-    heads = ["algorithm", "pair", "mean reward", "difference", "95 % interval", "p", "so they are"]
+    """Table rows, one per algorithm and pair."""
+    heads = ["algorithm", "pair", "mean reward", "difference", "95 % interval", "p", "verdict"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for algorithm, pairs in verdicts.items():
         for pair, told in pairs.items():
@@ -225,7 +225,7 @@ def verdict_lines(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
 
 
 def write(out: Path, runs: Mapping[str, Mapping[str, list[Run]]], seeds: int) -> None:
-    """The table, and everything that it was made from."""
+    """Write the tables as Markdown, and all data as JSON."""
     verdicts = {
         algorithm: {f"{arm}, torch": judge(arms["torch"], arms[arm], LEVEL / len(runs)) for arm in ("vllm", "again")}
         for algorithm, arms in runs.items()
@@ -239,8 +239,8 @@ def write(out: Path, runs: Mapping[str, Mapping[str, list[Run]]], seeds: int) ->
         spent = ", ".join(f"{arm} {statistics.median(run.seconds for run in arms[arm]):.1f}" for arm in ARMS)
         text += [f"## {algorithm}", "", f"Mean reward of each step over {seeds} seeds, with standard errors:", ""]
         text += [*step_lines(arms), ""]
-        text += [f"The generator's log-prob of a token was at most this far from the trainer's: {apart}.", ""]
-        text += [f"Seconds of a run, median: {spent}.", ""]
+        text += [f"Maximum difference between the generator's and the trainer's log-prob of a token: {apart}.", ""]
+        text += [f"Median seconds per run: {spent}.", ""]
     print("\n".join(text))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8, help=f"2 to {MOST_SEEDS}")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--algorithms", default="grpo,gae", help="values of algorithm.adv_estimator")
-    parser.add_argument("--out", default="reward_curves", help="written with .md and .json behind it")
+    parser.add_argument("--out", default="reward_curves", help="path of the output, to which .md and .json are added")
     options = parser.parse_args()
     if not 2 <= options.seeds <= MOST_SEEDS:
         parser.error(f"--seeds is 2 to {MOST_SEEDS}")

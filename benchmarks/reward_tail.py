@@ -1,12 +1,13 @@
-"""What it is worth that scoring begins while the slower ranks still generate.
+"""Wall time saved by scoring responses while slower ranks still generate.
 
     python benchmarks/reward_tail.py --out benchmarks/results/reward_tail.md
 
-Steps of the real trainer on two process ranks, with a tiny policy. A rank sleeps when it has generated, as a device is
-busy whose responses are longer, and a call of the reward function sleeps as one does that waits for a judge or a
-sandbox: what is measured is what waits for what, not how fast this machine is. Every second step scores when all ranks
-have ended, as it has to for a function of batches; a step without and the one with it make a pair. Seconds are those of
-the whole step; of them and of the ratio of a pair, the table has the medians over the pairs.
+Runs steps of the real trainer with a tiny policy on two process ranks. Each rank sleeps after generation, to simulate a
+device with longer responses. Each call of the reward function sleeps, to simulate a judge or a sandbox. The result
+therefore shows dependencies between the phases, not the speed of this machine.
+
+Every second step scores after all ranks have finished, as batch reward functions require. This step and the next one
+form a pair. The table has medians over the pairs: seconds of the whole step, and the ratio within a pair.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ CASES = [
     ((2.0, 2.0), 0.1),
     ((2.0, 2.0), 0.4),
 ]
-"""Seconds of each rank, seconds of a call."""
+"""Seconds per rank, seconds per call."""
 SLEEPS = "CAMSHAFT_BENCHMARK_SLEEPS"
-"""Names the file with the seconds of the first rank, of the second, and of a call."""
+"""Environment variable: path of the file with the seconds of the first rank, of the second, and of a call."""
 
 REWARD = """
 import time
@@ -55,7 +56,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 class UnevenRollout(TorchRollout):
-    """The built-in generator on devices of which one is slower."""
+    """The built-in generator on ranks of different speed."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         generated = super().generate_sequences(prompts, sampling, seeds)
@@ -133,12 +134,13 @@ def main() -> None:
             trainer = PPOTrainer(config, parts)
             trainer.prepare()
             rows = measured(trainer, asked.pairs)
-    head = ["seconds of the ranks", "seconds of a call", "scored when all have ended", "in the tail", "ratio"]
+    head = ["seconds per rank", "seconds per call"]
+    head += ["step, scoring after generation", "step, scoring during generation", "ratio"]
     lines = [head, ["---"] * len(head), *rows]
     said = [
-        "# Scoring in generation's tail",
+        "# Scoring while slower ranks generate",
         "",
-        "`python benchmarks/reward_tail.py`; its docstring says what is measured.",
+        "`python benchmarks/reward_tail.py`; the docstring of the script describes the measurement.",
         "",
         f"{ROWS} responses, {WORKERS} reward processes, {asked.pairs} pairs of steps each; torch {torch.__version__}.",
         "",

@@ -3,16 +3,17 @@
     python benchmarks/rollout.py --out benchmarks/results/rollout.md
     python benchmarks/rollout.py --engines torch,hf --models 27M --prompts 264 --rounds 12
 
-Each round has its own prompts and its own limits (8 prompts x 8 samples, long-tailed: exponential, a third of the
-longest on average), the same ones for all engines, which take turns in changing order. Every row runs to its limit.
+Each round has different prompts and response limits (8 prompts x 8 samples; limits are exponentially distributed with a
+mean of a third of the maximum). All engines use the same ones and take turns in changing order. Every row runs to its
+limit.
 
-- torch: the built-in generator. Its time includes `load_weights` of weights that have just changed.
-- hf: `transformers.generate` on all rows at once, as it is. It returns no log-probs, the others do.
-- vllm: `LLM.generate`, if vLLM can be imported. Its prefix cache is reset before each round, as it has to be when
-  weights have changed; the time of its own reload is left out.
+- torch: the built-in generator. The time includes `load_weights` of weights that have just changed.
+- hf: `transformers.generate` on all rows at once, unmodified. It returns no log-probs; the others do.
+- vllm: `LLM.generate`, if vLLM is installed. Its prefix cache is reset before each round, as after a weight update; the
+  time to load the weights is not included.
 
-Other work on the machine disturbs all engines alike, and ratios within a round the least: those are what counts.
-CPU time is that of the process, all of its threads.
+Other work on the machine slows all engines alike, so ratios within a round are the reported result. CPU time covers
+all threads of the process.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Work:
-    """What all engines do in one round."""
+    """Prompts and response limits of one round, the same for all engines."""
 
     prompts: Ragged
     limits: torch.Tensor
@@ -60,7 +61,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one engine in one round."""
+    """Wall and CPU seconds of one engine in one round."""
 
     wall: float
     cpu: float
@@ -71,12 +72,12 @@ def work_of(round_number: int, prompt_length: int, vocabulary: int) -> Work:
     prompts = torch.randint(3, vocabulary, (PROMPTS, prompt_length), generator=random)
     lengths = torch.empty(PROMPTS * SAMPLES).exponential_(3 / LONGEST, generator=random)
     limits = lengths.long().clamp(1, LONGEST)
-    limits[0] = LONGEST  # so that no round is a short one for those who wait for the longest row
+    limits[0] = LONGEST  # no round is short for engines that wait for the longest row
     return Work(Ragged.from_rows(list(prompts.repeat_interleave(SAMPLES, dim=0))), limits)
 
 
 class Limited(TorchRollout):
-    """The built-in generator with a limit for each row."""
+    """The built-in generator with a token limit per row."""
 
     rows: torch.Tensor
 
@@ -86,7 +87,7 @@ class Limited(TorchRollout):
 
 
 class Torch:
-    """`change` is what happened to the weights meanwhile: an update in place."""
+    """The built-in generator; `change` updates the weights in place, as an optimizer does."""
 
     def __init__(self, folder: Path, max_model_len: int):
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -119,7 +120,7 @@ class HF:
         )
         with torch.inference_mode():
             self.model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
-        return int(work.limits.sum())  # what is computed beyond a row's limit is of no use
+        return int(work.limits.sum())  # tokens beyond a row's limit are wasted
 
 
 class VLLM:
@@ -162,7 +163,7 @@ def measured(engine: Any, work: Work) -> Spent:
 
 @dataclass(frozen=True)
 class Found:
-    """What each engine spent in each round; the mean number of tokens of a round, and what it takes at least."""
+    """Time of each engine in each round, mean tokens per round, and the minimum work of a round."""
 
     spent: dict[str, list[Spent]]
     tokens: float
@@ -176,7 +177,7 @@ def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Fo
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, **shape.options())
         engines = {name: ENGINES[name](Path(folder), prompt_length + LONGEST) for name in names}
-        # What vLLM does to the process when it is imported must not decide how the others compute.
+        # vLLM changes the number of threads when it is imported; restore it for all engines.
         set_threads(int(os.environ["OMP_NUM_THREADS"]))
         for engine in engines.values():
             measured(engine, work_of(-1, prompt_length, shape.vocab_size))
@@ -192,11 +193,11 @@ def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Fo
 
 
 set_threads = torch.set_num_threads
-"""vLLM puts a function in its place that does nothing."""
+"""The original function: vLLM replaces it with one that does nothing."""
 
 
 def lines_of(model: str, prompt_length: int, found: Found, rates: roofline.Rates) -> list[str]:
-    """A row of the table for each engine."""
+    """Table rows, one per engine."""
     lines = []
     for name, spent in found.spent.items():
         wall = statistics.median(one.wall for one in spent)
@@ -218,7 +219,7 @@ def lines_of(model: str, prompt_length: int, found: Found, rates: roofline.Rates
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--engines", default="torch,hf,vllm", help="those that cannot be imported are left out")
+    parser.add_argument("--engines", default="torch,hf,vllm", help="vllm is skipped if it is not installed")
     parser.add_argument("--models", default="3M,27M")
     parser.add_argument("--prompts", default="32,264", help="tokens of a prompt")
     parser.add_argument("--rounds", type=int, default=8)
@@ -240,9 +241,9 @@ def main() -> None:
         "",
         (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(),
         "",
-        f"{machine()}; {num_threads} threads, {options.rounds} rounds. Seconds are medians of the rounds; ratios are "
-        "those of wall time (median of the rounds) / of CPU time (median) / of the best rounds. Above 1 the engine of "
-        f"the row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
+        f"{machine()}; {num_threads} threads, {options.rounds} rounds. Seconds are medians over the rounds; a ratio "
+        "has three values: median of wall time / median of CPU time / wall time of the fastest rounds. Above 1, the engine "
+        f"of the row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
         "",
         *lines,
         "",

@@ -216,5 +216,5 @@ def sentence(rows: Sequence[dict[str, Any]]) -> str:
             statistics.median(row[rate] for row in rows if row["cores"] == cores)
             for rate in ("matmul_gflops", "copy_gbytes")
         )
-        words.append(f"on {cores} of the cores {matmul:.0f} GFLOP/s and {copy:.1f} GB/s")
-    return f"Shares are of the rates of square float32 products and of copies: {'; '.join(words)}."
+        words.append(f"on {cores} core{'s' * (cores > 1)} {matmul:.0f} GFLOP/s and {copy:.1f} GB/s")
+    return f"Shares are relative to the rates of square float32 products and of copies: {'; '.join(words)}."

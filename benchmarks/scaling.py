@@ -1,11 +1,11 @@
-"""What an update of the actor costs as the model, the responses, the mini-batch and the number of ranks grow.
+"""Cost of an actor update as the model, the responses, the mini-batch and the number of ranks grow.
 
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling
     taskset -c 1 python benchmarks/scaling.py --of model mini_batch     # on one core; ranks need one each
 
-The careful loop of `careful.py` does the same work on the same rows, as in `train_step.py`: responses of 1 to 128
-tokens and two optimizer steps of 64 rows, but for what grows. The ranks are those of the sharded engine, a process and
-a thread each, on a core each; of these the time on the clock alone is measured, and ratios are to one rank.
+The careful loop (`careful.py`) does the same work on the same rows. As in `train_step.py`, responses have 1 to 128 tokens
+and the two optimizer steps have 64 rows each, except for the quantity that grows. Ranks belong to the sharded engine:
+each is a process with one thread on one core. For ranks only wall time is measured, and ratios are relative to one rank.
 """
 
 from __future__ import annotations

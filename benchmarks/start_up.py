@@ -1,11 +1,11 @@
-"""How long one waits: for the import, the command's help, and the first optimizer step of the tiny run.
+"""Start-up time: the import, the help text, and the first optimizer step of the tiny run.
 
     python benchmarks/start_up.py --out benchmarks/results/start_up.md
 
 - import: `import camshaft` in a new process.
 - help: `camshaft --help`.
-- first step: `examples/ppo_trainer/run_tiny_cpu.sh` from its start until the metrics of its first step are in its file.
-  It makes its model and its problems first; then come a validation, and a step of PPO with a critic.
+- first step: from the start of `examples/ppo_trainer/run_tiny_cpu.sh` until the metrics of its first step are on disk.
+  This includes creating the model and the data, a validation, and a PPO step with a critic.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ GOALS = {"import": 2.0, "help": None, "first step": 15.0}
 
 
 def command(*words: str) -> float:
-    """Seconds until it ends."""
+    """Run a Python command and return its wall seconds."""
     began = time.perf_counter()
     subprocess.run([sys.executable, *words], check=True, capture_output=True)
     return time.perf_counter() - began
 
 
 def first_step() -> float:
-    """Seconds until the example has logged a step; then it is ended."""
+    """Return the seconds until the example has logged a step, and kill it."""
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
     with tempfile.TemporaryDirectory() as home, open(Path(home, "log"), "w+", encoding="utf-8") as log:
         began = time.perf_counter()
@@ -65,14 +65,14 @@ def main() -> None:
         found["import"].append(command("-c", "import camshaft"))
         found["help"].append(command("-m", "camshaft", "--help"))
         found["first step"].append(first_step())
-    lines = ["| what | seconds, median | most | goal |", "| --- | --- | --- | --- |"]
-    for name, (_, *each) in found.items():  # the first round finds no file in the system's cache
+    lines = ["| measurement | median seconds | maximum | goal |", "| --- | --- | --- | --- |"]
+    for name, (_, *each) in found.items():  # the first round reads files from disk, not from the page cache
         goal = "" if GOALS[name] is None else f"under {GOALS[name]:g}"
         lines.append(f"| {name} | {statistics.median(each):.2f} | {max(each):.2f} | {goal} |")
     print("\n".join(lines))
     if options.out:
         title, _, about = (__doc__ or "").partition("\n\n")
-        how = f"{machine()}; {options.rounds} rounds after a first one. `python benchmarks/start_up.py`"
+        how = f"{machine()}; {options.rounds} rounds after a warm-up round. `python benchmarks/start_up.py`"
         text = [f"# {title.rstrip('.')}", about.partition("\n\n")[2].strip(), how, "\n".join(lines)]
         options.out.write_text("\n\n".join(text) + "\n", encoding="utf-8")
 

@@ -1,9 +1,9 @@
-"""Tokenising prompts in one process and in several: seconds of the clock and of the processors.
+"""Tokenize prompts in one process and in several, and measure wall time and CPU time.
 
     python benchmarks/tokenising.py [rows ...]
 
-The ids go through `camshaft/data/tokens.py` as in a run. Seconds of the processors say what more processes cost in all,
-whatever else the machine does; seconds of the clock what they save.
+The prompts pass through `camshaft/data/tokens.py` as in a run. Wall time shows what more processes save, CPU time what
+they cost in total.
 """
 
 import os

@@ -1,15 +1,16 @@
-"""Speed and memory of updates of actor and critic, beside the loops that a user would write or pick instead.
+"""Speed and memory of actor and critic updates, beside loops that a user would write or choose.
 
     python benchmarks/train_step.py --against careful,transformers,trainer
     python benchmarks/train_step.py --models 4M --against careful --rounds 12 --threads 1,2 --out results
     python benchmarks/train_step.py --role critic --against careful,transformers
 
-- camshaft: `ActorWorker.update_actor` or `CriticWorker.update_critic` on the reference engine, as a run calls it.
-- careful: the loop of `careful.py`. transformers: the textbook loop of `textbook.py`.
+- camshaft: `ActorWorker.update_actor` or `CriticWorker.update_critic` on the reference engine.
+- careful: the loop of `careful.py`.
+- transformers: the textbook loop of `textbook.py`.
 - trainer: `transformers.Trainer`, which has no critic.
 
-The batch is that of `workload.py`: 128 rows, two optimizer steps, float32. In the first round sides that compute the
-same loss have to tell the same losses and gradient norms.
+The batch comes from `workload.py`: 128 rows, two optimizer steps, float32. In the first round, sides that compute the
+same loss must report the same losses and gradient norms.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_the_line_of_a_result_names_both_shares_and_the_bound(work: Work, bound:
     assert found["bound"] == bound
     cells = [form.format(**found) for form in roofline.COLUMNS.values()]
     assert cells == (["30.0, 25%", "1.00, 2%"] if bound == "operations" else ["1.0, 1%", "30.00, 75%"]) + [bound]
-    assert "on 1 of the cores 60 GFLOP/s and 20.0 GB/s" in roofline.sentence([found, found])
+    assert "on 1 core 60 GFLOP/s and 20.0 GB/s" in roofline.sentence([found, found])
 
 
 def test_rates_are_measured_on_the_threads_that_are_named() -> None:
