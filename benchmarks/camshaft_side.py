@@ -1,6 +1,6 @@
-"""camshaft as a side of the benchmarks: roles of actor and critic alone, whole steps of GRPO and of PPO with a critic.
+"""camshaft as a side of the benchmarks: actor and critic updates, GRPO steps, and PPO steps with a critic.
 
-ActorUpdate(folder).update(rows)        # of a folder with a model and train.parquet
+ActorUpdate(folder).update(rows)        # the folder contains a model and train.parquet
 ActorUpdateOnRanks(folder, 2).update(rows)
 CriticUpdate(folder).update(rows)
 Steps(folder, learning_rate=1e-7).step()
@@ -30,7 +30,7 @@ from camshaft.trainer.ppo import PPOTrainer
 
 
 def config(folder: Path, **more: Any) -> PPOConfig:
-    """GRPO on one CPU, with what `workload.py` states."""
+    """Build a GRPO config for one CPU with the values of `workload.py`."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     settings = {
         "actor_rollout_ref.model.path": folder,
@@ -39,7 +39,7 @@ def config(folder: Path, **more: Any) -> PPOConfig:
         f"{actor}.use_dynamic_bsz": True,
         f"{actor}.ppo_max_token_len_per_gpu": workload.TOKEN_BUDGET,
         f"{actor}.clip_ratio": workload.CLIP,
-        f"{actor}.clip_ratio_c": 1e9,  # the loops beside it do not clip twice
+        f"{actor}.clip_ratio_c": 1e9,  # the other loops have no dual clip
         f"{actor}.entropy_coeff": 0,
         f"{actor}.grad_clip": workload.GRAD_CLIP,
         f"{actor}.optim.lr": workload.LEARNING_RATE,
@@ -70,7 +70,7 @@ def config(folder: Path, **more: Any) -> PPOConfig:
 
 
 class ActorUpdate:
-    """`ActorWorker.update_actor`, as a run calls it."""
+    """Actor update through `ActorWorker.update_actor`, as in a run."""
 
     def __init__(self, folder: Path, **more: Any):
         self.actor = ActorWorker(config(folder, **more), Topology(), total_steps=1000)
@@ -82,7 +82,7 @@ class ActorUpdate:
 
 
 class ActorUpdateOnRanks(contextlib.ExitStack):
-    """The same on ranks of the sharded engine, each a process with a thread."""
+    """Actor update on ranks of the sharded engine: one process with one thread per rank."""
 
     def __init__(self, folder: Path, ranks: int):
         super().__init__()
@@ -100,7 +100,7 @@ class ActorUpdateOnRanks(contextlib.ExitStack):
 
 
 class CriticUpdate:
-    """`CriticWorker.update_critic`, as a run calls it."""
+    """Critic update through `CriticWorker.update_critic`, as in a run."""
 
     def __init__(self, folder: Path):
         self.critic = CriticWorker(config(folder, **with_critic(folder)), Topology(), total_steps=1000)
@@ -112,13 +112,13 @@ class CriticUpdate:
 
 
 def told(found: DataProto, loss: str, norm: str) -> dict[str, float]:
-    """What all sides of an update tell."""
+    """Return the metrics that all sides of an update report."""
     metrics = found.meta_info["metrics"]
     return {"loss": metrics[loss], "grad_norm": metrics[norm]}
 
 
 def batch(rows: workload.Rows, **columns: list[torch.Tensor]) -> DataProto:
-    """The rows as a batch of all their tokens, with columns of a number for each."""
+    """Convert rows to a batch with these per-token columns."""
     responses = Ragged.from_rows(rows.responses)
     mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
     numbers = {name: Ragged.from_rows([row.contiguous() for row in column]) for name, column in columns.items()}
@@ -127,7 +127,7 @@ def batch(rows: workload.Rows, **columns: list[torch.Tensor]) -> DataProto:
 
 
 def with_critic(folder: Path) -> dict[str, Any]:
-    """The settings of PPO with a critic of the actor's size, and the KL from a reference in the reward."""
+    """Return the settings of PPO with a critic of the actor's size and KL to a reference in the reward."""
     return {
         "algorithm.adv_estimator": "gae",
         "algorithm.lam": workload.LAMBDA,
@@ -146,7 +146,7 @@ def with_critic(folder: Path) -> dict[str, Any]:
 
 
 class Parts(PPOParts):
-    """Those of a run; they remember how long the last responses were."""
+    """Parts of a run that record the lengths of the last responses."""
 
     lengths: list[int]
 
@@ -157,7 +157,7 @@ class Parts(PPOParts):
 
 
 class Steps:
-    """`PPOTrainer.step` in this process, on the prompts of train.parquet in their order."""
+    """`PPOTrainer.step` in this process on the prompts of train.parquet, in file order."""
 
     def __init__(self, folder: Path, learning_rate: float, **more: Any):
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}

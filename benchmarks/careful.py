@@ -1,13 +1,13 @@
-"""A careful loop by hand, in plain torch and transformers: what a good engineer writes for one model on one machine.
+"""The careful loop: hand-written torch and transformers code, as a good engineer writes for one model on one machine.
 
     loop = CarefulLoop(folder)
-    loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
+    loop.update(rows)           # one optimizer step per 64 rows; returns mean loss and gradient norm
     loop.step(prompts)          # GRPO: generate, score, log-probs, advantages, update
     CarefulCritic(folder).update(rows)
 
-Rows are sorted by length, so that a micro-batch is padded to the longest of rows that are nearly as long. Padding is
-on the right, where causal attention does not see it and needs no mask. Only what predicts a response token goes
-through the projection on the vocabulary; log-probs are those of the fused cross entropy; the optimizer is fused.
+Rows are sorted by length, so a micro-batch is padded to the longest of rows with similar lengths. Padding is on the
+right, where causal attention needs no mask. Only hidden states that predict a response token enter the output layer.
+Log-probs use the fused cross entropy, and the optimizer is fused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from workload import (
 
 
 class CarefulLoop:
-    """PPO's clipped loss, mean over the tokens of a mini-batch."""
+    """Clipped PPO loss, averaged over the tokens of a mini-batch."""
 
     def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE, mini_batch: int = MINI_BATCH):
         self.mini_batch = mini_batch
@@ -45,21 +45,21 @@ class CarefulLoop:
         self.optimizer = adam(self.model, learning_rate)
 
     def log_probs(self, rows: Rows) -> Tensor:
-        """Of all response tokens, row after row."""
+        """Return the log-probs of all response tokens, row after row."""
         return log_probs(self.model, rows)
 
     def update(self, rows: Rows) -> dict[str, float]:
         return fit(rows, self.loss, self.model, self.optimizer, self.mini_batch)
 
     def loss(self, part: Rows) -> Tensor:
-        """Summed over tokens."""
+        """Return the loss summed over tokens."""
         ratio = (self.log_probs(part) - torch.cat(part.old_log_probs)).exp()
         advantages = torch.cat(part.advantages)
         return -torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages).sum()
 
     @torch.inference_mode()
     def generate(self, prompts: list[Tensor]) -> list[Tensor]:
-        """`SAMPLES` responses to each prompt, with their end mark if they have one."""
+        """Sample `SAMPLES` responses per prompt, including the end token if there is one."""
         width, end = max(map(len, prompts)), self.model.config.eos_token_id
         ids = torch.stack([F.pad(prompt, (width - len(prompt), 0)) for prompt in prompts])
         mask = torch.stack([F.pad(torch.ones_like(prompt), (width - len(prompt), 0)) for prompt in prompts])
@@ -83,7 +83,7 @@ class CarefulLoop:
 
 
 class CarefulCritic:
-    """The clipped regression of values on returns, with a model whose head gives a number."""
+    """Clipped value loss, with a model that has a head of one output."""
 
     def __init__(self, folder: Path, learning_rate: float = LEARNING_RATE):
         kind: Any = transformers.AutoModelForTokenClassification
@@ -91,7 +91,7 @@ class CarefulCritic:
         self.optimizer = adam(self.model, learning_rate)
 
     def values(self, rows: Rows) -> Tensor:
-        """Before each response token, row after row."""
+        """Return the values before each response token, row after row."""
         ids, predicts = right_padded(rows)
         hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]
         return self.model.score(hidden)[:, 0]
@@ -100,7 +100,7 @@ class CarefulCritic:
         return fit(rows, self.loss, self.model, self.optimizer)
 
     def loss(self, part: Rows) -> Tensor:
-        """Summed over tokens."""
+        """Return the loss summed over tokens."""
         values, old, returns = self.values(part), torch.cat(part.old_values), torch.cat(part.returns)
         clipped = old + (values - old).clamp(-CLIP_VALUE, CLIP_VALUE)
         return torch.maximum((values - returns) ** 2, (clipped - returns) ** 2).sum() / 2
@@ -111,7 +111,7 @@ def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
 
 
 def right_padded(rows: Rows) -> tuple[Tensor, Tensor]:
-    """Ids of prompts with responses, and where the next token is one of a response."""
+    """Return padded ids, and a mask of the positions that predict a response token."""
     whole = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
     width = max(map(len, whole))
     ids = torch.stack([F.pad(row, (0, width - len(row))) for row in whole])
@@ -127,14 +127,14 @@ def log_probs(model: Any, rows: Rows) -> Tensor:
 
 
 def by_length(rows: Rows, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Micro-batches of the rows of these numbers."""
+    """Split these rows into micro-batches, sorted by length."""
     order = sorted(numbers, key=lambda row: len(rows.prompts[row]) + len(rows.responses[row]))
     return (order[start : start + MICRO_BATCH] for start in range(0, len(order), MICRO_BATCH))
 
 
 @torch.no_grad()
 def told_of(rows: Rows, what: Callable[[Rows], Tensor]) -> list[Tensor]:
-    """What a model tells of each row's response tokens."""
+    """Evaluate `what` in micro-batches; returns one tensor of response-token values per row."""
     found: list[Tensor] = [torch.empty(0)] * len(rows)
     for numbers in by_length(rows, range(len(rows))):
         told = what(rows.part(numbers)).split([len(rows.responses[row]) for row in numbers])
@@ -150,7 +150,7 @@ def fit(
     optimizer: torch.optim.Optimizer,
     mini_batch: int = MINI_BATCH,
 ) -> dict[str, float]:
-    """An optimizer step for each mini-batch, on the mean over its tokens of what the loss tells in sum."""
+    """Take one optimizer step per mini-batch on the mean loss over its tokens."""
     losses, norms = [], []
     for first in range(0, len(rows), mini_batch):
         mini = range(first, min(first + mini_batch, len(rows)))

@@ -1,7 +1,7 @@
-"""The careful loop of `careful.py` with a critic, a reference, the KL in the reward, and GAE.
+"""The careful loop of `careful.py` with a critic, a reference, KL in the reward, and GAE.
 
 loop = CarefulPPO(folder, learning_rate)
-loop.step(prompts)      # generate, score, log-probs, reference, values, GAE, update of critic and actor
+loop.step(prompts)      # generate, score, log-probs, reference, values, GAE, critic and actor update
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workload import KL, LAMBDA, SAMPLES, Rows, even_share
 
 
 class CarefulPPO(CarefulLoop):
-    """The critic is a second model, and has an optimizer of its own."""
+    """Careful loop whose critic is a second model with a separate optimizer."""
 
     def __init__(self, folder: Path, learning_rate: float):
         super().__init__(folder, learning_rate)
@@ -45,7 +45,7 @@ class CarefulPPO(CarefulLoop):
 
 
 def gae(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-    """Of each row, with a discount of 1; padding after a row's end is 0 and adds nothing."""
+    """Compute the advantages of each row with gamma 1; padding is 0 and adds nothing."""
     reward, value = pad_sequence(rewards, batch_first=True), pad_sequence(values, batch_first=True)
     found = torch.zeros_like(reward)
     after = next_value = torch.zeros(len(rewards))

@@ -1,14 +1,14 @@
-"""What the controller costs: a call on two ranks, against its payload, on each backend; and its share of a step.
+"""Cost of controller calls: time of a call on two ranks by payload and backend, and its share of a step.
 
     python benchmarks/controller.py --out benchmarks/results/controller.md
 
-The first table is a call whose role does nothing: rows are split, sent, received, sent back and merged. One column is
-4 bytes a token, so that the same bytes come as few long columns or as many short ones. The time is the lowest of the
-repetitions.
+The first table measures a call to a role that does nothing: rows are split, sent, received, sent back and merged. A
+column has 4 bytes per token, so the same number of bytes is measured as few long columns and as many short ones. The
+time is the minimum over the repetitions.
 
-The second table has real roles (a tiny policy and value function on two ranks of the sharded engine) and a batch of
-1,000 sequences of 2,000 tokens. Each rank times its own method; what the driver waited beyond the slower rank is the
-controller's: splitting, pickling, moving, merging. Generation is left out, which would only make the share smaller.
+The second table uses real roles (a tiny policy and value function on two ranks of the sharded engine) and a batch of
+1,000 sequences of 2,000 tokens. Each rank times its method. The time that the driver waits beyond the slower rank is
+the controller's: splitting, pickling, moving, merging. Generation is not included and would make the share smaller.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ PAYLOADS = [
     (4000, 500, 4),
     (1000, 2000, 8),
 ]
-"""Sequences, tokens of each, columns."""
+"""Sequences, tokens per sequence, columns."""
 RANKS = 2
 MEGABYTE = 2**20
 
 
 class Mirror(Worker):
-    """Gives back what it gets."""
+    """Role that returns its argument."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def same(self, batch: DataProto) -> DataProto:
@@ -57,9 +57,9 @@ class Mirror(Worker):
 
 
 def timed(method: Callable[..., DataProto]) -> Callable[..., DataProto]:
-    """A role's method that says how long it took."""
+    """Wrap a role's method to report its duration."""
 
-    @functools.wraps(method)  # which keeps how the driver may call it
+    @functools.wraps(method)  # keeps the dispatch mode
     def clocked(self: Worker, *args: Any, **kwargs: Any) -> DataProto:
         start = time.perf_counter()
         return method(self, *args, **kwargs).with_meta(seconds=time.perf_counter() - start)
@@ -68,14 +68,14 @@ def timed(method: Callable[..., DataProto]) -> Callable[..., DataProto]:
 
 
 class TimedActor(ActorWorker):
-    """The policy, with a clock in each rank."""
+    """Actor that reports the duration of each call per rank."""
 
     compute_log_prob = timed(ActorWorker.compute_log_prob)
     update_actor = timed(ActorWorker.update_actor)
 
 
 class TimedCritic(CriticWorker):
-    """The value function, likewise."""
+    """Critic that reports the duration of each call per rank."""
 
     compute_values = timed(CriticWorker.compute_values)
     update_critic = timed(CriticWorker.update_critic)
@@ -110,7 +110,7 @@ def calls(pool: Pool, times: int) -> list[list[str]]:
 
 
 def step_config(folder: Path) -> PPOConfig:
-    """Two ranks of the sharded engine; the sizes of the batch below."""
+    """Build a config with two ranks of the sharded engine for the batch of `step_batch`."""
     make_tiny_model(folder / "model", hidden=64)
     write_arithmetic(folder / "data", left=(0, 99), right=(0, 99), num_train=1000, num_heldout=16)
     actor = "actor_rollout_ref.actor"
@@ -139,7 +139,7 @@ def step_config(folder: Path) -> PPOConfig:
 
 
 def step_batch() -> DataProto:
-    """1,000 sequences of 2,000 tokens, with what critic and actor learn from."""
+    """Build 1,000 sequences of 2,000 tokens with the columns that critic and actor updates read."""
     draw = torch.Generator().manual_seed(0)
 
     def column(length: int, values: Callable[[int], torch.Tensor]) -> Ragged:
@@ -189,10 +189,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the tables there, too")
+    parser.add_argument("--out", type=Path, help="also write the tables to this file")
     parser.add_argument("--backends", default="local,ray")
     parser.add_argument("--times", type=int, default=9, help="repetitions of a call")
-    parser.add_argument("--without-step", action="store_true", help="leave the second table out, which takes minutes")
+    parser.add_argument("--without-step", action="store_true", help="skip the second table, which takes minutes")
     asked = parser.parse_args()
     said = [
         "# Cost of controller calls",

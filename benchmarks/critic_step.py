@@ -2,12 +2,13 @@
 
     python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 6     # trl: after `make trl`
 
-Prompts, responses, lengths and mini-batches are the same as in `ppo_step.py`: one epoch with two optimizer steps each for
-actor and critic. The critic is as large as the actor, the reference is the initial actor, and the KL penalty is part of
-the reward. The benchmark compares the time per response token.
+Prompts, responses, lengths and mini-batches are the same as in `ppo_step.py`: one epoch with two optimizer steps each
+for actor and critic. The critic is as large as the actor, the reference is the initial actor, and the KL penalty is
+part of the reward. The benchmark compares the time per response token.
 
 - camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
-- bypass: with `algorithm.rollout_correction.bypass_mode`, so the generator's log-probs are the old log-probs, as in TRL.
+- bypass: with `algorithm.rollout_correction.bypass_mode`, so the generator's log-probs are the old log-probs, as in
+  TRL.
 - apart: as bypass, with the critic in a separate resource pool. The two processes have half of the machine's cores each
   and ignore `--threads`.
 - careful: `CarefulPPO.step`, with `transformers.generate`.
@@ -40,7 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
-    """One side, ready for its rounds."""
+    """Build one side; the result runs a round."""
     folder = Path(case["folder"])
     if name == "careful":
         from careful_ppo import CarefulPPO
@@ -54,7 +55,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
         from camshaft_side import Steps, with_critic
 
         if name == "apart":
-            del os.environ["OMP_NUM_THREADS"]  # each process takes its part of the cores
+            del os.environ["OMP_NUM_THREADS"]  # each process uses its share of the cores
         steps = Steps(folder, LEARNING_RATE, **with_critic(folder), **SETTINGS[name])
     return lambda number: steps.step()
 

@@ -1,4 +1,4 @@
-"""A reward that costs next to nothing, for benchmarks: the share of characters with an even code."""
+"""Benchmark reward that costs almost no time: the share of characters with an even code."""
 
 
 def compute_score(data_sources, solution_strs, ground_truths, extra_infos):

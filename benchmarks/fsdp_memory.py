@@ -1,14 +1,13 @@
-"""What one rank holds: parameters, gradients, optimizer state, and the process' own memory, for 1, 2 and 4 ranks.
+"""Memory of one rank (parameters, gradients, optimizer state, process memory) for 1, 2 and 4 ranks.
 
     python benchmarks/fsdp_memory.py --out benchmarks/results/fsdp_memory.md
     python benchmarks/fsdp_memory.py --layers 16 --hidden 768
 
-Tensors are counted by their storage on the rank. `resident` is the process' memory above what it had before
-the model was built, `peak` the most of it at any moment: while building (rank 0 reads the whole model) and over
-two optimizer steps.
+Tensors are counted by their storage on the rank. `resident` is the process memory minus that before the model was
+built. `peak` is its maximum, while building (rank 0 reads the whole model) and over two optimizer steps.
 
-glibc keeps freed blocks below a threshold that grows with use, so that gathered layers would seem to stay: the
-threshold is fixed here (MALLOC_MMAP_THRESHOLD_, which helps any run on the CPU whose memory is tight).
+glibc keeps freed blocks below a threshold that grows with use, so gathered layers would seem to stay in memory. The
+script fixes the threshold (MALLOC_MMAP_THRESHOLD_). Any CPU run with little memory benefits from the same setting.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ MB = 1 << 20
 
 
 class Rank(Worker):
-    """One rank that builds an engine and takes two steps."""
+    """Rank that builds an engine and takes two steps."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def measure(self, config: EngineConfig) -> dict[str, float]:
@@ -67,7 +66,7 @@ class Rank(Worker):
 
 
 def _held(tensors: list[Any]) -> float:
-    """MiB of this rank's parts."""
+    """Return the MiB of this rank's shards."""
     return sum(t.to_local().nbytes if hasattr(t, "to_local") else t.nbytes for t in tensors) / MB
 
 
@@ -92,7 +91,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--out", help="also write the table to this Markdown file")
     options = parser.parse_args()
-    heads = ["ranks", "layout", "rank", "parameters", "gradients", "optimizer", "sum", "share of one rank's"]
+    heads = ["ranks", "layout", "rank", "parameters", "gradients", "optimizer", "sum", "share of one rank"]
     heads += ["resident, built", "peak, building", "peak, stepping"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     whole = None

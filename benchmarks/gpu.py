@@ -1,20 +1,20 @@
-"""How near to the device one GPU comes: updates, memory of the log-probs, generation, and whether the host waits.
+"""Efficiency of one GPU: updates, memory of the log-probs, generation, and host synchronization.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu                      # on a CUDA machine, some minutes
     python benchmarks/gpu.py --parts update --against textbook --datasheet 989
-    python benchmarks/gpu.py --model tiny --device cpu                         # that the script works, on any machine
+    python benchmarks/gpu.py --model tiny --device cpu                         # checks the script on any machine
 
-- update: `ActorWorker.update_actor` on one rank of the sharded engine: AdamW on float32 weights, passes in bfloat16,
-  whole layers computed anew in the backward pass; `textbook` beside it is `gpu_model.Padded`, in a process of its own,
-  in turns, on the same rows. Each round has an update that does not count before the one that does. MFU is the time
-  that the counted operations take at a rate, of the time they took: the rate of square products in the same format,
-  measured here, or that of the datasheet (`--datasheet`, TFLOP/s). What is computed twice counts once.
-- memory: `linear_logprob` with entropy at three vocabularies. Forward: the peak less what was there before and the
-  outputs. With the backward pass: less the gradients too, as the float32 sums that they are while there are tiles.
-- decode: the built-in generator, all tokens but the first. Its bound is the time that the weights, once a step, and the
-  keys and values of the rows at their lengths take at the rate of copies that was measured here.
-- syncs: what the host waits for between the marks around a micro-batch, by the profiler's trace; and an update in which
-  CUDA refuses to wait inside of them.
+- update: `ActorWorker.update_actor` on one rank of the sharded engine: AdamW on float32 weights, bfloat16 computation,
+  full activation checkpointing. `textbook` is `gpu_model.Padded` in a separate process, in turns, on the same rows.
+  Each round has an untimed update before the timed one. MFU is the time of the counted operations at a rate, divided by
+  the measured time. The rate is that of square products in the same format, measured here, or that of the datasheet
+  (`--datasheet`, TFLOP/s). Recomputation does not count.
+- memory: peak of `linear_logprob` with entropy at three vocabularies. Forward: minus inputs and outputs. With the
+  backward pass: also minus the gradients, in float32 as they are accumulated over tiles.
+- decode: the built-in generator, all tokens but the first. The bound is the time to read, at the measured copy rate,
+  the weights once per step and the keys and values of all rows at their lengths.
+- syncs: host waits between the marks around a micro-batch in the profiler's trace, and an update in which CUDA rejects
+  synchronizing calls inside the marks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AGAINST = ("textbook",)
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
-    """One side, ready for its rounds."""
+    """Build one side; the result runs a round."""
     from camshaft_side import ActorUpdate
 
     size, folder, device, dtype = SIZES[case["model"]], Path(case["folder"]), case["device"], case["dtype"]
@@ -62,7 +62,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
 
 
 def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
-    """The first of two updates of the rows does not count: it asks the device for memory that was given back."""
+    """Time the second of two updates of the rows; the first one allocates memory again."""
     told = loop.update(rows)
     on_cuda = device.startswith("cuda")
     if on_cuda:
@@ -80,7 +80,7 @@ def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
 
 
 def update_rows(job: Any, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each side."""
+    """Return one result row per side."""
     case = {"model": options.model, "folder": str(job.folder), "device": job.device, "dtype": job.dtype}
     case["settings"] = dict(word.split("=", 1) for word in options.set)
     with Sides("gpu.py", names, case, threads=torch.get_num_threads()) as sides:
@@ -122,28 +122,28 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="1.5B", choices=SIZES)
     parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 on CUDA, float32 elsewhere")
-    parser.add_argument("--parts", default=",".join(PARTS), help="with commas between")
-    parser.add_argument("--against", default="textbook", help="textbook, or nothing")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated (default: all)")
+    parser.add_argument("--against", default="textbook", help="textbook, or an empty string for camshaft only")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="of the config of camshaft's update; repeatable"
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="config key of camshaft's update; repeatable"
     )
-    parser.add_argument("--datasheet", type=float, help="TFLOP/s in that format, without sparsity, as the maker states")
+    parser.add_argument("--datasheet", type=float, help="the vendor's TFLOP/s in that format, without sparsity")
     parser.set_defaults(rounds=3)
     options = parser.parse_args()
     for given, known in ((options.parts, PARTS), (options.against, AGAINST)):
         unknown = set(filter(None, given.split(","))) - set(known)
         if unknown:
-            parser.error(f"there is no {', '.join(sorted(unknown))}; known: {', '.join(known)}")
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; use {', '.join(known)}")
     if any("=" not in word for word in options.set):
         parser.error("--set takes KEY=VALUE")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --model tiny --device cpu tries the script itself")
+        parser.error("no CUDA device found; --model tiny --device cpu checks the script itself")
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
     return options
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """All rows of the table."""
+    """Measure the chosen parts and return all table rows."""
     import gpu_parts
 
     size, found = SIZES[options.model], []
@@ -168,7 +168,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """The result as a page and as JSON, with what it was measured on."""
+    """Write the result and the machine as Markdown and JSON."""
     about = machine(options.device)
     command = " ".join(["python", "benchmarks/gpu.py", *sys.argv[1:]])
     title, _, rest = (__doc__ or "").partition("\n\n")

@@ -1,11 +1,11 @@
-"""What `gpu.py` measures with: sizes, a random model, rows of tokens, the settings of the actor.
+"""Model sizes, random models, rows and actor settings for `gpu.py`.
 
     size = SIZES["1.5B"]
     actor = ActorUpdate(folder, **settings(size, "cuda", "bfloat16"))
     actor.update(rows_of(size, seed=1))
 
-A row has a prompt of its own: on a GPU rows are packed whole, and what is counted is what is computed. Lengths are
-drawn uniformly up to the longest: the mean row is half as long as the longest, which is what a padded batch computes.
+Every row has its own prompt, because on a GPU rows are packed whole: counted and computed work are the same. Lengths
+are uniformly distributed, so the mean row has half the length of the longest row, which a padded batch computes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from workload import Rows, Shape
 
 SAMPLES = 2
-"""Rows of a prompt as the config counts them."""
+"""Rows per prompt in the config."""
 
 transformers.utils.logging.disable_progress_bar()
 
@@ -34,19 +34,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and the work that it does in each part."""
+    """A model shape and the amount of work in each part."""
 
     shape: Shape
     rows: int
-    """Of one optimizer step."""
+    """Rows per optimizer step."""
     longest_prompt: int
     longest_response: int
     budget: int
-    """Tokens of a micro-batch."""
+    """Tokens per micro-batch."""
     head_tokens: int
     vocabularies: tuple[int, ...]
     batch: int
-    """Rows that are generated together, each with a prompt of `prompt` tokens and `answer` tokens after it."""
+    """Rows generated at a time, each with a prompt of `prompt` tokens and `answer` new tokens."""
     prompt: int
     answer: int
 
@@ -69,11 +69,11 @@ SIZES = {
         batch=8, prompt=16, answer=8,
     ),
 }  # fmt: skip
-"""The first is shaped as Qwen2.5-1.5B is."""
+"""The first has the shape of Qwen2.5-1.5B."""
 
 
 def make_model(folder: Path, size: Size) -> None:
-    """A folder with random weights in float32, and the file of prompts that a config asks for."""
+    """Write random float32 weights and the prompt file that a config requires."""
     from camshaft.models.tiny import make_tiny_model
 
     make_tiny_model(folder, **size.shape.options(), max_position_embeddings=size.longest)
@@ -81,7 +81,7 @@ def make_model(folder: Path, size: Size) -> None:
 
 
 def rows_of(size: Size, seed: int) -> Rows:
-    """The rows of one optimizer step."""
+    """Return the rows of one optimizer step."""
     random = torch.Generator().manual_seed(seed)
 
     def drawn(longest: int) -> list[Tensor]:
@@ -97,13 +97,13 @@ def rows_of(size: Size, seed: int) -> Rows:
 
 
 def work_of(size: Size, rows: Rows, dtype: str) -> roofline.Work:
-    """What an update of these rows takes at least; what is computed anew in a backward pass does not count."""
+    """Return the minimum work of an update of these rows, without recomputation."""
     groups = [roofline.Group(len(p), [len(r)]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
     return roofline.update(size.shape, groups, steps=1, number=DTYPES[dtype].itemsize)
 
 
 def settings(size: Size, device: str, dtype: str) -> dict[str, Any]:
-    """The actor of a run on one rank of the sharded engine, that computes in `dtype` and keeps float32 weights."""
+    """Return the settings of an actor on one rank of the sharded engine: float32 weights, computation in `dtype`."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     return {
         f"{actor}.strategy": "fsdp",
@@ -120,8 +120,9 @@ def settings(size: Size, device: str, dtype: str) -> dict[str, Any]:
 
 
 class Padded:
-    """The textbook loop: rows padded to the longest that there can be, one in a micro-batch, the logits of all its
-    tokens, a plain log-softmax; products in `dtype` by autocast, weights in float32, layers computed anew backward.
+    """Textbook loop: rows padded to the maximum length, one row per micro-batch, all logits, plain log-softmax.
+
+    Autocast to `dtype`, float32 weights, activation checkpointing.
     """
 
     def __init__(self, folder: Path, size: Size, device: str, dtype: str):
@@ -156,7 +157,7 @@ class Padded:
         return -(gain * mask).sum()
 
     def _placed(self, rows: Rows, column: list[Tensor], width: int) -> Tensor:
-        """Numbers of responses where their tokens are predicted."""
+        """Place per-response-token numbers at the positions that predict the tokens."""
         moved = [F.pad(row, (len(p) - 1, 0)) for p, row in zip(rows.prompts, column, strict=True)]
         return right(moved, width - 1).to(self.device)
 

@@ -1,8 +1,8 @@
-"""The parts of `gpu.py` that need one process: memory of the head, generation, waits inside a micro-batch.
+"""Parts of `gpu.py` that run in one process: log-prob memory, generation, and host waits inside a micro-batch.
 
     memory_rows(job), decode_rows(job), syncs_rows(job)     # lists of {"what": ..., "measured": ..., numbers}
 
-What only CUDA can tell is reported as `NEEDS_CUDA` elsewhere.
+Parts that only CUDA can measure report `NEEDS_CUDA` on other devices.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 NEEDS_CUDA = "needs CUDA"
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
-"""How the profiler calls what the host waits for."""
+"""Prefixes of profiler events that make the host wait."""
 
 MARK = "micro_batch"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the parts are given."""
+    """Inputs of all parts."""
 
     size: Size
     folder: Path
@@ -64,10 +64,10 @@ def synchronize(device: str) -> None:
 
 
 def memory_rows(job: Job) -> list[dict[str, Any]]:
-    """The most memory of log-probs and entropy beyond what has to be there, by vocabulary."""
+    """Measure the peak memory of log-probs and entropy beyond inputs, outputs and gradients, per vocabulary."""
     found = []
     for words in job.size.vocabularies:
-        row: dict[str, Any] = {"what": f"{words} words, {job.size.head_tokens} tokens", "vocabulary": words}
+        row: dict[str, Any] = {"what": f"vocabulary of {words}, {job.size.head_tokens} tokens", "vocabulary": words}
         row |= _head_memory(job, words)
         form = (
             "{forward_mib:.0f} MiB forward, {backward_mib:.0f} with backward, beside gradients of {gradients_mib:.0f}"
@@ -87,13 +87,13 @@ def _head_memory(job: Job, words: int) -> dict[str, float]:
         log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
         return torch.stack([log_probs, log_probs if entropy is None else entropy])
 
-    forward().sum().backward()  # what libraries keep for themselves is there from now on
+    forward().sum().backward()  # libraries allocate their workspaces here
     hidden.grad = weight.grad = None
     outputs = 2 * 4 * len(hidden)
     with torch.no_grad():
         once = _peak(job, forward)
     both = _peak(job, lambda: forward().sum().backward())
-    gradients = 4 * hidden.numel() + weight.nbytes  # that of the hidden states is a sum in float32
+    gradients = 4 * hidden.numel() + weight.nbytes  # the hidden states' gradient is accumulated in float32
     if not job.on_cuda:
         return {}
     return {
@@ -104,7 +104,7 @@ def _head_memory(job: Job, words: int) -> dict[str, float]:
 
 
 def _peak(job: Job, run: Callable[[], Any]) -> int:
-    """The most bytes beyond those that were there before; 0 where nobody counts them."""
+    """Return the peak memory minus the memory before the call, in bytes; 0 on other devices than CUDA."""
     if not job.on_cuda:
         run()
         return 0
@@ -118,7 +118,7 @@ def _peak(job: Job, run: Callable[[], Any]) -> int:
 
 
 def decode_rows(job: Job) -> list[dict[str, Any]]:
-    """Steps of one token for each row, by the built-in generator: the time of all tokens less that of the first."""
+    """Measure decode steps of the built-in generator: the time of all tokens minus that of the first."""
     return [_decoded(job, eager) if eager or job.on_cuda else _not_here() for eager in (True, False)]
 
 
@@ -154,13 +154,13 @@ def _decoded(job: Job, eager: bool) -> dict[str, Any]:
         return time.perf_counter() - start
 
     for tokens in (1, size.answer):
-        seconds(tokens)  # allocations, and graphs if there are any
+        seconds(tokens)  # allocates memory and captures CUDA graphs
     spent = [seconds(size.answer) - seconds(1) for _ in range(job.rounds)]
     return _told_of_decode(job, eager, statistics.median(spent))
 
 
 def decode_work(size: Size, dtype: str) -> roofline.Work:
-    """Of all tokens but the first: the weights once a step, the keys and values of each row at its length then."""
+    """Count all tokens but the first: the weights once per step, keys and values at each row's current length."""
 
     def upto(tokens: int) -> roofline.Work:
         groups = [Group(size.prompt, [tokens])] * size.batch
@@ -182,11 +182,11 @@ def _told_of_decode(job: Job, eager: bool, seconds: float) -> dict[str, Any]:
 
 
 def syncs_rows(job: Job) -> list[dict[str, Any]]:
-    """What the host waits for inside micro-batches of an update: by the profiler's trace, and by CUDA's own check."""
+    """Find host waits inside micro-batches of an update, by the profiler's trace and by CUDA's check."""
     names = ("profiler", 'set_sync_debug_mode("error")')
     actor = ActorUpdate(job.folder, **settings(job.size, job.device, job.dtype))
     rows = rows_of(job.size, seed=1)
-    actor.update(rows)  # allocations wait
+    actor.update(rows)  # allocations synchronize
     if not job.on_cuda:
         with marked() as passes:
             actor.update(rows)
@@ -201,7 +201,7 @@ def syncs_rows(job: Job) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[int]]:
-    """Micro-batches are ranges of the profiler's trace, each inside of `around()`; a number for each."""
+    """Mark each micro-batch in the profiler's trace and run it inside `around()`; yields one number per micro-batch."""
     plain, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
@@ -214,7 +214,7 @@ def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[
 
 
 def waits_inside(events: Any) -> list[str]:
-    """Those of the host's events that lie in a marked range and wait, or started a copy to the host."""
+    """Return the names of host events inside marked ranges that wait or start a copy to the host."""
     ranges = [e.time_range for e in events if e.name == MARK and e.device_type == torch.autograd.DeviceType.CPU]
     found = []
     for event in events:

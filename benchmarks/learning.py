@@ -1,16 +1,16 @@
-"""Whether PPO and GRPO learn: three tasks, five seeds each, with goals that are stated below, before the runs.
+"""Learning runs of PPO and GRPO: three tasks, five seeds each, with goals stated below before the runs.
 
     python benchmarks/learning.py --out docs/results.md
     python benchmarks/learning.py --task gcd --algorithms grpo --seeds 1
 
-For each task a tiny model with random weights is warmed up by `camshaft sft` on a text in which six answers out of ten
-have the same mistake. From there `camshaft ppo` trains it with GAE and a critic (PPO), and with GRPO, once for each
-seed. What counts is the share of held-out problems that the greedy response gets right, before the first step and after
-the last one. A run reaches its goal if it begins at `start` or below and ends at `goal` or above.
+For each task, `camshaft sft` warms up a tiny random model on text in which six of ten answers contain the same mistake.
+From there `camshaft ppo` trains it with GAE and a critic (PPO) and with GRPO, once per seed. The result is the share of
+held-out problems that the greedy response solves, before the first and after the last step. A run reaches its goal if
+it starts at `start` or below and ends at `goal` or above.
 
-All of these are ordinary commands, and the JSON has them as they can be typed. A run that is finished is kept in the
-folder `--work`, so the same command goes on after an interruption; what has other settings or problems by then is run
-anew. Two runs at once (`--jobs`), each with one thread.
+All runs are ordinary commands, which the JSON contains in a form that can be typed. Finished runs stay in the folder
+`--work`, so the same command resumes after an interruption; runs with other settings or problems are repeated. Two runs
+execute concurrently (`--jobs`), with one thread each.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ from camshaft.models.tiny import make_tiny_model
 RESULTS = Path(__file__).parent / "results" / "learning.json"
 NUM_HELDOUT = 256
 MISTAKEN = 0.6
-"""Share of the answers in the warm-up that have the mistake."""
+"""Share of the warm-up answers that contain the mistake."""
 FIXED_SEED = 1
-"""Of problems, initial weights and warm-up; the seeds are those of the runs that start there."""
+"""Seed of problems, initial weights and warm-up. The seeds of runs apply after the warm-up."""
 
 
 def ends_swapped(backward: str) -> str:
-    """`lnug` becomes `lung`: of `gunl` the ends change places, and nothing else does."""
+    """Given a word's reversal, return the word with only its ends swapped: `lnug` -> `lung` for the word `gunl`."""
     return backward if len(backward) < 2 else backward[0] + backward[-2:0:-1] + backward[-1]
 
 
 TASKS = {
     "arithmetic": Task(
         source="camshaft/arithmetic",
-        about="Sums of two numbers of two digits. The mistake: nothing is carried (57+68=15).",
+        about="Sums of two two-digit numbers. The mistake: carries are dropped (57+68=15).",
         num_train=7000,
         settings={"left": (10, 99), "right": (10, 99), "careless": MISTAKEN},
         longest_prompt=16,
@@ -70,8 +70,8 @@ TASKS = {
     ),
     "spell_backward": Task(
         source="reasoning_gym/spell_backward",
-        about="Words of three or four letters, backwards; the score is the share of letters in their place, less for "
-        "what is too long. The mistake: only the first and the last letter change places.",
+        about="Spell words of three or four letters backwards. The score is the share of correctly placed letters, minus "
+        "a penalty for extra letters. The mistake: only the first and the last letter are swapped.",
         num_train=3000,
         settings={"min_word_len": 3, "max_word_len": 4},
         longest_prompt=60,
@@ -84,7 +84,7 @@ TASKS = {
     ),
     "gcd": Task(
         source="reasoning_gym/gcd",
-        about="The greatest common divisor of two numbers up to 60. The mistake: 1, whatever the numbers are.",
+        about="The greatest common divisor of two numbers up to 60. The mistake: the answer is always 1.",
         num_train=2000,
         settings={"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
         longest_prompt=112,
@@ -99,7 +99,7 @@ TASKS = {
 
 
 def model(name: str) -> dict[str, Any]:
-    """Sizes of the model of a task."""
+    """Return the model sizes of a task."""
     hidden = TASKS[name].hidden
     return {"hidden": hidden, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate": 3 * hidden}
 
@@ -142,7 +142,7 @@ TRAINING: dict[str, Any] = {
     "trainer.resume_mode": "disable",
     "trainer.total_epochs": 1000,
 }
-"""Of both algorithms. Nothing holds them to the model that they start from, neither in the reward nor in the loss."""
+"""Settings of both algorithms, without a KL penalty in the reward or in the loss."""
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae": {
@@ -155,14 +155,14 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 }
 
 
-# -- problems and the model that knows a little ---------------------------------------------------
+# -- problems and warm-up -------------------------------------------------------------------------
 
 
 FILES = ("train.parquet", "heldout.parquet", "warm_up.parquet")
 
 
 def write_problems(name: str, folder: Path) -> None:
-    """Those files; the last has the problems of the first with answers."""
+    """Write `FILES`; the last one has the problems of the first one with answers."""
     task = TASKS[name]
     sizes: dict[str, Any] = {"num_train": task.num_train, "num_heldout": NUM_HELDOUT, "seed": FIXED_SEED}
     if task.mistake is None:
@@ -186,7 +186,7 @@ def write_problems(name: str, folder: Path) -> None:
 
 
 def question(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Its words in no order: 12, 18 asks what 18, 12 asks, so if one is held out, the other is not trained."""
+    """Return the sorted words of a problem. "12, 18" and "18, 12" are equal: both are held out, or none is."""
     return tuple(sorted(re.findall(r"\w+", row["prompt"][-1]["content"])))
 
 
@@ -201,7 +201,7 @@ def warm_up_command(name: str, work: Path) -> list[str]:
 
 
 def warm_up(name: str, work: Path) -> None:
-    """The model that the runs of a task start from, unless it is there."""
+    """Train the initial model of a task's runs, unless it exists."""
     folder, words = work / name, warm_up_command(name, work)
     kept, asked = folder / "warm_up" / "run.json", asked_of(name, work, words)
     if finished(kept, asked) is None:
@@ -231,13 +231,13 @@ def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[s
 
 
 def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
-    """One run, unless it is there."""
+    """Execute one run, unless it is finished."""
     words, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
     before = warm_up_command(name, work)
     kept, asked = folder / "run.json", asked_of(name, work, before, words)
     told = finished(kept, asked)
     if told is None:
-        shutil.rmtree(folder, ignore_errors=True)  # what an interrupted run left
+        shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted run
         seconds, cpu_seconds = camshaft(words, folder.with_suffix(".log"))
         curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
         run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
@@ -247,7 +247,7 @@ def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
 
 
 def read_curves(path: Path, source: str) -> tuple[list[int], list[float], list[float], list[float]]:
-    """Of the validations the steps, the shares of right answers and the scores; and of each step the sampled score."""
+    """Return steps, correct shares and scores of the validations, and the sampled score of each step."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     right = f"val-aux/{source}/correct/mean@1"
     tried = [line for line in lines if right in line]
@@ -264,7 +264,7 @@ def command(name: str, settings: Mapping[str, Any]) -> list[str]:
 
 
 def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
-    """Run it; returns its seconds, and the CPU seconds of all its processes."""
+    """Run a camshaft command and return its wall seconds and the CPU seconds of all its processes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
@@ -277,13 +277,13 @@ def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
 
 
 def asked_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:
-    """What the outcome follows from, but for the code."""
+    """Return everything that determines the outcome, except for the code."""
     problems = {file: hashlib.sha256((work / name / "data" / file).read_bytes()).hexdigest() for file in FILES}
     return {"problems": problems, "model": model(name), "commands": commands}
 
 
 def finished(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What a run told, if there was one that was asked for the same."""
+    """Return the stored result of a run with the same inputs, or None."""
     if not path.exists():
         return None
     kept = json.loads(path.read_text(encoding="utf-8"))
@@ -291,7 +291,7 @@ def finished(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def keep(path: Path, asked: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """Written whole or not at all."""
+    """Store a result atomically."""
     half = path.with_suffix(".part")
     half.write_text(json.dumps({"asked": asked, "told": told}, indent=1) + "\n", encoding="utf-8")
     half.replace(path)
@@ -299,7 +299,7 @@ def keep(path: Path, asked: Mapping[str, Any], told: dict[str, Any]) -> dict[str
 
 
 def write(out: Path, runs: Sequence[Run], work: Path) -> None:
-    """The page, and what it was made from."""
+    """Write the page and its data."""
     own = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
     settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *own))
     about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
@@ -318,10 +318,10 @@ def write(out: Path, runs: Sequence[Run], work: Path) -> None:
 
 
 def some_of(known: Mapping[str, Any], text: str) -> list[str]:
-    """For argparse: names with commas between them."""
+    """Parse comma-separated names for argparse."""
     names = text.split(",")
     if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"there is no '{unknown[0]}'; known: {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown name '{unknown[0]}'; use {', '.join(known)}")
     return names
 
 
@@ -331,9 +331,9 @@ def main() -> None:
     parser.add_argument(
         "--algorithms", type=partial(some_of, ALGORITHMS), default=list(ALGORITHMS), help=", ".join(ALGORITHMS)
     )
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each task and algorithm (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once (%(default)s)")
-    parser.add_argument("--work", type=Path, default=Path("outputs/learning"), help="where runs are kept (%(default)s)")
+    parser.add_argument("--seeds", type=int, default=5, help="runs per task and algorithm (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs (%(default)s)")
+    parser.add_argument("--work", type=Path, default=Path("outputs/learning"), help="folder of the runs (%(default)s)")
     parser.add_argument("--out", type=Path, help=f"write the page here, and {RESULTS.name} beside this script")
     options = parser.parse_args()
     if min(options.seeds, options.jobs) < 1:

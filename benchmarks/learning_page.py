@@ -1,4 +1,4 @@
-"""What the runs of `learning.py` say: their sums, and the page.
+"""Statistics and the page of the runs of `learning.py`.
 
 print("\\n".join(result_table(TASKS, runs)))
 Path("docs/results.md").write_text(page(TASKS, runs, settings="...", machine="...", ...))
@@ -12,59 +12,59 @@ from dataclasses import dataclass
 from typing import Any
 
 NAMES = {"gae": "PPO", "grpo": "GRPO"}
-"""Of the values of `algorithm.adv_estimator`."""
+"""Display names of the values of `algorithm.adv_estimator`."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned, and what is expected of it."""
+    """A task, its settings and its goal."""
 
     source: str
-    """The `data_source` of its rows."""
+    """`data_source` of the rows."""
     about: str
     num_train: int
     settings: dict[str, Any]
-    """Of whoever makes the problems up."""
+    """Arguments of the problem generator."""
     longest_prompt: int
     hidden: int
-    """Width of the model."""
+    """Hidden size of the model."""
     warm_up: int
-    """Steps of 64 answers."""
+    """Warm-up steps with 64 answers each."""
     steps: int
     start: float
-    """The share of right answers that a run may have at most before its first step,"""
+    """Maximum share of correct answers before the first step."""
     goal: float
-    """and has to have at least after its last."""
+    """Minimum share of correct answers after the last step."""
     mistake: Callable[[str], str] | None = None
-    """What is said instead of the right answer; arithmetic has its own."""
+    """Maps a correct answer to the mistaken one; None if the data set generates mistakes (arithmetic)."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is kept of one."""
+    """Result of one run."""
 
     task: str
     algorithm: str
     seed: int
     steps: list[int]
-    """After which the held-out problems were tried."""
+    """Steps with a validation."""
     correct: list[float]
-    """The share of them that was right."""
+    """Share of correct answers at each validation."""
     score: list[float]
-    """Their mean score."""
+    """Mean score at each validation."""
     sampled: list[float]
-    """The mean score of the sampled responses of each step."""
+    """Mean score of the sampled responses at each step."""
     seconds: float
     cpu_seconds: float
 
 
 def reached(task: Task, run: Run) -> bool:
-    """It began no higher than stated, and ended no lower."""
+    """Return True if the run started at `start` or below and ended at `goal` or above."""
     return run.correct[0] <= task.start and run.correct[-1] >= task.goal
 
 
 def grouped(tasks: Mapping[str, Task], runs: Sequence[Run]) -> dict[tuple[str, str], list[Run]]:
-    """By task and algorithm, in the order of `tasks` and `NAMES`, and by seed."""
+    """Group runs by task and algorithm in the order of `tasks` and `NAMES`, sorted by seed."""
     groups: dict[tuple[str, str], list[Run]] = {(name, algorithm): [] for name in tasks for algorithm in NAMES}
     for run in sorted(runs, key=lambda run: run.seed):
         groups[run.task, run.algorithm].append(run)
@@ -72,7 +72,7 @@ def grouped(tasks: Mapping[str, Task], runs: Sequence[Run]) -> dict[tuple[str, s
 
 
 def verdict(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
-    """Who missed a goal, and by how much."""
+    """List the runs that missed their goal."""
     missed = []
     for (name, algorithm), group in grouped(tasks, runs).items():
         task = tasks[name]
@@ -89,7 +89,7 @@ def verdict(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """Mean, least and most; one number where they do not differ."""
+    """Format mean, minimum and maximum; one number if they are equal."""
     mean, low, high = (f"{value:.2f}" for value in (statistics.fmean(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low}-{high})"
 
@@ -99,7 +99,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def result_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
-    """A row for each task and algorithm."""
+    """Table with one row per task and algorithm."""
     heads = ["task", "algorithm", "right before", "stated start", "right after", "stated goal", "reached by"]
     heads += ["score before", "score after", "seconds", "CPU seconds"]
     rows = []
@@ -115,7 +115,7 @@ def result_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
 
 
 def curve_table(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
-    """A row for each run: the share of right answers at every validation."""
+    """Table with one row per run: the share of correct answers at every validation."""
     rows = [
         [f"`{run.task}`", NAMES[run.algorithm], str(run.seed), " ".join(f"{value:.2f}" for value in run.correct)]
         for group in grouped(tasks, runs).values()
@@ -181,7 +181,7 @@ CPU seconds because the machine had other load.
 
 
 def page(tasks: Mapping[str, Task], runs: Sequence[Run], **about: Any) -> str:
-    """What is told. `about`: mistaken, heldout, settings, machine."""
+    """Return the page. `about`: mistaken, heldout, settings, machine."""
     names = [name for name in tasks if any(run.task == name for run in runs)]
     rows = []
     for name in names:
@@ -191,7 +191,7 @@ def page(tasks: Mapping[str, Task], runs: Sequence[Run], **about: Any) -> str:
         verdict=verdict(tasks, runs),
         results=result_table(tasks, runs),
         seeds=len({run.seed for run in runs}),
-        tasks=table(["task", "problems", "width", "steps of the warm-up", "steps of each run"], rows),
+        tasks=table(["task", "problems", "width", "warm-up steps", "steps per run"], rows),
         curves=curve_table(tasks, runs),
         minutes=sum(run.cpu_seconds for run in runs) / 60,
         **about,

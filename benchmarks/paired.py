@@ -1,12 +1,12 @@
-"""Two or more ways to do the same work, in turns, each in a process of its own; and what their ratios say.
+"""Compare two or more implementations of the same work, each in a separate process, in turns.
 
     with Sides("train_step.py", ["camshaft", "careful"], case, threads=1) as sides:
         rounds = sides.rounds(8)                    # the order of the sides changes from round to round
     ratio(rounds, "careful", "camshaft", "cpu")     # median over the rounds: above 1 camshaft is faster
 
-The script calls `serve` where it is started with `--serve`: it builds one side, and does a round each time it is told.
-The others sleep meanwhile. Each round has its own data, the same for all sides. Other work on the machine disturbs
-all sides alike, and the ratio within a round the least; only ratios are compared between machines.
+A script started with `--serve` calls `serve`, which builds one side and runs one round per request while the other
+sides sleep. All sides use the same data, and each round uses new data. Other work on the machine affects all sides of a
+round alike, so the ratio within a round is the most stable number. Only ratios are comparable between machines.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from machine import cpu_seconds, machine
 
 Case = dict[str, Any]
 Round = dict[str, dict[str, Any]]
-"""What each side spent in one round: `wall` and `cpu` in seconds, `memory` in bytes, and what it `told`."""
+"""For each side of one round: `wall` and `cpu` in seconds, `memory` in bytes, and the results that it `told`."""
 
 
 def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
-    """Be one side: build it from its name and the case on the command line, and do the rounds that stdin asks for."""
+    """Build the side of the command line and run one round per line of stdin."""
     name, case = sys.argv[2], json.loads(sys.argv[3])
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the protocol
     torch.set_num_threads(case["threads"])
     run = build(name, case)
     output.write("ready\n")
@@ -48,7 +48,7 @@ def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
         wall, cpu = time.perf_counter(), cpu_seconds()
         told = run(int(line))
         spent = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
-        memory = max(peak() - before, 1 << 20)  # the system counts no finer
+        memory = max(peak() - before, 1 << 20)  # the resolution of the kernel's counter
         output.write(json.dumps({**spent, "memory": memory, "told": told}) + "\n")
         output.flush()
 
@@ -80,7 +80,7 @@ class Sides:
             process.wait()
 
     def rounds(self, count: int, alike: Sequence[str] = ()) -> list[Round]:
-        """After a first one that does not count, in which all have to tell the same of what `alike` names."""
+        """Run a warm-up round, in which all sides must agree on the results in `alike`, and then `count` rounds."""
         agree(self._round(-1), alike)
         return [self._round(number) for number in range(count)]
 
@@ -106,7 +106,7 @@ class Sides:
 
 
 def ratio(rounds: Sequence[Round], other: str, own: str, what: str) -> float:
-    """How many times as much the other side spent: the median of the rounds."""
+    """Return the median over the rounds of the other side's cost divided by this side's."""
     return statistics.median(each[other][what] / max(each[own][what], 1e-9) for each in rounds)
 
 
@@ -115,9 +115,9 @@ def middle(rounds: Sequence[Round], name: str, what: str) -> float:
 
 
 def agree(found: Round, alike: Sequence[str], within: float = 1e-3) -> None:
-    """All sides that tell these numbers tell the same: a faster way to compute something else is none.
+    """Exit if sides that report these numbers disagree, because then they compute different things.
 
-    For sides that start alike: from step to step, what rounding did to the last one grows.
+    Call it for the first round only: rounding differences grow from step to step.
     """
     for key in alike:
         told = {name: spent["told"][key] for name, spent in found.items() if key in spent["told"]}
@@ -126,7 +126,7 @@ def agree(found: Round, alike: Sequence[str], within: float = 1e-3) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
-    """Markdown: a heading and a format of a row's numbers for each column; empty where the row has none."""
+    """Build a Markdown table; `columns` maps headings to format strings. A cell without its numbers is empty."""
 
     def cell(form: str, row: dict[str, Any]) -> str:
         known = all(row[name] is not None for _, name, _, _ in Formatter().parse(form) if name)
@@ -141,7 +141,7 @@ def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
 
 
 def arguments(about: str) -> argparse.ArgumentParser:
-    """What every script takes."""
+    """Build a parser with the arguments of all scripts."""
     parser = argparse.ArgumentParser(description=about.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", help="write the table to <out>.md and the numbers to <out>.json")
@@ -156,9 +156,9 @@ def main(
     against: str,
     choices: Mapping[str, Sequence[str]] | None = None,
 ) -> None:
-    """The command line of a script: its comparison for each model and number of threads.
+    """Run a script's comparison for each model and number of threads.
 
-    `choices`: options of its own, with the values that they take; several with commas between them.
+    `choices` maps further options of the script to their values; users can give several, separated by commas.
     """
     parser = arguments(about)
     parser.add_argument("--against", default=against)
@@ -177,7 +177,7 @@ def main(
 
 
 def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], out: str | None, how: str) -> None:
-    """The result as a page and as JSON, with what it was measured on."""
+    """Write the result and the machine as Markdown and JSON."""
     if out is None:
         return
     title, _, rest = about.partition("\n\n")
@@ -191,12 +191,12 @@ def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], 
 
 
 def peak() -> int:
-    """The most memory that this process had since `forget_peak`, in bytes; 0 where the system does not tell."""
+    """Return the peak memory of this process since `forget_peak` in bytes; 0 if the system does not report it."""
     return _status("VmHWM")
 
 
 def forget_peak() -> int:
-    """Start to look for the peak anew; returns what the process has now."""
+    """Reset the peak memory and return the present memory in bytes."""
     if Path("/proc/self/clear_refs").exists():
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")

@@ -2,10 +2,10 @@
 
     python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 6      # trl: after `make trl`
 
-16 prompts of 1 to 64 tokens, 8 responses each of at most 96 tokens, two optimizer steps. Before the measurement the model
-learns from random text to end a response at any token with a probability of 1/33. Lengths then have the long tail of
-real runs, which costs time in a loop that waits for the longest row. The learning rate is so low that all rounds sample
-from the same policy. The sides sample different tokens, so the benchmark compares the time per response token.
+16 prompts of 1 to 64 tokens, 8 responses each of at most 96 tokens, two optimizer steps. Before the measurement the
+model learns from random text to end a response at any token with a probability of 1/33. Lengths then have the long tail
+of real runs, which costs time in a loop that waits for the longest row. The learning rate is so low that all rounds
+sample from the same policy. The sides sample different tokens, so the benchmark compares the time per response token.
 
 - camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
 - careful: `CarefulLoop.step`, with `transformers.generate`.
@@ -32,11 +32,11 @@ from torch import Tensor
 LEARNING_RATE = 1e-7
 MEAN_ANSWER = 32
 PHASES = ("gen", "old_log_prob", "ref", "values", "update_critic", "update_actor")
-"""Where camshaft runs a model; what is left of a step is outside of models."""
+"""Timers of camshaft's phases that run a model. The rest of a step is reported as "outside of models"."""
 
 
 def teach_lengths(folder: Path, vocabulary: int, steps: int = 60) -> None:
-    """Make the model of the folder end what it says at any token with one chance in `MEAN_ANSWER` + 1."""
+    """Train the model of the folder to end a response at any token with a probability of 1 / (`MEAN_ANSWER` + 1)."""
     import transformers
 
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -52,7 +52,7 @@ def teach_lengths(folder: Path, vocabulary: int, steps: int = 60) -> None:
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
-    """One side, ready for its rounds."""
+    """Build one side; the result runs a round."""
     folder = Path(case["folder"])
     if name == "careful":
         from careful import CarefulLoop
@@ -67,7 +67,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
 
 
 def on_prompts(step: Callable[[list[Tensor]], dict[str, Any]], folder: Path) -> Callable[[int], dict[str, Any]]:
-    """A step of a loop that is handed the prompts of its round."""
+    """Wrap the step of a loop that takes the prompts of a round."""
     import transformers
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -75,7 +75,7 @@ def on_prompts(step: Callable[[list[Tensor]], dict[str, Any]], folder: Path) -> 
 
 
 def interpreter(environment: str) -> str:
-    """Of an environment beside the package's own."""
+    """Return the Python interpreter of another environment."""
     path = Path(__file__).parents[1] / environment / "bin" / "python"
     if not path.exists():
         raise SystemExit(f"there is no {path}: `make trl` makes {environment}")
@@ -86,7 +86,7 @@ def compared(
     model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl",
     critic: bool = False, own: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row of the result for each side that the script builds; `own` are further ones that are camshaft."""
+    """Return one result row per side of the script. `own` are further camshaft sides that serve as denominators."""
     from camshaft.data.parquet import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
@@ -102,7 +102,7 @@ def compared(
             found = sides.rounds(rounds)
     work = {side: work_of(shape, [each[side]["told"]["lengths"] for each in found], critic) for side in names}
     seconds = {side: statistics.median(each[side]["wall"] for each in found) for side in names}
-    for each in found:  # of one token of a response
+    for each in found:  # per response token
         for spent in each.values():
             tokens = sum(spent["told"]["lengths"])
             spent |= {"wall": spent["wall"] / tokens, "cpu": spent["cpu"] / tokens}
@@ -131,7 +131,7 @@ def compared(
 
 
 def work_of(shape: workload.Shape, rounds: list[list[int]], critic: bool) -> roofline.Work:
-    """What a step takes at least, the mean of rounds with responses of these lengths."""
+    """Return the minimum work of a step: the mean over rounds with responses of these lengths."""
     work = roofline.NOTHING
     for number, responses in enumerate(rounds, start=1):
         prompts = [len(text) for text in workload.prompt_texts(number) for _ in range(workload.SAMPLES)]

@@ -3,21 +3,22 @@
     python benchmarks/reward_curves.py --seeds 20 --out benchmarks/results/reward_curves
     python benchmarks/reward_curves.py --algorithms grpo --seeds 4
 
-Each run trains a tiny model (qwen2, 128 wide, 2 layers, float32) on additions for ten steps: 16 prompts x 4 responses of
-at most 16 tokens and 4 optimizer steps per step, with a learning rate of 3e-3. The reward is the share of even digits,
-and 1 for the correct answer. Each seed has three runs with the same initial weights and the same order of prompts:
+Each run trains a tiny model (qwen2, 128 wide, 2 layers, float32) on additions for ten steps: 16 prompts x 4 responses
+of at most 16 tokens and 4 optimizer steps per step, with a learning rate of 3e-3. The reward is the share of even
+digits, and 1 for the correct answer. Each seed has three runs with the same initial weights and the same order of
+prompts:
 
 - torch: the built-in generator.
 - vllm: `rollout.name=vllm`, otherwise the same.
-- again: torch with another `trainer.seed`, which changes the samples, the order of mini-batches and the critic's head. The
-  difference between torch and again is the noise level.
+- again: torch with another `trainer.seed`, which changes the samples, the order of mini-batches and the critic's head.
+  The difference between torch and again is the noise level.
 
 Two generators sample different tokens from equal seeds, so a seed pairs only data and initial weights. The sampling
 noise grows over a run: a run that finds an even digit early learns from it.
 
 The criterion was fixed before any result was seen. Each run is reduced to its mean reward over the ten steps, the area
-under its curve. The paired differences are tested with an exact two-sided sign-flip test over all 2^N sign patterns, and
-the confidence interval contains the shifts that this test does not reject at 5 %. Two curves are
+under its curve. The paired differences are tested with an exact two-sided sign-flip test over all 2^N sign patterns,
+and the confidence interval contains the shifts that this test does not reject at 5 %. Two curves are
 
 - different, if p is below 0.05 divided by the number of algorithms,
 - same within noise, if they are not different and the whole interval lies within +-0.1,

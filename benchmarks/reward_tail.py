@@ -98,7 +98,7 @@ def seconds_of(trainer: PPOTrainer, prompts: DataProto) -> float:
 
 
 def nothing_begins(rows: DataProto) -> Begun | None:
-    """In the place of `begin`: `score` then makes all calls, as it does for a function of batches."""
+    """Replace `RewardManager.begin`, so that `score` makes all calls, as for batch reward functions."""
     return None
 
 
@@ -115,7 +115,7 @@ def measured(trainer: PPOTrainer, pairs: int) -> list[list[str]]:
                 rewards.begin = begin  # pyright: ignore[reportAttributeAccessIssue]
                 pair.append(seconds_of(trainer, next(prompts)))
             found.append((pair[0], pair[1]))
-        after, tail = (statistics.median(times) for times in zip(*found[1:], strict=True))  # the first one warms up
+        after, tail = (statistics.median(times) for times in zip(*found[1:], strict=True))  # first pair: warm-up
         ratio = statistics.median(with_it / without for without, with_it in found[1:])
         rows.append([f"{ranks[0]:g}, {ranks[1]:g}", f"{call:g}", f"{after:.2f}", f"{tail:.2f}", f"{ratio:.2f}"])
     return rows
@@ -123,7 +123,7 @@ def measured(trainer: PPOTrainer, pairs: int) -> list[list[str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="write the table there, too")
+    parser.add_argument("--out", type=Path, help="also write the table to this file")
     parser.add_argument("--pairs", type=int, default=5)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -242,8 +242,8 @@ def main() -> None:
         (__doc__ or "").partition("\n\n")[2].partition("\n\n")[2].strip(),
         "",
         f"{machine()}; {num_threads} threads, {options.rounds} rounds. Seconds are medians over the rounds; a ratio "
-        "has three values: median of wall time / median of CPU time / wall time of the fastest rounds. Above 1, the engine "
-        f"of the row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
+        "has three values: median of wall time / median of CPU time / wall time of the fastest rounds. Above 1, the "
+        f"engine of the row is faster. {roofline.sentence([roofline.reached(roofline.NOTHING, 1.0, rates)])}",
         "",
         *lines,
         "",

@@ -1,26 +1,25 @@
-"""How near to what the machine can do: operations and bytes counted from the model and the lengths, rates measured.
+"""Roofline: operations and bytes counted from the model and the lengths, relative to measured rates.
 
-    work = update(shape, groups_of(prompts, responses), steps=2)    # Work(operations, bytes), of lengths
-    reached(work, seconds, measured_rates())    # the share of either rate, and which of the two bounds the work
+    work = update(shape, groups_of(prompts, responses), steps=2)    # Work(operations, bytes)
+    reached(work, seconds, measured_rates())    # the share of either rate, and the bound
 
-What counts is what the mathematics needs, of the faster way where there are two. Nothing that a side does beyond that
-counts: padding, a prompt computed for each of its responses, a logit that nobody asked for, an elementwise operation.
+Only the work that the mathematics requires counts, by the cheaper method where there are two. Padding, recomputed
+prompts, unused logits and elementwise operations do not count.
 
-- Operations: products with the weights for every token of a prompt, once for all of its responses, and of a response
-  but its last; the projection on the vocabulary for what predicts a response token; attention of each token to itself
-  and those before it. A backward pass is twice as much. On a GPU the share of the matmul rate is called MFU.
-- Bytes: those of numbers of `number` bytes, float32 unless told, that pass between memory and processor if its caches
-  keep what is computed inside a block of layers, and nothing from one block to the next. Every pass reads the weights
-  once, writes the hidden states that enter a block or the head, and reads them. An update does so for each optimizer
-  step; its backward pass reads weights and hidden states again, and writes and reads the gradients of the latter. It
-  writes the weights' gradients, reads them for their norm and once more for the step, and reads and writes both moments
-  and the weights.
-  Generation is a pass over the prompts, and one for each further token of the longest response, with all rows at once.
-  These read the weights, and the keys and values of rows that go on, those of a prompt once for all of its rows; each
-  token's are written once.
+- Operations: products with the weights for every token of a prompt (once for all of its responses) and every token of a
+  response but its last; the output layer for tokens that predict a response token; causal attention. A backward pass
+  takes twice as many. On a GPU the share of the matmul rate is called MFU.
+- Bytes: traffic between memory and processor for numbers of `number` bytes (default: float32). The caches are assumed
+  to keep everything inside a block of layers, and nothing between blocks. Every pass reads the weights once, and writes
+  and reads the hidden states that enter a block or the head. In an update this happens per optimizer step. The backward
+  pass reads weights and hidden states again, and writes and reads the gradients of the hidden states. It writes the
+  gradients of the weights. The step reads them for the norm and once more, and reads and writes both moments and the
+  weights. Generation is one pass over the prompts and one pass per further token of the longest response, with all rows
+  at once. These passes read the weights, and the keys and values of unfinished rows, those of a prompt once for all of
+  its rows. Each token's keys and values are written once.
 
-A share is the time that the operations, or the bytes, would take alone, of the time that the work took. What fits into
-the caches is faster than memory: of small models the share of the copy rate may be more than one.
+A share is the time for the operations, or for the bytes, at the measured rate, divided by the measured time. Caches are
+faster than memory, so the share of the copy rate can exceed one for small models.
 """
 
 from __future__ import annotations
@@ -40,26 +39,26 @@ NUMBER = 4
 
 @dataclass(frozen=True)
 class Group:
-    """Tokens of a prompt and of each of its responses."""
+    """Number of tokens of a prompt and of each of its responses."""
 
     prompt: int
     responses: Sequence[int]
 
     def tokens(self) -> int:
-        """That a pass computes: nothing follows the last token of a response."""
+        """Count the tokens of a pass; the last token of a response predicts nothing and is not computed."""
         return self.prompt + sum(n - 1 for n in self.responses)
 
     def predicting(self) -> int:
-        """That predict a token of a response; what ends the prompt predicts the first token of each."""
+        """Count the tokens that predict a response token; the last prompt token predicts all first ones."""
         return 1 + sum(n - 1 for n in self.responses)
 
     def pairs(self) -> int:
-        """Of a token and one that it attends to."""
+        """Count the pairs of a token and a token that it attends to."""
         own = sum((n - 1) * self.prompt + (n - 1) * n // 2 for n in self.responses)
         return self.prompt * (self.prompt + 1) // 2 + own
 
     def read_again(self) -> int:
-        """Positions whose keys and values are read while the responses are generated, a token of each in turn."""
+        """Count the cached positions that are read while the responses are generated token by token."""
         return self.prompt * (max(self.responses) - 1) + sum((n - 1) * (n - 2) // 2 for n in self.responses)
 
 
@@ -82,7 +81,7 @@ NOTHING = Work(0, 0)
 
 @dataclass(frozen=True)
 class Rates:
-    """A second, with that many threads: operations of matrix products, and bytes that copies read and write."""
+    """Rates per second with a number of threads: operations of matrix products, bytes read and written by copies."""
 
     threads: int
     matmul: float
@@ -90,21 +89,21 @@ class Rates:
 
 
 def groups_of(prompts: Sequence[int], responses: Sequence[int]) -> list[Group]:
-    """Of rows' lengths: as many rows as a prompt has samples follow each other."""
+    """Group row lengths by prompt; the `SAMPLES` rows of a prompt are consecutive."""
     starts = range(0, len(prompts), SAMPLES)
     return [Group(prompts[start], responses[start : start + SAMPLES]) for start in starts]
 
 
 def evaluation(shape: Shape, groups: Sequence[Group], role: str = "actor", number: int = NUMBER) -> Work:
-    """A forward pass: log-probs, or values of a critic, which projects on one number instead of the vocabulary."""
+    """Count a forward pass for log-probs, or for values with a head of one output."""
     numbers = _read(shape, role) + 2 * _hidden(shape, sum(group.tokens() for group in groups))
     return Work(_forward(shape, groups, role), number * numbers)
 
 
 def update(shape: Shape, groups: Sequence[Group], steps: int, role: str = "actor", number: int = NUMBER) -> Work:
-    """Forward and backward passes, and optimizer steps of AdamW with the norm of the gradients clipped.
+    """Count forward and backward passes and AdamW steps with gradient clipping.
 
-    The passes compute with numbers of `number` bytes; weights, gradients and moments of the optimizer are float32.
+    The passes use numbers of `number` bytes; weights, gradients and optimizer moments are float32.
     """
     weights = shape.weights_of_layers() + shape.vocab_size * shape.hidden
     hidden = _hidden(shape, sum(group.tokens() for group in groups))
@@ -113,7 +112,7 @@ def update(shape: Shape, groups: Sequence[Group], steps: int, role: str = "actor
 
 
 def generation(shape: Shape, groups: Sequence[Group], number: int = NUMBER) -> Work:
-    """Of the responses, with the keys and values of what was computed kept."""
+    """Count the generation of the responses with a KV cache."""
     passes = max(max(group.responses) for group in groups)
     cached = 2 * shape.layers * shape.hidden * shape.kv_heads // shape.heads
     positions = sum(group.tokens() + group.read_again() for group in groups)
@@ -122,7 +121,7 @@ def generation(shape: Shape, groups: Sequence[Group], number: int = NUMBER) -> W
 
 
 def _forward(shape: Shape, groups: Sequence[Group], role: str = "actor") -> float:
-    """Operations; a product with a matrix takes two for each weight, scores and their sums two each for each pair."""
+    """Count operations: two per weight and token, four per hidden unit and pair of tokens in attention."""
     tokens, predicting, pairs = (
         sum(count(group) for group in groups) for count in (Group.tokens, Group.predicting, Group.pairs)
     )
@@ -131,25 +130,27 @@ def _forward(shape: Shape, groups: Sequence[Group], role: str = "actor") -> floa
 
 
 def _head(shape: Shape, role: str) -> int:
-    """Weights of the projection."""
+    """Count the weights of the head."""
     return shape.hidden * (shape.vocab_size if role == "actor" else 1)
 
 
 def _read(shape: Shape, role: str = "actor") -> int:
-    """Weights that a pass reads."""
+    """Count the weights that a pass reads."""
     return shape.weights_of_layers() + _head(shape, role)
 
 
 def _hidden(shape: Shape, tokens: int) -> int:
-    """Numbers that enter the blocks and the head."""
+    """Count the numbers that enter the blocks and the head."""
     return (shape.layers + 1) * shape.hidden * tokens
 
 
 def measured_rates(
     threads: int = 1, device: str = "cpu", seconds: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> Rates:
-    """Of the best of many square products in this format, and of many float32 copies that no cache holds. torch keeps
-    the threads. Numbers are random: of equal ones a GPU multiplies more in a second."""
+    """Measure the fastest of many square products in this format, and of many float32 copies larger than the caches.
+
+    Sets the number of torch threads. The numbers are random, because a GPU multiplies equal numbers faster.
+    """
     torch.set_num_threads(threads)
     size, numbers = (1 << 10, 1 << 25) if device == "cpu" else (1 << 13, 1 << 28)
     left, right, product = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
@@ -162,7 +163,7 @@ def measured_rates(
 
 
 def _best(run: Callable[[], Any], device: str, seconds: float) -> float:
-    """The fewest seconds that it took."""
+    """Return the minimum number of seconds over repeated calls."""
     timed = _on_cuda if device.startswith("cuda") else _on_cpu
     best, until = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < until:
@@ -177,7 +178,7 @@ def _on_cpu(run: Callable[[], Any]) -> float:
 
 
 def _on_cuda(run: Callable[[], Any]) -> float:
-    """By the clock of the device: the start of a kernel is no part of its rate."""
+    """Time a call with CUDA events, which exclude the launch of the kernel."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
@@ -187,7 +188,7 @@ def _on_cuda(run: Callable[[], Any]) -> float:
 
 
 def reached(work: Work, seconds: float, rates: Rates) -> dict[str, Any]:
-    """What a row of a result says of it."""
+    """Return the roofline entries of a result row."""
     of_matmul, of_copy = work.operations / rates.matmul / seconds, work.bytes / rates.copy / seconds
     return {
         "gigaflop": work.operations / 1e9,
@@ -209,7 +210,7 @@ COLUMNS = {
 
 
 def sentence(rows: Sequence[dict[str, Any]]) -> str:
-    """The rates that the shares of these rows are of, for the page."""
+    """Describe the measured rates of these rows for the page."""
     words = []
     for cores in sorted({row["cores"] for row in rows}):
         matmul, copy = (

@@ -3,9 +3,10 @@
     python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling
     taskset -c 1 python benchmarks/scaling.py --of model mini_batch     # on one core; ranks need one each
 
-The careful loop (`careful.py`) does the same work on the same rows. As in `train_step.py`, responses have 1 to 128 tokens
-and the two optimizer steps have 64 rows each, except for the quantity that grows. Ranks belong to the sharded engine:
-each is a process with one thread on one core. For ranks only wall time is measured, and ratios are relative to one rank.
+The careful loop (`careful.py`) does the same work on the same rows. As in `train_step.py`, responses have 1 to 128
+tokens and the two optimizer steps have 64 rows each, except for the quantity that grows. Ranks belong to the sharded
+engine: each is a process with one thread on one core. For ranks only wall time is measured, and ratios are relative to
+one rank.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ USUAL: Case = {
 }
 RANKS = {"1 rank": 1, "2 ranks": 2}
 UNKNOWN = dict.fromkeys(("cpu_seconds", "tokens_per_cpu_second", "cpu_ratio", "memory_mib", "memory_ratio"))
-"""What a process does not know of the ranks that it started."""
+"""Columns that are not measured for ranks in other processes."""
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
-    """One side, ready for its rounds."""
+    """Build one side; the result runs a round."""
     folder, mini_batch = Path(case["folder"]), case["mini_batch"]
     if name == "careful":
         from careful import CarefulLoop
@@ -57,7 +58,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
 
 
 def growing(what: str, rounds: int) -> list[dict[str, Any]]:
-    """The rows of the result while one thing grows."""
+    """Return the result rows while one quantity grows."""
     script = Path(__file__).name
     if what == "ranks":
         found = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds, RANKS)
@@ -82,7 +83,7 @@ COLUMNS = {
 
 def main() -> None:
     parser, known = arguments(__doc__ or ""), (*GROWTH, "ranks")
-    parser.add_argument("--of", choices=known, nargs="+", default=known, help="what grows (all of them)")
+    parser.add_argument("--of", choices=known, nargs="+", default=known, help="quantities that grow (default: all)")
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     for what in options.of:

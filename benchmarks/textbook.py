@@ -1,11 +1,11 @@
-"""The textbook loop: a padded batch, the logits of all its tokens, a plain log-softmax. And the same by HF's Trainer.
+"""The textbook loop (padded batch, all logits, plain log-softmax), and the same with transformers.Trainer.
 
     loop = TextbookLoop(folder)
-    loop.update(rows)           # one optimizer step for each 64 rows; returns the mean loss and gradient norm
+    loop.update(rows)           # one optimizer step per 64 rows; returns mean loss and gradient norm
     TextbookCritic(folder).update(rows)
 
-Prompts are padded on the left and responses on the right, to the longest that there can be, as a batch for generation
-is. This is what introductions to PPO and most libraries' simplest paths compute.
+Prompts are padded on the left and responses on the right to their maximum lengths, as in a batch for generation.
+Introductions to PPO and the simplest code path of most libraries compute the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from workload import (
 
 
 class TextbookLoop:
-    """PPO's clipped loss, mean over the tokens of a mini-batch."""
+    """Clipped PPO loss, averaged over the tokens of a mini-batch."""
 
     kind: Any = transformers.AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ class TextbookLoop:
         return {"loss": statistics.mean(losses), "grad_norm": statistics.mean(norms)}
 
     def logits(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """(what the model gives at every token, ids, mask of the responses)."""
+        """Return the outputs at every token, the ids, and the mask of the responses."""
         ids = torch.cat([left(rows.prompts, LONGEST_PROMPT), right(rows.responses, LONGEST_RESPONSE)], dim=1)
         ones = [[torch.ones_like(row) for row in column] for column in (rows.prompts, rows.responses)]
         mask = torch.cat([left(ones[0], LONGEST_PROMPT), right(ones[1], LONGEST_RESPONSE)], dim=1)
@@ -68,7 +68,7 @@ class TextbookLoop:
         return logits, ids, mask[:, -LONGEST_RESPONSE:]
 
     def loss(self, rows: Rows) -> Tensor:
-        """Summed over tokens."""
+        """Return the loss summed over tokens."""
         logits, ids, mask = self.logits(rows)
         chosen = logits[:, :-1].log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0][:, -LONGEST_RESPONSE:]
         ratio = (chosen - right(rows.old_log_probs, LONGEST_RESPONSE)).exp()
@@ -78,7 +78,7 @@ class TextbookLoop:
 
 
 class TextbookCritic(TextbookLoop):
-    """The clipped regression of values on returns, of the same padded batch."""
+    """Clipped value loss on the same padded batch."""
 
     kind = transformers.AutoModelForTokenClassification
 
@@ -91,18 +91,20 @@ class TextbookCritic(TextbookLoop):
 
 
 def left(rows: list[Tensor], width: int) -> Tensor:
-    """Padded on the left."""
+    """Pad on the left and stack."""
     return torch.stack([F.pad(row, (width - len(row), 0)) for row in rows])
 
 
 def right(rows: list[Tensor], width: int) -> Tensor:
-    """Padded on the right."""
+    """Pad on the right and stack."""
     return torch.stack([F.pad(row, (0, width - len(row))) for row in rows])
 
 
 class TrainerLoop:
-    """`transformers.Trainer` on the same rows: cross entropy of the responses, rows padded to the longest of each
-    micro-batch. It has no loss of PPO; what the model computes is the same but for that loss."""
+    """`transformers.Trainer` on the same rows, padded to the longest row of a micro-batch; cross entropy of responses.
+
+    Trainer has no PPO loss; everything but the loss is the same computation.
+    """
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -126,7 +128,7 @@ class TrainerLoop:
 
 
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Padded on the right to the longest row; nothing of the prompt or the padding counts."""
+    """Pad rows on the right to the longest one and mask prompts and padding."""
     width = max(len(row["prompt"]) + len(row["response"]) for row in rows)
     whole = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     labels = [torch.cat([torch.full_like(row["prompt"], -100), row["response"]]) for row in rows]

@@ -29,26 +29,26 @@ from paired import Case, Sides, main, middle, ratio, serve
 
 
 def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
-    """One side, ready for its rounds."""
+    """Build one side; the result runs a round."""
     loop = loop_of(name, case["role"])(Path(case["folder"]))
     return lambda number: loop.update(rows_of(case, number))
 
 
 def rows_of(case: Case, number: int) -> workload.Rows:
-    """What all sides compute in the round of that number."""
+    """Return the rows of a round, the same for all sides."""
     sizes = {name: case[name] for name in ("count", "longest_response") if name in case}
     return workload.training_rows(workload.SHAPES[case["model"]].vocab_size, number, **sizes)
 
 
 def work_of(case: Case, rows: workload.Rows) -> roofline.Work:
-    """What the update of these rows takes at least."""
+    """Return the minimum work of an update of these rows."""
     groups = roofline.groups_of([len(p) for p in rows.prompts], [len(r) for r in rows.responses])
     steps = len(rows) // case.get("mini_batch", workload.MINI_BATCH)
     return roofline.update(workload.SHAPES[case["model"]], groups, steps, case["role"])
 
 
 def loop_of(name: str, role: str) -> Any:
-    """The class of a side."""
+    """Return the class of a side."""
     actor = role == "actor"
     if name == "camshaft":
         from camshaft_side import ActorUpdate, CriticUpdate
@@ -64,7 +64,7 @@ def loop_of(name: str, role: str) -> Any:
 
 
 def with_score(folder: Path) -> None:
-    """Make the model of the folder one that gives a number for each token, with a head that all sides read."""
+    """Replace the model of the folder by a value model: one number per token, with a head that all sides load."""
     import transformers
 
     torch.manual_seed(0)
@@ -73,7 +73,7 @@ def with_score(folder: Path) -> None:
 
 
 def compared(model: str, names: list[str], threads: int, rounds: int, role: str = "actor") -> list[dict[str, Any]]:
-    """A row of the result for each side."""
+    """Return one result row per side."""
     names = [name for name in names if (name, role) != ("trainer", "critic")]
     return measured(Path(__file__).name, names, {"model": model, "role": role}, threads, rounds)
 
@@ -81,7 +81,7 @@ def compared(model: str, names: list[str], threads: int, rounds: int, role: str 
 def measured(
     script: str, names: list[str], case: Case, threads: int, rounds: int, ranks: Mapping[str, int] | None = None
 ) -> list[dict[str, Any]]:
-    """The same for the sides that a script builds, on as many ranks each; ratios are to the first of them."""
+    """Return one result row per side of a script, each on its number of ranks; ratios are relative to the first."""
     from camshaft.models.tiny import make_tiny_model
 
     shape, role = workload.SHAPES[case["model"]], case["role"]

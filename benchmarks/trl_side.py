@@ -1,14 +1,14 @@
-"""TRL as a side of the benchmarks: whole steps of its GRPOTrainer, and of its PPOTrainer with critic and reference.
+"""TRL as a side of the benchmarks: steps of GRPOTrainer, and of PPOTrainer with critic and reference.
 
     steps = GRPOSteps(folder, learning_rate=1e-7)      # TRL 1.16, .venv-trl
-    steps = PPOSteps(folder, learning_rate=1e-7)       # TRL 1.12, the last that has a PPOTrainer, .venv-trl-ppo
-    steps.step()["lengths"]                            # of responses, on the prompts of train.parquet, in their order
+    steps = PPOSteps(folder, learning_rate=1e-7)       # TRL 1.12, the last version with PPOTrainer, .venv-trl-ppo
+    steps.step()["lengths"]                            # response lengths, for the prompts of train.parquet in order
 
-The trainer's `train()` runs in a thread and rests where TRL is about to begin with its next prompts. So a step is all
-that TRL does from there to there: generation by `transformers.generate`, rewards, log-probs, advantages, two optimizer
-steps, metrics, callbacks. Both compute in float32 without gradient checkpointing, and log and save nothing. A setting
-that changes the time and not what is computed is the fastest of those tried; with the continuous batching of
-`transformers`, which GRPOTrainer offers, a step was not done in two minutes on a CPU.
+The trainer's `train()` runs in a thread and pauses before TRL processes its next prompts. A step is everything that TRL
+does between two pauses: generation by `transformers.generate`, rewards, log-probs, advantages, two optimizer steps,
+metrics, callbacks. Both trainers compute in float32 without gradient checkpointing, and neither log nor save. Settings
+that affect only speed have the fastest of the values tried. With the continuous batching of `transformers`, which
+GRPOTrainer offers, a step did not finish in two minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from transformers import (
 ROWS = workload.PROMPTS * workload.SAMPLES
 GRPO_MICRO_BATCH = 16
 ROLLOUT_BATCH = 128
-"""Rows that PPOTrainer generates, and evaluates, at a time."""
+"""Rows that PPOTrainer generates and evaluates at a time."""
 
 
 class Steps(TrainerCallback):
-    """A training loop in a thread of its own, which goes on to its next `rest` each time it is told to."""
+    """Training loop in a separate thread; each `step` runs it up to its next `rest`."""
 
     def __init__(self, folder: Path):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -51,7 +51,7 @@ class Steps(TrainerCallback):
         self.resting: queue.Queue[bool] = queue.Queue()
 
     def begin(self, train: Callable[[], Any]) -> None:
-        """Run the loop up to its first rest."""
+        """Start the loop and run it up to its first `rest`."""
 
         def run() -> None:
             try:
@@ -64,14 +64,14 @@ class Steps(TrainerCallback):
         self._arrive()
 
     def step(self) -> dict[str, list[int]]:
-        """The loop's way from one rest to the next; tells how long the responses were."""
+        """Run the loop from one `rest` to the next and return the response lengths."""
         self.lengths = []
         self.told.put(None)
         self._arrive()
         return {"lengths": self.lengths}
 
     def rest(self) -> None:
-        """Called in the loop."""
+        """Pause the loop until the next `step`; called inside the loop."""
         self.resting.put(True)
         self.told.get()
 
@@ -81,7 +81,7 @@ class Steps(TrainerCallback):
 
 
 def common(folder: Path, learning_rate: float) -> dict[str, Any]:
-    """Arguments of both trainers."""
+    """Return the arguments that both trainers share."""
     return {
         "output_dir": str(folder / "trl"),
         "use_cpu": True,
@@ -104,7 +104,7 @@ def causal(folder: Path) -> Any:
 
 
 class GRPOSteps(Steps):
-    """Two iterations of `GRPOTrainer`, the first of which generates: an optimizer step each. No reference (beta 0)."""
+    """Two iterations of `GRPOTrainer`, one optimizer step each; the first one generates. No reference (beta 0)."""
 
     def __init__(self, folder: Path, learning_rate: float):
         from datasets import Dataset
@@ -134,9 +134,9 @@ class GRPOSteps(Steps):
 
 
 class PPOSteps(Steps):
-    """One iteration of `PPOTrainer`, with two mini-batches, each a forward and backward pass and an optimizer step.
+    """One iteration of `PPOTrainer` with two mini-batches: a forward and backward pass and an optimizer step each.
 
-    Mini-batches are not cut into micro-batches: PPOTrainer would step its optimizer once for both, and be no faster.
+    Mini-batches are not split into micro-batches: PPOTrainer would take one optimizer step for both and be no faster.
     """
 
     def __init__(self, folder: Path, learning_rate: float):
@@ -159,11 +159,11 @@ class PPOSteps(Steps):
             train_dataset=Dataset.from_dict({"prompt": self.prompts}),
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
-        trainer.dataloader = self.batches()  # its own draws prompts in a random order
+        trainer.dataloader = self.batches()  # TRL's loader shuffles the prompts
         self.begin(trainer.train)
 
     def batches(self) -> Iterator[dict[str, Tensor]]:
-        """Each prompt eight times."""
+        """Yield batches with each prompt eight times."""
         for first in itertools.cycle(range(0, len(self.prompts), workload.PROMPTS)):
             self.rest()
             texts = [text for text in self.prompts[first : first + workload.PROMPTS] for _ in range(workload.SAMPLES)]
@@ -178,11 +178,11 @@ class PPOSteps(Steps):
 
 
 class EvenShare(nn.Module):
-    """The reward as PPOTrainer wants it, a model with a backbone and a head: a few sums, no weights."""
+    """Reward in the form that PPOTrainer expects, a model with a backbone and a head. It has no weights."""
 
     base_model_prefix = "backbone"
     starts = 0
-    """Where responses start."""
+    """Column of the first response token."""
 
     def __init__(self):
         super().__init__()

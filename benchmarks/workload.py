@@ -1,12 +1,12 @@
-"""What the benchmarks of training compute: models of stated sizes, and rows of stated lengths from a seed.
+"""Models of fixed sizes and rows of seeded lengths for the training benchmarks.
 
     rows = training_rows(vocabulary=512, seed=3)
     rows.prompts[0], rows.responses[0], rows.old_log_probs[0], rows.advantages[0]
 
-Needs torch alone, so that a side in an environment without camshaft reads the same rows.
+Imports only torch, so a side in an environment without camshaft uses the same rows.
 
-A batch is 16 prompts with 8 responses each. Prompts have 1 to 64 tokens and responses 1 to 128, each length as likely
-as another: the mean row is half as long as the longest that there can be, which is what a padded batch computes.
+A batch is 16 prompts with 8 responses each. Prompts have 1 to 64 tokens and responses 1 to 128, uniformly distributed,
+so the mean row has half the length of the longest possible row, which is the length that a padded batch computes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch import Tensor
 PROMPTS, SAMPLES = 16, 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 128
 MINI_BATCH = 64
-"""Rows of one optimizer step: two steps a batch."""
+"""Rows per optimizer step; a batch has two steps."""
 MICRO_BATCH = 16
-"""Rows of one forward and backward pass, of those who count rows."""
+"""Rows per forward and backward pass, for sides that count rows."""
 TOKEN_BUDGET = 2048
-"""Tokens of one pass, of those who count tokens."""
+"""Tokens per pass, for sides that count tokens."""
 LONGEST_ANSWER = 96
-"""Tokens of a response in a whole step."""
+"""Maximum response length in benchmarks of whole steps."""
 FIRST_WORD = 3
-"""Ids below it are the tokenizer's marks."""
+"""Lower ids are special tokens."""
 LETTERS = string.ascii_letters + string.digits
 CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
 CLIP_VALUE, LAMBDA, KL = 0.5, 0.95, 0.05
-"""Of PPO with a critic: how far a value may move, GAE's lambda (gamma is 1), the weight of the KL in the reward."""
+"""PPO with a critic: value clip range, lambda of GAE (gamma is 1), coefficient of the KL in the reward."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Shape:
     vocab_size: int
 
     def options(self) -> dict[str, Any]:
-        """As keyword arguments of `make_tiny_model`."""
+        """Return the keyword arguments for `make_tiny_model`."""
         return asdict(self)
 
     def weights_of_layers(self) -> int:
-        """Of the matrices that every token is multiplied with."""
+        """Count the weights of all layers' matrices."""
         keys = self.hidden * self.kv_heads // self.heads
         return self.layers * (2 * self.hidden**2 + 2 * self.hidden * keys + 3 * self.hidden * self.intermediate)
 
@@ -69,8 +69,10 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Rows:
-    """One tensor for each row in every field. The actor's update reads the first four, the critic's not `advantages`
-    and `old_log_probs`."""
+    """One tensor per row in every field.
+
+    The actor's update reads the first four; the critic's reads all but `advantages` and `old_log_probs`.
+    """
 
     prompts: list[Tensor]
     responses: list[Tensor]
@@ -80,7 +82,7 @@ class Rows:
     returns: list[Tensor] = field(default_factory=list)
 
     def part(self, numbers: list[int]) -> Rows:
-        """Some rows; a column that is not there yet stays empty."""
+        """Select rows; empty columns stay empty."""
         return Rows(*([column[number] for number in numbers] if column else [] for column in vars(self).values()))
 
     def __len__(self) -> int:
@@ -88,7 +90,7 @@ class Rows:
 
 
 def training_rows(vocabulary: int, seed: int, count: int = PROMPTS, longest_response: int = LONGEST_RESPONSE) -> Rows:
-    """A batch as it comes from a rollout of an untrained model, whose log-probs are about those of a fair die."""
+    """Build a batch as from a rollout of an untrained model, whose log-probs are close to a uniform distribution."""
     random = torch.Generator().manual_seed(seed)
 
     def lengths(count: int, longest: int) -> list[int]:
@@ -109,12 +111,12 @@ def training_rows(vocabulary: int, seed: int, count: int = PROMPTS, longest_resp
 
 
 def prompt_texts(seed: int) -> list[str]:
-    """`PROMPTS` texts of 1 to 64 letters, a token each."""
+    """Return `PROMPTS` texts of 1 to 64 letters, one token per letter."""
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, LONGEST_PROMPT + 1, (PROMPTS,), generator=random).tolist()
     return ["".join(LETTERS[i] for i in torch.randint(0, len(LETTERS), (n,), generator=random)) for n in lengths]
 
 
 def even_share(response: Sequence[int]) -> float:
-    """A reward that costs nothing: the share of even token ids."""
+    """Return the share of even token ids, a reward that costs almost no time."""
     return sum(token % 2 == 0 for token in response) / max(len(response), 1)

@@ -77,8 +77,8 @@ def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--device", "cpu", "--parts", "update,speed"], "there is no speed"),
-        (["--device", "cpu", "--against", "trl"], "there is no trl"),
+        (["--device", "cpu", "--parts", "update,speed"], "unknown: speed; use update"),
+        (["--device", "cpu", "--against", "trl"], "unknown: trl; use textbook"),
         (["--device", "cpu", "--set", "x"], "--set takes KEY=VALUE"),
     ],
 )
