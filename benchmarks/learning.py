@@ -70,8 +70,8 @@ TASKS = {
     ),
     "spell_backward": Task(
         source="reasoning_gym/spell_backward",
-        about="Spell words of three or four letters backwards. The score is the share of correctly placed letters, minus "
-        "a penalty for extra letters. The mistake: only the first and the last letter are swapped.",
+        about="Spell words of three or four letters backwards. The score is the share of letters in place, minus a "
+        "penalty for extra letters. The mistake: only the first and the last letter are swapped.",
         num_train=3000,
         settings={"min_word_len": 3, "max_word_len": 4},
         longest_prompt=60,
