@@ -4,7 +4,7 @@ Every test run tries all rules on two ranks, and in the other layouts the rules 
 `make test-matrix` tries all rules in all of them, and in all pairs of features.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +38,22 @@ NUMBERS_APART = NUMBERS | {
 }
 
 
-def _tried_always(layout: str, rule: str) -> bool:
-    if layout in PAIRS or layout == "compiled":  # a compiler runs for a minute
-        return False
-    return layout == "two" or rule in (NUMBERS_APART if layout in APART else NUMBERS)
+def _marks(layout: str, rule: str) -> Sequence[pytest.MarkDecorator]:
+    """`make test` runs all rules in one layout and the numbers in all; `compiled` takes a minute per rule."""
+    if layout not in PAIRS and layout != "compiled":
+        if layout == "two" or rule in NUMBERS:
+            return ()
+        if layout in APART and rule in NUMBERS_APART:
+            return (pytest.mark.slow,)
+    return (pytest.mark.matrix,)
 
 
 def _cases() -> Iterator[Any]:
     """Layouts with as many ranks follow each other: they share processes."""
     for name, layout in sorted(EVERY.items(), key=lambda item: item[1].world):
         for rule in RULES:
-            marks = () if _tried_always(name, rule.name) else pytest.mark.matrix
-            yield pytest.param(layout.world, layout, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}", marks=marks)
+            id_, marks = f"{name}-{rule.name.replace(' ', '_')}", _marks(name, rule.name)
+            yield pytest.param(layout.world, layout, rule.name, id=id_, marks=marks)
 
 
 @pytest.fixture(scope="module")

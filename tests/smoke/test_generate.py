@@ -131,6 +131,7 @@ def test_rows_with_long_prompts_can_be_left_out_and_then_their_columns_are_too(h
     assert [row["id"] for row in rows(tmp_path / "out.parquet")] == [0, 2]
 
 
+@pytest.mark.slow
 def test_a_second_model_adds_its_columns_to_the_first_ones(home: Path, tmp_path: Path) -> None:
     assert generate(home, tmp_path / "a.parquet").status == 0
     again = {"data__path": tmp_path / "a.parquet", "trainer__seed": 2}
@@ -214,7 +215,7 @@ def killed_in_call(call: int, words: list[str], hold: Path, monkeypatch: pytest.
     reached.unlink()
 
 
-@pytest.mark.parametrize("call", [1, 3, 4])
+@pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_that_was_killed_goes_on_and_its_file_is_that_of_the_undisturbed_run(
     call: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +254,7 @@ def test_other_settings_do_not_go_on_from_the_parts_that_are_there(begun: Path, 
     assert parts_of(begun).is_dir()
 
 
+@pytest.mark.slow
 def test_another_model_or_other_prompts_in_the_same_place_do_not_either(
     begun: Path, home: Path, tmp_path: Path
 ) -> None:
@@ -283,6 +285,7 @@ def test_a_damaged_part_and_all_after_it_are_made_again(begun: Path, home: Path)
     assert begun.read_bytes() == begun.with_name("whole.parquet").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_kill_in_mid_write_leaves_nothing_that_counts(begun: Path, home: Path) -> None:
     # What a kill leaves: a part without its name yet, and a file without its name yet.
     unfinished = parts_of(begun) / "from_000000008.unfinished"
@@ -318,6 +321,7 @@ def test_a_file_that_is_there_is_not_replaced(home: Path, tmp_path: Path) -> Non
     assert out.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, hold = tmp_path / "out.parquet", tmp_path / "hold"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))

@@ -97,7 +97,10 @@ def saved(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("layout", "algorithm", "steps"),
-    [("one process", "gae", 8), *(pytest.param(*case, marks=pytest.mark.cluster) for case in CASES)],
+    [
+        pytest.param("one process", "gae", 8, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.cluster) for case in CASES),
+    ],
 )
 def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
     layout: str, algorithm: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Path) -> None:
     steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 2}
     done = started("run_tiny_cpu.sh", tmp_path, steps, shlex.quote(sys.executable))

@@ -41,15 +41,18 @@ def server() -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {},
-        # Each role has its own: the actor's two ranks share a row, the reference's do not.
-        {
-            f"{ACTOR}.ulysses_sequence_parallel_size": 2,
-            "actor_rollout_ref.ref.ulysses_sequence_parallel_size": 1,
-            "critic.model.fsdp_config.tensor_parallel_size": 2,
-        },
+        pytest.param({}, id="rows"),
+        # The actor's two ranks share a row, the reference's do not.
+        pytest.param(
+            {
+                f"{ACTOR}.ulysses_sequence_parallel_size": 2,
+                "actor_rollout_ref.ref.ulysses_sequence_parallel_size": 1,
+                "critic.model.fsdp_config.tensor_parallel_size": 2,
+            },
+            id="a layout per role",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["rows", "each role its own"],
 )
 def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
     alone = run_ppo(tmp_path, SHUFFLED, steps=2)
@@ -58,6 +61,7 @@ def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_
     assert ranks[1].metrics["actor/reward_kl_penalty"] != 0
 
 
+@pytest.mark.slow
 def test_gspo_and_dynamic_sampling_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # One ratio for a response, whose tokens two ranks share; or each rank has rows of its own.
     changes: dict[str, Any] = {
@@ -94,6 +98,7 @@ def test_mismatch_and_its_correction_do_not_depend_on_the_number_of_ranks(tmp_pa
     assert alone["rollout/effective_sample_share"] < 1 - 1e-6
 
 
+@pytest.mark.slow
 def test_an_adapter_and_the_model_without_it_as_reference_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     alone = run_ppo(tmp_path, LORA, steps=2)
     compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)
@@ -183,7 +188,10 @@ def lines(run: Path) -> list[str]:
     return [json.dumps(deterministic(line)) for line in read_metrics(run / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("async_save", [False, True], ids=["waiting", "in the background"])
+@pytest.mark.parametrize(
+    "async_save",
+    [pytest.param(False, id="waiting"), pytest.param(True, id="in the background", marks=pytest.mark.slow)],
+)
 def test_a_run_on_two_ranks_that_was_killed_goes_on_bit_for_bit(
     async_save: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

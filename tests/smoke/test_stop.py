@@ -60,7 +60,9 @@ def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_
     assert steps(whole) == []
 
 
-@pytest.mark.parametrize(("trainer", "words_of"), [("sft", sft_words), ("rm", rm_words)])
+@pytest.mark.parametrize(
+    ("trainer", "words_of"), [("sft", sft_words), pytest.param("rm", rm_words, marks=pytest.mark.slow)]
+)
 def test_a_supervised_run_ends_at_sigusr1_without_an_export_and_one_that_is_done_takes_no_notice(
     trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,7 +243,7 @@ def test_a_model_without_a_head_for_scores_is_an_error(home: Path) -> None:
 def test_a_tokenizer_without_a_template_is_an_error_before_the_model_is_loaded(home: Path, tmp_path: Path) -> None:
     folder = make_tiny_reward_model(tmp_path / "rm", template="")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(EngineError, match=r"no chat template .*input_tokenizer=null"):
+    with pytest.raises(EngineError, match=r"has no chat template.*input_tokenizer=null"):
         built(config_of(home, "other", reward_model__model__path=folder))
 
 
