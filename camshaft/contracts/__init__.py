@@ -1,6 +1,7 @@
 """Contract suites for implementations of camshaft's interfaces, as a library.
 
-rules.py    rules, findings, and the functions that check them
-engine/     the contract of `BaseEngine`
-rollout/    the contract of `BaseRollout`
+rules.py     rules, findings, and the functions that check them
+engine/      the contract of `BaseEngine`
+rollout/     the contract of `BaseRollout`
+controller/  the contract of a controller backend
 """

@@ -1,16 +1,16 @@
-"""The hybrid engine: a context in which the rollout provably holds the engine's present weights.
+"""The hybrid engine: a context manager that syncs the engine's weights to the rollout and verifies them.
 
-        engine.eval_mode: parameters are where they can be read, gradients and optimizer where they rest
-          -> rollout.wake_up: memory for generation
-          -> named_weights, cast to what the rollout computes with -> load_weights; digests of what goes
-          -> rollout.weight_digests, computed anew from what it has: any that differs is an error by name
-          -> the engine puts its parameters away again, unless the rollout may share them
+        engine.eval_mode: load the parameters, offload gradients and optimizer state
+          -> rollout.wake_up: allocate memory for generation
+          -> named_weights, cast to the dtype of the rollout, digested -> load_weights
+          -> rollout.weight_digests, recomputed by the receiver: a difference is an error with the weight's name
+          -> offload the parameters again, unless the rollout shares them
           -> the caller generates
-          -> rollout.sleep: that memory is given back
+          -> rollout.sleep: free the memory
 
-Weights are handed over at every entry, and each hand-over has a number. A rollout that can share the engine's
-storage makes that a matter of pointers; one that cannot pays for a copy, and the report says how much. Where the
-rollout is told of an adapter (`config.lora`), base weights go over once, and then the adapter alone.
+Every entry syncs the weights, and syncs are numbered. A rollout that shares the engine's storage exchanges only
+pointers; any other copies, and `Sync` records bytes and seconds. If the rollout loads adapters (`config.lora`), the
+first sync sends the base weights and the adapter, and later ones send only the adapter.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from camshaft.models.lora import with_scaling
 from camshaft.rollout import BaseRollout
 
 SHOWN = 8
-"""So many names are in an error; the others are counted."""
+"""Maximum number of weight names in an error message; the others are counted."""
 
 
 @dataclass
 class Sync:
-    """What one hand-over moved, and what it took."""
+    """Size, duration and digests of one weight sync."""
 
     version: int
     bytes: int = 0
     seconds: float = 0.0
-    """From waking the rollout to the last digest."""
+    """Time from `wake_up` to the last digest."""
     check_seconds: float = 0.0
-    """Of these, for digests on both sides."""
+    """Part of `seconds` spent on digests, on both sides."""
     peak_memory: int = 0
-    """The most bytes so far: of tensors on the engine's device, or of this process where that is the CPU."""
+    """Peak memory so far in bytes: of tensors on the engine's device, or of this process if the device is the CPU."""
     digests: dict[str, int] = field(default_factory=dict, repr=False)
-    """Of what was sent, by name."""
-    as_it_is: bool = False
-    """Whether any tensor of the engine's went as it is, not cast."""
+    """Digests of the sent weights, by name."""
+    shares_storage: bool = False
+    """True if any tensor was sent without a cast."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -61,43 +61,43 @@ class Sync:
         }
 
     def sent(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
-        """The weights as they go to `rollout`, counted and digested."""
+        """Yield the weights in the rollout's dtype; record their sizes and digests."""
         for name, tensor in weights:
-            going = tensor.detach().to(rollout.arrival_dtype(name, tensor))
-            self.bytes += going.numel() * going.element_size()
-            self.as_it_is |= going.dtype == tensor.dtype
+            cast = tensor.detach().to(rollout.arrival_dtype(name, tensor))
+            self.bytes += cast.numel() * cast.element_size()
+            self.shares_storage |= cast.dtype == tensor.dtype
             start = time.perf_counter()
-            self.digests[name] = digest(going)
+            self.digests[name] = digest(cast)
             self.check_seconds += time.perf_counter() - start
-            yield name, going
+            yield name, cast
 
-    def check(self, held: Mapping[str, int], before: Mapping[str, int]) -> None:
-        """Compare with what the rollout has; `before` is what the last hand-over sent to it."""
-        differ = [name for name, number in self.digests.items() if held.get(name, number) != number]
-        stale = [name for name in differ if held[name] == before.get(name)]
-        wrong = {
-            "not there": [name for name in self.digests if name not in held],
-            "there without having been sent": [name for name in held if name not in self.digests],
-            "stale, still as the hand-over before sent it": stale,
-            "other than what was sent": [name for name in differ if name not in stale],
+    def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
+        """Compare the sent digests with `received`, the rollout's; `previous` are those of the last weight sync."""
+        different = [name for name, number in self.digests.items() if received.get(name, number) != number]
+        stale = [name for name in different if received[name] == previous.get(name)]
+        problems = {
+            "missing in the rollout": [name for name in self.digests if name not in received],
+            "in the rollout, but never sent": [name for name in received if name not in self.digests],
+            "stale, unchanged since the previous weight sync": stale,
+            "different from what was sent": [name for name in different if name not in stale],
         }
-        told = [f"{_some(names)}: {what}" for what, names in wrong.items() if names]
-        if told:
+        descriptions = [f"{_some(names)}: {problem}" for problem, names in problems.items() if names]
+        if descriptions:
             raise RolloutError(
-                f"hand-over {self.version}: the rollout does not hold the engine's weights. {'; '.join(told)}. "
-                "Nothing was generated with them. Look at the generator's load_weights() "
-                "(camshaft check-rollout tries one by itself)"
+                f"weight sync {self.version}: the weights of the rollout differ from the engine's. "
+                f"{'; '.join(descriptions)}. Nothing was generated with them. Check the generator's load_weights() "
+                "with `camshaft check-rollout`"
             )
 
 
 @contextlib.contextmanager
 def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
-    """`rollout` generates with the weights that `engine` has now."""
+    """Sync the weights of `engine` to `rollout` on entry; put the rollout to sleep on exit."""
     with contextlib.ExitStack() as parameters:
         parameters.enter_context(engine.eval_mode())
         try:
-            sync = _hand_over_of(engine, rollout)
-            if not (rollout.keeps_tensors and sync.as_it_is):
+            sync = _sync_engine(engine, rollout)
+            if not (rollout.keeps_tensors and sync.shares_storage):
                 parameters.close()
             yield sync
         except BaseException as error:
@@ -106,19 +106,19 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
         rollout.sleep()
 
 
-def hand_over(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
-    """Wake `rollout`, give it `weights`, whose owner is on `device`, and see that it has them."""
-    with _handing_over(rollout, device) as sync:
+def sync_weights(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
+    """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
+    with _verified_sync(rollout, device) as sync:
         rollout.load_weights(sync.sent(weights, rollout))
     return sync
 
 
-def _hand_over_of(engine: BaseEngine, rollout: BaseRollout) -> Sync:
-    """All weights of `engine`; or its adapter, the first time behind the base weights, which are there ever after."""
+def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+    """Sync all weights of `engine`; with LoRA, the adapter, and before the first adapter the base weights."""
     lora = rollout.config.lora
     if lora is None:
-        return hand_over(engine.named_weights(), rollout, engine.config.device)
-    with _handing_over(rollout, engine.config.device) as sync:
+        return sync_weights(engine.named_weights(), rollout, engine.config.device)
+    with _verified_sync(rollout, engine.config.device) as sync:
         base = rollout.base_sent if rollout.base_owner is not None and rollout.base_owner() is engine else None
         rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)
         if base is None:
@@ -133,18 +133,18 @@ def _hand_over_of(engine: BaseEngine, rollout: BaseRollout) -> Sync:
 
 
 @contextlib.contextmanager
-def _handing_over(rollout: BaseRollout, device: str) -> Iterator[Sync]:
-    """Around what gives weights to `rollout`: awake before it, and seen to have them after it."""
+def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
+    """Wake `rollout` on entry; verify its digests on exit. The body loads the weights."""
     start = time.perf_counter()
     if not rollout.keeps_tensors:
-        release_cache(torch.device(device))  # what wakes up has another allocator
+        release_cache(torch.device(device))  # the rollout has an allocator of its own
     rollout.wake_up()
     rollout.weights_version += 1
     sync = Sync(rollout.weights_version)
     yield sync
     loaded = time.perf_counter()
-    before, rollout.weights_sent = rollout.weights_sent, sync.digests
-    sync.check(rollout.weight_digests(), before)
+    previous, rollout.weights_sent = rollout.weights_sent, sync.digests
+    sync.check(rollout.weight_digests(), previous)
     end = time.perf_counter()
     sync.check_seconds += end - loaded
     sync.seconds = end - start
@@ -152,11 +152,11 @@ def _handing_over(rollout: BaseRollout, device: str) -> Iterator[Sync]:
 
 
 def _sleep_after(error: BaseException, rollout: BaseRollout) -> None:
-    """Give the memory back; a generator that is broken may not be able to, and the first error is the one to tell."""
+    """Free the rollout's memory. A failure becomes a note, so that the first error is the one raised."""
     try:
         rollout.sleep()
     except Exception as second:
-        error.add_note(f"Nor could the rollout be put to sleep: {second}")
+        error.add_note(f"The rollout could not be put to sleep either: {second}")
 
 
 def _some(names: list[str]) -> str:

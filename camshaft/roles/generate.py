@@ -15,7 +15,7 @@ from camshaft.config import GenerateConfig, generate_engine, generate_model, gen
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import stored_weights
-from camshaft.reshard import hand_over
+from camshaft.reshard import sync_weights
 from camshaft.roles.rollout import columns_of
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
@@ -34,7 +34,7 @@ class GenerateWorker(Worker):
     def init_model(self) -> None:
         """Build the rollout and load the weights of the folder into it."""
         self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
-        hand_over(stored_weights(generate_model(self.config)), self.rollout, "cpu")
+        sync_weights(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

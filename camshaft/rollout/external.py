@@ -23,7 +23,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, refuse_load, refuse_use
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_can_generate, check_can_load
 from camshaft.rollout.shared_model import stop_ids_of
 from camshaft.rollout.weights.checks import ExpectedWeights
 
@@ -73,10 +73,10 @@ class ExternalRollout(BaseRollout):
         return self.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
 
     def ready_to_load(self) -> None:
-        refuse_load(self._asleep)
+        check_can_load(self._asleep)
 
     def ready(self) -> None:
-        refuse_use(self._asleep, self.has_weights())
+        check_can_generate(self._asleep, self.has_weights())
 
     def all_stop_ids(self, sampling: SamplingParams) -> list[int]:
         """Return every token id that ends a row: the model's own, unless `ignore_eos`, and those of the call."""

@@ -1,12 +1,12 @@
-"""The plain generator: `transformers.generate` as it is, for comparison and for models that others refuse.
+"""Generation with unmodified `transformers.generate`, for comparison and for models that `builtin` does not support.
 
     rollout = HFRollout(RolloutEngineConfig(model_path="models/tiny"))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-Prompts are padded on the left, finished rows are computed until the last one of their part has ended, and every
-row's prompt is computed by itself. What may be sampled is cut by transformers' own warpers; the draw is that of
-`sampling.py`, so that a row's samples depend on its seed and prompt alone.
+Prompts are padded on the left, every prompt is computed separately, and finished rows are computed until the last row
+of their part has ended. The warpers of transformers restrict the distribution. `sampling.py` samples from it, so a
+row's samples depend only on its seed and prompt.
 """
 
 import time
@@ -43,7 +43,7 @@ class HFRollout(BaseRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        # "eager" is the family's own code, exact where the fast kernels are not (soft-capped scores).
+        # "eager" is the code of the model itself, exact where the fast kernels are not (soft-capped scores).
         self.model = SharedModel(config, attention="eager")
         # The folder's recommended sampling settings would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
@@ -104,7 +104,7 @@ class HFRollout(BaseRollout):
             do_sample=False,  # `_Choice` leaves one token
             max_new_tokens=int(limits.max()),
             eos_token_id=stop_ids or None,
-            pad_token_id=0,  # written behind a row's end, and cut off below
+            pad_token_id=0,  # written after a row's end and removed below
             return_dict_in_generate=True,
         )
         grid, width = prompts.to(self.model.device), int(prompts.lengths.max())
@@ -136,7 +136,7 @@ class HFRollout(BaseRollout):
         }
         kept = Ragged.from_padded(log_probs, keep)
         if not bool(kept.values.isfinite().all()):
-            raise RolloutError("the model's logits are not finite; look at the weights")
+            raise RolloutError("the model's logits are not finite; check the weights for NaN or infinite values")
         return Generation(Ragged.from_padded(tokens, keep), kept, stops.any(dim=1), metrics)
 
 

@@ -1,13 +1,13 @@
-"""A transformers model whose weights belong to somebody else.
+"""A transformers model that shares its weights with the training engine.
 
     model = SharedModel(config, attention=PACKED)
     model.load(engine.named_weights())
     model.ready().forward(...)
-    model.sleep()                          # lets go of the weights
+    model.sleep()                          # releases the weights
 
-The model is built from the config of its folder, without weights. Those that come are adopted: a tensor of the
-right dtype on the right device becomes the parameter itself, so that an optimizer's update in place is seen
-without another `load`; any other is copied. Used by the generators that run a transformers model.
+The model is built from the config of its folder, without weights. A tensor of the right dtype on the right device
+becomes the parameter itself, so an optimizer's in-place update is visible without another `load`; any other tensor is
+copied. The generators that run a transformers model (`builtin`, `hf`) use it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,16 +22,18 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
-from camshaft.rollout.base import refuse_load, refuse_use
+from camshaft.rollout.base import check_can_generate, check_can_load
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
 
 class SharedModel:
-    """The model, its weights if it has any, and the tokens that end a sequence."""
+    """The model, its weights once loaded, and the tokens that end a sequence."""
 
     def __init__(self, config: RolloutEngineConfig, attention: str):
         if config.engine_kwargs:
-            raise RolloutError(f"the 'torch' and 'hf' rollouts take no engine_kwargs, got {dict(config.engine_kwargs)}")
+            raise RolloutError(
+                f"the 'torch' and 'hf' rollouts have no engine_kwargs, got {dict(config.engine_kwargs)}; remove them"
+            )
         self.device = torch.device(config.device)
         self.hf: PreTrainedModel = empty_model(config, attention)
         for buffer in self.hf.buffers():
@@ -40,65 +42,65 @@ class SharedModel:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self.stop_ids = stop_ids_of(self._folder, self.hf.config, self._trust)
         self.expected = ExpectedWeights.of_model(self.hf)
-        self._came: set[str] | None = None
+        self._loaded_names: set[str] | None = None
         self._asleep = False
 
     @property
     def num_embeddings(self) -> int:
-        """Token ids are below this number."""
+        """Rows of the embedding; token ids are below this number."""
         embeddings: Any = self.hf.get_input_embeddings()
         return embeddings.weight.shape[0]
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The folder's, read when it is first asked for."""
+        """The tokenizer of the model folder, loaded on first use."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(str(self._folder), self._trust)
         return self._tokenizer
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Adopt all weights; until the last one has come without an error, the model has none."""
-        refuse_load(self._asleep)
-        self._came = None
-        came: set[str] = set()
+        """Load all weights. After an error the model has no weights."""
+        check_can_load(self._asleep)
+        self._loaded_names = None
+        names: set[str] = set()
         for name, tensor in self.expected.validate(weights):
             weight = self.expected.weights[name]
-            if not came & set(weight.names):
-                _put(self.hf, weight, tensor.detach().to(self.device, weight.meta.dtype))
-            came.add(name)
-        self._came = came
+            if not names & set(weight.names):
+                _set_tensor(self.hf, weight, tensor.detach().to(self.device, weight.meta.dtype))
+            names.add(name)
+        self._loaded_names = names
 
     def digests(self) -> Mapping[str, int]:
-        """Of the weights where the model has them, each under the names that it came under."""
-        held = self.ready().state_dict()
-        assert self._came is not None
-        return {name: digest(held[name]) for name in self._came}
+        """Return the digests of the model's present weights, by the names passed to `load`."""
+        tensors = self.ready().state_dict()
+        assert self._loaded_names is not None
+        return {name: digest(tensors[name]) for name in self._loaded_names}
 
     def ready(self) -> PreTrainedModel:
-        """The model, if it can generate."""
-        refuse_use(self._asleep, self._came is not None)
+        """Return the model; raise `RolloutError` if it is asleep or has no weights."""
+        check_can_generate(self._asleep, self._loaded_names is not None)
         return self.hf
 
     def sleep(self) -> None:
-        """Let go of the weights; what was copied is freed."""
-        self._asleep, self._came = True, None
+        """Release the weights; copies are freed."""
+        self._asleep, self._loaded_names = True, None
         for weight in self.expected.weights.values():
-            _put(self.hf, weight, weight.meta)
+            _set_tensor(self.hf, weight, weight.meta)
 
     def wake_up(self) -> None:
-        """Be ready to take weights; nothing happens to a model that is awake."""
+        """Permit `load` again; no effect on a model that is awake."""
         self._asleep = False
 
 
-def _put(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
-    """Let all places of `weight` hold `tensor` itself."""
-    held = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
+def _set_tensor(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
+    """Register `tensor` under all names of `weight`, without a copy."""
+    registered = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
     for name in weight.names:
         owner, _, leaf = name.rpartition(".")
-        if isinstance(held, nn.Parameter):
-            hf.get_submodule(owner).register_parameter(leaf, held)
+        if isinstance(registered, nn.Parameter):
+            hf.get_submodule(owner).register_parameter(leaf, registered)
         else:
-            hf.get_submodule(owner).register_buffer(leaf, held)
+            hf.get_submodule(owner).register_buffer(leaf, registered)
 
 
 def stop_ids_of(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Strings that end a response: which token completes one of them.
+"""Detect the token that completes a stop string.
 
     stops = StopStrings(tokenizer, ("###", "Question:"))
-    stops.ended_by(response_ids)           # does the last of these tokens complete a string?
+    stops.ended_by(response_ids)           # True if the last token completes a string
 
-The text is what the tokenizer makes of the response alone, without special tokens: a string that began in the
-prompt ends nothing. Asked after each token, this looks at the tail of the response only.
+The text is the decoded response without the prompt and without special tokens, so a string that begins in the prompt
+does not end the response. The check after each token decodes only the tail of the response.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from transformers import PreTrainedTokenizerBase
 from camshaft.rollout.base import Generation
 
 MARGIN = 16
-"""Characters before the longest string that are decoded along: a tail may read otherwise where it begins."""
+"""Extra characters decoded before the longest string, because the first tokens of a tail may decode differently."""
 
 
 class StopStrings:
-    """The strings of one call, and the tokenizer that says what tokens read like."""
+    """The stop strings of one call and the tokenizer that decodes responses."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self._tokenizer, self._strings = tokenizer, tuple(strings)
-        self._needed = max((len(text) for text in strings), default=0) + MARGIN
+        self._tail_length = max((len(text) for text in strings), default=0) + MARGIN
 
     def ended_by(self, response: Sequence[int]) -> bool:
-        """Whether a string stands in the text of `response`, which had none before its last token."""
+        """Return True if the text of `response` contains a string. Without its last token it must contain none."""
         if not self._strings:
             return False
-        count = self._needed
+        count = self._tail_length
         while True:
             text = self._text(response[-count:])
-            if len(text) >= self._needed or count >= len(response):
+            if len(text) >= self._tail_length or count >= len(response):
                 return any(string in text for string in self._strings)
-            count *= 2  # tokens without a text of their own: special ones, and parts of characters
+            count *= 2  # special tokens and parts of characters have no text
 
     def end_of(self, response: Sequence[int]) -> int | None:
-        """How many tokens of a whole response are left if it ends with its first string; None if it has none."""
+        """Return the number of tokens up to the end of the first stop string, or None if it contains none."""
         if not any(string in self._text(response) for string in self._strings):
             return None
         return next((count for count in range(1, len(response) + 1) if self.ended_by(response[:count])), None)
@@ -49,7 +49,10 @@ class StopStrings:
 
 
 def cut_at_strings(generation: Generation, stops: StopStrings) -> Generation:
-    """Rows that were generated on, as if they had ended; right where a row's samples do not depend on the others."""
+    """Truncate rows after their first stop string.
+
+    The result equals generation that stops there if the samples of a row do not depend on the other rows.
+    """
     lengths, finished = generation.responses.lengths.clone(), generation.finished.clone()
     for row, tokens in enumerate(generation.responses.rows()):
         end = stops.end_of(tokens.tolist())

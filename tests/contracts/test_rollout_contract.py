@@ -31,9 +31,10 @@ def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
 
 
 IN_A_PROCESS = (
-    "seeds decide", "a row is the same in any batch", "rows end", "stop strings end a row", "bad prompts are refused",
-    "the last weights count", "tied weights come once or twice", "weights that do not fit are named",
-    "digests tell what is held", "digests find a transposed weight", "sleep and wake",
+    "seeds determine samples", "rows do not depend on the batch", "rows end", "stop strings end a row",
+    "invalid prompts are rejected",
+    "new weights replace old ones", "tied weights load under either name", "weight errors name the weight",
+    "digests match the weights", "digests detect a transposed weight", "sleep and wake",
 )  # fmt: skip
 """Rules for `process`, which computes what the generator inside computes; each rule starts a process or two."""
 

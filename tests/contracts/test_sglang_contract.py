@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.sglang, pytest.mark.timeout(1200)]
 def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
     """Return a harness whose rules share tiny models, and the engines of one model and config."""
     # SGLang's class for this architecture has no sliding window.
-    refused = {"mistral": "a sliding window of 6 tokens"}
-    return RolloutHarness(SGLangPool(), tmp_path_factory.mktemp("rollout"), refused=refused)  # pyright: ignore
+    unsupported = {"mistral": "a sliding window of 6 tokens"}
+    return RolloutHarness(SGLangPool(), tmp_path_factory.mktemp("rollout"), unsupported=unsupported)  # pyright: ignore
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))

@@ -59,7 +59,7 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
     """As near as the contract wants it of steps as they are, which round elsewhere."""
     harness, sampling = RolloutHarness(Recorded, tmp_path, "cuda"), SamplingParams(24)
     case = harness.empty_case(family, FAMILIES[family], dtype="bfloat16", max_num_seqs=7)
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data /= 4 if weight.ndim > 1 else 1
     case.rollout.load_weights(case.weights())
     out = case.rollout.generate_sequences(prompts_of(harness), sampling)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import RolloutHarness, close
-from camshaft.contracts.rollout.suite import WAYS
+from camshaft.contracts.rollout.suite import SAMPLINGS
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.tiny import make_tiny_model
@@ -44,7 +44,7 @@ def test_seeds_give_the_samples_of_the_builtin_generator(harness: RolloutHarness
     case, prompts, seeds = harness.case(), harness.prompts(4, 9, 1, 9), torch.tensor([5, -1, 2**62, 7])
     builtin = build_rollout("torch", RolloutEngineConfig(model_path=case.rollout.config.model_path, max_model_len=96))
     builtin.load_weights(case.weights())
-    for sampling in WAYS:
+    for sampling in SAMPLINGS:
         out, expected = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, builtin))
         assert out.responses.values.tolist() == expected.responses.values.tolist()
         close(out.log_probs, expected.log_probs, 1e-4, "log-probs")

@@ -37,7 +37,7 @@ def test_a_killed_generator_ends_the_run_within_seconds_and_the_run_resumes(
     monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))
     own = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
     words = ppo_words(tmp_path, {**RUN, **own, "trainer.default_local_dir": run})
-    hold.write_text("4")  # the fourth hand-over is that of the last step
+    hold.write_text("4")  # the fourth weight sync is that of the last step
     process, told = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
     try:
         until = time.monotonic() + 150

@@ -289,9 +289,9 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "sampling": {
-        "temperature": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
-        "top_k": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
-        "top_p": (f"{_GENERATES}[torch-log_probs_are_those_of_the_distribution]",),
+        "temperature": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
+        "top_k": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
+        "top_p": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
         "do_sample": ("tests/unit/rollout/test_base.py::test_temperature_zero_or_do_sample_off_is_greedy",),
         "ignore_eos": (f"{_GENERATES}[torch-rows_end]",),
         "max_tokens": (f"{_GENERATES}[torch-rows_end]",),

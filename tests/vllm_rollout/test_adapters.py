@@ -213,12 +213,12 @@ def flipped(tensor: Tensor) -> Tensor:
     ("fault", "message"),
     [
         ("dropped", rf"load_adapter: 1 weights are missing: {NAME}"),
-        ("transposed", rf"{NAME}: other than what was sent"),
+        ("transposed", rf"{NAME}: different from what was sent"),
         ("turned over", rf"load_adapter: '{NAME}' has shape \(128, 6\), but the model expects \(6, 128\)"),
         ("cut", rf"'{NAME}' has shape \(6, 127\)"),
         ("added", r"the adapter has no weight '.*z_proj.*'; did you mean"),
         ("twice", rf"'{NAME}' was sent twice"),
-        ("one bit", rf"{NAME}: other than what was sent"),
+        ("one bit", rf"{NAME}: different from what was sent"),
     ],
 )
 def test_fault_between_engine_and_rollout_is_named(pair: AdapterPair, monkeypatch, fault: str, message: str) -> None:
@@ -235,10 +235,10 @@ def test_fault_between_engine_and_rollout_is_named(pair: AdapterPair, monkeypatc
 @pytest.mark.parametrize(
     ("fault", "name", "message"),
     [
-        ("dropped", NAME, f"{NAME}: not there"),
-        ("transposed", NAME, f"{NAME}: other than what was sent"),
-        ("transposed", ALONE, f"{ALONE}: other than what was sent"),
-        ("one bit", ALONE, f"{ALONE}: other than what was sent"),
+        ("dropped", NAME, f"{NAME}: missing in the rollout"),
+        ("transposed", NAME, f"{NAME}: different from what was sent"),
+        ("transposed", ALONE, f"{ALONE}: different from what was sent"),
+        ("one bit", ALONE, f"{ALONE}: different from what was sent"),
         ("dropped", ALONE, "vLLM .* rejected the adapter: AssertionError"),
     ],
 )
@@ -268,7 +268,7 @@ def test_stale_tensor_is_named(pair: AdapterPair, monkeypatch) -> None:
     layer = layers_of(pair)["model.layers.0.self_attn.o_proj"]
     with monkeypatch.context() as patch:
         patch.setattr(layer, "set_lora", lambda *arguments: None)
-        message = rf"{stale[0]}, {stale[1]}: stale, still as the hand-over before sent it"
+        message = rf"{stale[0]}, {stale[1]}: stale, unchanged since the previous weight sync"
         with pytest.raises(RolloutError, match=message), rollout_mode(pair.engine, pair.rollout):
             pytest.fail("generated with wrong weights")
 
@@ -281,7 +281,7 @@ def test_stale_adapter_is_an_error(pair: AdapterPair, monkeypatch) -> None:
             pass
         pair.update()
         pair.rollout.engine._adapters -= 1
-        message = r"base_model\S+, .* and 20 more: stale, still as the hand-over before sent it"
+        message = r"base_model\S+, .* and 20 more: stale, unchanged since the previous weight sync"
         with pytest.raises(RolloutError, match=message), rollout_mode(pair.engine, pair.rollout):
             pytest.fail("generated with wrong weights")
 

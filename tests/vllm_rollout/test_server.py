@@ -22,7 +22,7 @@ from support.processes import running, still_running
 from support.vllm_runs import run_with_vllm
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, off_by
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, largest_difference
 from camshaft.errors import RolloutError
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.server import ServerRollout
@@ -67,12 +67,12 @@ def group_of(leader: int) -> list[int]:
 def off(case: Case, harness: RolloutHarness) -> float:
     prompts = harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
-    return off_by(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING))
+    return largest_difference(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING))
 
 
 def train(case: Case) -> None:
     """Change the weights of the reference model only."""
-    for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
+    for weight, (_, new) in zip(case.oracle.parameters(), case.other_weights(), strict=True):
         weight.data = new
 
 

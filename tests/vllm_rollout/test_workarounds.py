@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close, off_by
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, close, largest_difference
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
@@ -38,12 +38,12 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 def off(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> float:
     """Return the largest difference to the log-probs of transformers."""
     out = case.rollout.generate_sequences(prompts, sampling)
-    return off_by(out.log_probs, case.log_probs(prompts, out.responses, sampling))
+    return largest_difference(out.log_probs, case.log_probs(prompts, out.responses, sampling))
 
 
 def train(case: Case) -> None:
     """Change the weights of the reference model only."""
-    for weight, (_, new) in zip(case.plain.parameters(), case.other_weights(), strict=True):
+    for weight, (_, new) in zip(case.oracle.parameters(), case.other_weights(), strict=True):
         weight.data = new
 
 
@@ -131,7 +131,7 @@ def test_log_probs_are_processed(harness):
     case, prompts = harness.case(), harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
     close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING), 1e-4, "processed")
-    assert off_by(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(12))) > 0.1
+    assert largest_difference(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(12))) > 0.1
     with pytest.raises(RolloutError, match="engine_kwargs sets logprobs_mode"):
         VLLMRollout(case.rollout.config.model_copy(update={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}))
 

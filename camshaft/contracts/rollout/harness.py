@@ -1,7 +1,7 @@
-"""The bench on which the contract tries a generator: tiny models, prompts, and what transformers says of them.
+"""The harness of the rollout contract: tiny models, prompts, and the expected log-probs.
 
     harness = RolloutHarness(TorchRollout, "/tmp/scratch")
-    case = harness.case("llama", max_num_seqs=4)       # a rollout with the weights of a plain model
+    case = harness.case("llama", max_num_seqs=4)       # a rollout and an oracle with the same weights
     out = case.rollout.generate_sequences(harness.prompts(3, 9), SamplingParams(max_tokens=8))
     case.log_probs(prompts, out.responses, sampling)
 
@@ -32,7 +32,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 
 SHARPNESS = 12.0
-"""Freshly drawn tiny models say nearly nothing; with weights so much larger they prefer some tokens to others."""
+"""Scale of the oracle's weights. Randomly initialized tiny models have almost uniform distributions without it."""
 
 EOS = 2
 """The end-of-sequence token of tiny models."""
@@ -45,7 +45,7 @@ Generators that sum in another order were 0.5 to 1.7 units off, with AVX-512, AV
 
 
 class RolloutHarness:
-    """One class of generators in one scratch folder."""
+    """A rollout class and a scratch folder for its models."""
 
     def __init__(
         self,
@@ -53,24 +53,24 @@ class RolloutHarness:
         folder: str | Path,
         device: str = "cpu",
         sizes: dict[str, Any] | None = None,
-        refused: Mapping[str, str] | None = None,
+        unsupported: Mapping[str, str] | None = None,
     ):
         self.rollout_class, self.folder, self.device = rollout_class, Path(folder), device
         self.sizes: dict[str, Any] = {"hidden": 32, "seed": 3} | (sizes or {})
-        """Of all models; larger ones for a generator that cannot compute the smallest (`make_tiny_model`)."""
-        self.refused: Mapping[str, str] = refused or {}
-        """Families that the generator must refuse, because it would compute something else, and words of the error."""
+        """Arguments of `make_tiny_model` for all models. Some kernels need models larger than the default."""
+        self.unsupported: Mapping[str, str] = unsupported or {}
+        """Model types that the rollout must reject, with a phrase of the error message."""
         self.tolerance = 1e-4
-        """The smallest tolerance of the rules: kernels may approximate exp, and multiply in TF32."""
+        """Smallest tolerance of the rules: kernels may approximate exp and multiply in TF32."""
 
     def case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
-        """A plain model of this family and a rollout that has its weights."""
+        """Return a rollout and an oracle of this model type, with the same weights."""
         case = self.empty_case(family, sizes, **config)
         case.rollout.load_weights(case.weights())
         return case
 
     def empty_case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
-        """The same without the hand-over of weights."""
+        """Return a case whose rollout has no weights yet."""
         name = "-".join([family, *(f"{key}{value}" for key, value in (sizes or {}).items())])
         folder = self.folder / name
         if not folder.exists():
@@ -78,46 +78,46 @@ class RolloutHarness:
         defaults = {"max_model_len": 96, "max_num_seqs": 16, "device": self.device}
         rollout = self.rollout_class(RolloutEngineConfig(model_path=str(folder), **(defaults | config)))
         with quiet_transformers():
-            plain: Any = AutoModelForCausalLM.from_pretrained(
+            oracle: Any = AutoModelForCausalLM.from_pretrained(
                 folder, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
             )
-        for weight in plain.parameters():
+        for weight in oracle.parameters():
             if weight.ndim > 1:
                 weight.data *= SHARPNESS
-        return Case(rollout, plain.to(self.device).eval(), load_tokenizer(str(folder)))
+        return Case(rollout, oracle.to(self.device).eval(), load_tokenizer(str(folder)))
 
     def prompts(self, *lengths: int, seed: int = 0) -> Ragged:
-        """Random prompts of these lengths."""
+        """Return random prompts of these lengths."""
         random = torch.Generator().manual_seed(seed)
         return Ragged.from_rows([torch.randint(3, 100, (n,), generator=random) for n in lengths], torch.int64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rollout, and the model that it should be like."""
+    """A rollout, and the transformers model with the expected results."""
 
     rollout: BaseRollout
-    plain: Any
+    oracle: Any
     tokenizer: Any
 
     def text(self, tokens: list[int]) -> str:
-        """What a response of these tokens reads like."""
+        """Decode the tokens of a response."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def weights(self) -> list[tuple[str, Tensor]]:
-        return list(self.plain.named_parameters())
+        return list(self.oracle.named_parameters())
 
     def other_weights(self) -> list[tuple[str, Tensor]]:
-        """A copy of the weights that gives other log-probs."""
+        """Return scaled copies of the weights, which give different log-probs."""
         return [(name, weight.detach() * (1.5 if weight.ndim > 1 else 1)) for name, weight in self.weights()]
 
     @torch.no_grad()
     def distribution(self, tokens: Tensor, sampling: SamplingParams, model: Any = None) -> Tensor:
         """Return (T, V) float64 probabilities under `sampling` after each of `tokens` (T,)."""
-        logits = self._logits(model or self.plain, tokens[None])[0]
+        logits = self._logits(model or self.oracle, tokens[None])[0]
         if sampling.greedy:
             return logits.softmax(-1)
-        return torch.stack([_cut(row / sampling.temperature, sampling) for row in logits])
+        return torch.stack([_truncated(row / sampling.temperature, sampling) for row in logits])
 
     def log_probs(self, prompts: Ragged, responses: Ragged, sampling: SamplingParams) -> Ragged:
         """Return the float64 log-prob of each response token in the distribution to sample from."""
@@ -132,14 +132,14 @@ class Case:
         prompts: Ragged,
         generation: Generation,
         sampling: SamplingParams,
-        what: str = "log-probs",
+        subject: str = "log-probs",
         tolerance: float = 0.0,
     ) -> None:
         """Raise `Violation` if log-probs differ from the oracle by more than rounding, and by more than `tolerance`."""
         expected = self.log_probs(prompts, generation.responses, sampling)
-        expect(bool(expected.values.isfinite().all()), f"{what}: {sampling} sampled a token that it excludes")
+        expect(bool(expected.values.isfinite().all()), f"{subject}: {sampling} sampled a token that it excludes")
         allowed = ROUNDINGS * self.rounding(prompts, generation.responses, sampling)
-        close(generation.log_probs, expected, max(tolerance, allowed), what)
+        close(generation.log_probs, expected, max(tolerance, allowed), subject)
 
     def rounding(self, prompts: Ragged, responses: Ragged, sampling: SamplingParams) -> float:
         """Return the largest error of the oracle's log-probs in float32, at least the error of storing them."""
@@ -169,21 +169,21 @@ class Case:
         return Ragged.from_rows(log_probs, torch.float64)
 
     def _logits(self, model: Any, tokens: Tensor) -> Tensor:
-        return model(input_ids=tokens.to(self.plain.device)).logits.double().cpu()
+        return model(input_ids=tokens.to(self.oracle.device)).logits.double().cpu()
 
     def _double(self) -> Any:
         """Copy the oracle to float64 with its present weights, which tests change in place."""
-        return copy.deepcopy(self.plain).double()
+        return copy.deepcopy(self.oracle).double()
 
     def _both(self) -> tuple[Any, Any]:
-        return self.plain, self._double()
+        return self.oracle, self._double()
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, max_tokens: int, stop_ids: list[int] | None) -> list[int]:
-        """What `transformers.generate` says greedily to one prompt alone."""
-        out = self.plain.generate(
-            prompt[None].to(self.plain.device),
-            attention_mask=torch.ones_like(prompt)[None].to(self.plain.device),
+        """Return the greedy response of `transformers.generate` to one prompt."""
+        out = self.oracle.generate(
+            prompt[None].to(self.oracle.device),
+            attention_mask=torch.ones_like(prompt)[None].to(self.oracle.device),
             max_new_tokens=max_tokens,
             do_sample=False,
             eos_token_id=stop_ids,
@@ -192,8 +192,8 @@ class Case:
         return out[0, len(prompt) :].tolist()
 
 
-def _cut(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """(V,) probabilities of one token after top_k and top_p, as one would write them down."""
+def _truncated(scores: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return (V,) probabilities of one token after top_k and top_p, computed by their definitions."""
     order = scores.argsort(descending=True).tolist()
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
@@ -207,23 +207,24 @@ def _cut(scores: Tensor, sampling: SamplingParams) -> Tensor:
     return torch.zeros_like(scores).index_copy(0, torch.tensor(kept), scores[kept].softmax(0))
 
 
-# -- saying what is wrong -------------------------------------------------------------------------
+# -- assertions -----------------------------------------------------------------------------------
 
 
-def expect_refusal(action: Callable[[], Any], told: str, problem: str) -> None:
-    """`action` must raise a `RolloutError` whose message contains `told`."""
-    expect_error(action, told, problem, RolloutError)
+def expect_rollout_error(action: Callable[[], Any], phrase: str, problem: str) -> None:
+    """Raise `Violation` unless `action` raises a `RolloutError` whose message contains `phrase`."""
+    expect_error(action, phrase, problem, RolloutError)
 
 
-def off_by(found: Ragged, wanted: Ragged) -> float:
-    """The largest difference of two columns; the rows must have equal lengths."""
+def largest_difference(actual: Ragged, expected: Ragged) -> float:
+    """Return the largest absolute difference of two columns; raise `Violation` if their lengths differ."""
     expect(
-        torch.equal(found.lengths, wanted.lengths), f"lengths {found.lengths.tolist()}, not {wanted.lengths.tolist()}"
+        torch.equal(actual.lengths, expected.lengths),
+        f"lengths {actual.lengths.tolist()}, not {expected.lengths.tolist()}",
     )
-    return (found.values.double() - wanted.values.double()).abs().max().item()
+    return (actual.values.double() - expected.values.double()).abs().max().item()
 
 
-def close(found: Ragged, wanted: Ragged, tolerance: float, what: str) -> None:
-    """Equal within `tolerance`."""
-    off = off_by(found, wanted)
-    expect(off <= tolerance, f"{what}: off by {off:.2e}, allowed {tolerance:.2e}")
+def close(actual: Ragged, expected: Ragged, tolerance: float, subject: str) -> None:
+    """Raise `Violation` if two columns differ by more than `tolerance`."""
+    difference = largest_difference(actual, expected)
+    expect(difference <= tolerance, f"{subject}: off by {difference:.2e}, allowed {tolerance:.2e}")

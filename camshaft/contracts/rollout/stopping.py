@@ -1,20 +1,17 @@
-"""The part of the rollout contract that says where a response ends, and which prompts are refused.
-
-The rules are listed in `contract.py`.
-"""
+"""Rules of the rollout contract about the end of a response and about invalid prompts. `suite.py` lists them."""
 
 from __future__ import annotations
 
 import torch
 
-from camshaft.contracts.rollout.harness import EOS, Case, RolloutHarness, expect_refusal
+from camshaft.contracts.rollout.harness import EOS, Case, RolloutHarness, expect_rollout_error
 from camshaft.contracts.rules import expect
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 
 
 def rows_end(harness: RolloutHarness) -> None:
-    """A row ends with its first stop token, which is kept, or at max_tokens; `finished` says which."""
+    """A row ends with its first stop token, which is kept, or at max_tokens; `finished` distinguishes the two."""
     case, prompts = harness.case(), harness.prompts(*[4] * 12)
     stops = tuple(range(10, 40))
     for sampling in (
@@ -28,28 +25,28 @@ def rows_end(harness: RolloutHarness) -> None:
         expect(len(out.responses) == 12 and out.finished.shape == (12,), f"not one response per prompt: {out}")
         for row, finished in zip(out.responses.rows(), out.finished.tolist(), strict=True):
             tokens = row.tolist()
-            expect(not ends & set(tokens[:-1]), f"{sampling}: a row went on after a stop token: {tokens}")
+            expect(not ends & set(tokens[:-1]), f"{sampling}: a row continued after a stop token: {tokens}")
             expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for {tokens}")
             expect(finished or len(tokens) == sampling.max_tokens, f"{sampling}: {len(tokens)} tokens, no end")
 
 
 def stop_strings_end_a_row(harness: RolloutHarness) -> None:
-    """A row ends with the token that completes a stop string in its own text, which is kept; else it goes on."""
+    """The token that completes a stop string in the text of the response ends the row and is kept."""
     case, prompts = harness.case(), harness.prompts(*[4] * 8)
     long = SamplingParams(14, temperature=0, ignore_eos=True)
     free = [row.tolist() for row in case.rollout.generate_sequences(prompts, long).responses.rows()]
     texts = [case.text(row) for row in free]
-    # Of the first rows, a string of one token, one of several, and one that begins in the prompt.
-    chosen = (texts[0][3], texts[1][2:5], case.text(prompts.rows()[2][-1:].tolist()) + texts[2][0])
-    for strings in (chosen, chosen[1:], ("never said",)):
+    # From the first rows: a string of one token, one of several tokens, and one that begins in the prompt.
+    candidates = (texts[0][3], texts[1][2:5], case.text(prompts.rows()[2][-1:].tolist()) + texts[2][0])
+    for strings in (candidates, candidates[1:], ("never said",)):
         for sampling in (SamplingParams(14, temperature=0, ignore_eos=True, stop=strings),
                          SamplingParams(14, temperature=0, stop=strings, stop_token_ids=(free[3][5],))):  # fmt: skip
             out = case.rollout.generate_sequences(prompts, sampling)
-            _ends_where(out, free, case, sampling)
+            _check_ends(out, free, case, sampling)
 
 
-def _ends_where(out: Generation, free: list[list[int]], case: Case, sampling: SamplingParams) -> None:
-    """`out` is `free` up to the first token that ends a row by `sampling`."""
+def _check_ends(out: Generation, free: list[list[int]], case: Case, sampling: SamplingParams) -> None:
+    """Raise `Violation` unless `out` equals `free` up to the first token that ends a row by `sampling`."""
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
     for row, (response, tokens) in enumerate(zip(out.responses.rows(), free, strict=True)):
         ends = [
@@ -57,30 +54,30 @@ def _ends_where(out: Generation, free: list[list[int]], case: Case, sampling: Sa
             for count in range(1, len(tokens) + 1)
             if tokens[count - 1] in stops or any(string in case.text(tokens[:count]) for string in sampling.stop)
         ]
-        wanted = tokens[: ends[0]] if ends else tokens
-        what = f"row {row} with stop={sampling.stop}, stop_token_ids={sampling.stop_token_ids}"
-        expect(response.tolist() == wanted, f"{what}: {response.tolist()}, not {wanted}, of {tokens}")
-        expect(bool(out.finished[row]) == bool(ends), f"{what}: finished={bool(out.finished[row])}")
+        expected = tokens[: ends[0]] if ends else tokens
+        subject = f"row {row} with stop={sampling.stop}, stop_token_ids={sampling.stop_token_ids}"
+        expect(response.tolist() == expected, f"{subject}: {response.tolist()}, not {expected}, of {tokens}")
+        expect(bool(out.finished[row]) == bool(ends), f"{subject}: finished={bool(out.finished[row])}")
     expect(torch.equal(out.responses.lengths, out.log_probs.lengths), "log-probs and tokens are not aligned")
 
 
-def the_models_own_end_is_honoured(harness: RolloutHarness) -> None:
-    """A row that greedily says the end-of-sequence token ends there; with ignore_eos it goes on."""
+def end_of_sequence_ends_a_row(harness: RolloutHarness) -> None:
+    """The end-of-sequence token of the model ends a row, except with ignore_eos."""
     case = harness.empty_case(sizes={"tie_embeddings": False})
-    head = case.plain.get_output_embeddings().weight
+    head = case.oracle.get_output_embeddings().weight
     head.data[EOS] = head.data.abs().sum(dim=0)
     head.data[3:] = -head.data[EOS]
-    # Now of any hidden state either EOS or all of the tokens from 3 on have the largest logit.
+    # For any hidden state, the largest logit is now that of EOS or of all tokens from 3 on.
     case.rollout.load_weights(case.weights())
     prompts = harness.prompts(*range(1, 11))
     out = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0))
-    expect(bool(out.finished.any()), "no row ended, though some say the end-of-sequence token")
+    expect(bool(out.finished.any()), "no row ended, although some sample the end-of-sequence token")
     for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
-        wanted = case.generate(prompt, 6, [EOS])
-        expect(response.tolist() == wanted, f"{response.tolist()}, transformers says {wanted}")
+        expected = case.generate(prompt, 6, [EOS])
+        expect(response.tolist() == expected, f"{response.tolist()}, transformers generates {expected}")
     longer = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0, ignore_eos=True))
     expect(longer.responses.lengths.tolist() == [6] * 10, f"ignore_eos gave {longer.responses.lengths.tolist()} tokens")
-    expect(not bool(longer.finished.any()), "rows are called finished that went on to max_tokens")
+    expect(not bool(longer.finished.any()), "rows that reached max_tokens are marked as finished")
 
 
 def max_model_len_ends_a_row(harness: RolloutHarness) -> None:
@@ -97,17 +94,17 @@ def no_prompts(harness: RolloutHarness) -> None:
     expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"no prompts gave {out}")
 
 
-def bad_prompts_are_refused(harness: RolloutHarness) -> None:
-    """An empty prompt, one that leaves no room, one with unknown tokens: an error that names row and value."""
+def invalid_prompts_are_rejected(harness: RolloutHarness) -> None:
+    """An empty prompt, one that fills max_model_len, and one with unknown tokens are errors with row and value."""
     case = harness.case(max_model_len=20)
 
     def generate(prompts: Ragged) -> None:
         case.rollout.generate_sequences(prompts, SamplingParams(4))
 
     empty = Ragged.from_rows([torch.tensor([5]), torch.tensor([], dtype=torch.int64)])
-    expect_refusal(lambda: generate(empty), "row 1", "an empty prompt was taken")
-    expect_refusal(
-        lambda: generate(harness.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was taken"
+    expect_rollout_error(lambda: generate(empty), "row 1", "an empty prompt was accepted")
+    expect_rollout_error(
+        lambda: generate(harness.prompts(3, 4, 20)), "row 2 has a prompt of 20 tokens", "a long prompt was accepted"
     )
     unknown = Ragged.from_rows([[5], [6, 7000]])
-    expect_refusal(lambda: generate(unknown), "token id 7000", "an unknown token was taken")
+    expect_rollout_error(lambda: generate(unknown), "token id 7000", "an unknown token was accepted")

@@ -1,12 +1,12 @@
-"""The contract of `BaseRollout` as a suite that runs on anybody's generator.
+"""The contract of `BaseRollout` as a suite that runs on any rollout class.
 
     for rule in RULES:
         rule.check(RolloutHarness(MyRollout, folder))      # raises Violation
     for finding in check_rollout(MyRollout, folder): ... # all of them
 
-The oracle is `transformers` on each row alone (`harness.py` beside this file). A rule is a function of a harness; what
-it proves is its docstring, and its name is what a report shows. `stopping.py` and `weights.py` have
-those about where rows end and about weights.
+The oracle is `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring is
+its meaning, and reports show its name. `stopping.py` has the rules about the end of a row, and `weights.py` those about
+weights.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout import weights
-from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, close, expect_refusal
+from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, close, expect_rollout_error
 from camshaft.contracts.rules import Finding, Rule, expect, rules_of, run_rules
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
 
-FAMILIES = {
+MODEL_TYPES = {
     "qwen2": {},
     "llama": {"tie_embeddings": False},
     "qwen3": {"kv_heads": 4},
     "mistral": {"sliding_window": 6},
     "gemma3_text": {"sliding_window": 6, "layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Model types, the last two with a sliding window that is shorter than the sequences."""
+"""Arguments of tiny models by model type. The sliding windows are shorter than the sequences."""
 
-WAYS = (
+SAMPLINGS = (
     SamplingParams(12),
     SamplingParams(12, temperature=0.6),
     SamplingParams(12, top_k=7),
@@ -41,28 +41,28 @@ WAYS = (
 )
 
 
-def greedy_is_what_transformers_says(harness: RolloutHarness) -> None:
-    """Greedy tokens equal those of transformers.generate on each prompt alone, in float32."""
+def greedy_matches_transformers(harness: RolloutHarness) -> None:
+    """Greedy tokens equal those of transformers.generate on one prompt at a time, in float32."""
     case, prompts = harness.case(), harness.prompts(1, 5, 17, 9, 5, 2)
     for sampling in (SamplingParams(14, temperature=0), SamplingParams(14, do_sample=False, top_p=0.5)):
         out = case.rollout.generate_sequences(prompts, sampling)
         for row, (prompt, response) in enumerate(zip(prompts.rows(), out.responses.rows(), strict=True)):
-            wanted = case.generate(prompt, 14, [EOS])
-            expect(response.tolist() == wanted, f"row {row}: {response.tolist()}, transformers says {wanted}")
+            expected = case.generate(prompt, 14, [EOS])
+            expect(response.tolist() == expected, f"row {row}: {response.tolist()}, transformers generates {expected}")
         case.check_log_probs(prompts, out, sampling, "greedy log-probs", harness.tolerance)
 
 
-def log_probs_are_those_of_the_distribution(harness: RolloutHarness) -> None:
-    """Log-probs are those of a plain forward after temperature, top_k and top_p; nothing cut off is sampled."""
+def log_probs_match_the_distribution(harness: RolloutHarness) -> None:
+    """Log-probs equal the oracle's after temperature, top_k and top_p; excluded tokens are never sampled."""
     case, prompts = harness.case(), harness.prompts(3, 8, 8, 20)
-    for sampling in WAYS:
+    for sampling in SAMPLINGS:
         out = case.rollout.generate_sequences(prompts, sampling)
         case.check_log_probs(prompts, out, sampling, f"log-probs with {sampling}", harness.tolerance)
         expect(out.log_probs.values.dtype == torch.float32, f"log-probs are {out.log_probs.values.dtype}")
 
 
 def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
-    """Over many rows, pairs of tokens come as often as the distribution says (chi-square, fixed seeds)."""
+    """Over many rows, the frequencies of token pairs follow the distribution (chi-square, fixed seeds)."""
     case = harness.case(sizes={"vocab_size": 16}, max_num_seqs=512, seed=11)
     prompt = torch.tensor([3, 9, 4])
     for sampling in (
@@ -71,35 +71,36 @@ def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
     ):
         count = 3000
         out = case.rollout.generate_sequences(Ragged.from_rows([prompt] * count), sampling)
-        seen = torch.zeros(16, 16, dtype=torch.float64)
+        counts = torch.zeros(16, 16, dtype=torch.float64)
         pairs = out.responses.values.view(count, 2)
-        seen.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones(count, dtype=torch.float64), accumulate=True)
+        counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones(count, dtype=torch.float64), accumulate=True)
         first = case.distribution(prompt, sampling)[-1]
         second = [case.distribution(torch.cat([prompt, torch.tensor([t])]), sampling)[-1] for t in range(16)]
-        wanted = count * first[:, None] * torch.stack(second)
-        expect(not bool(seen[wanted == 0].any()), f"{sampling}: a pair of probability zero was sampled")
-        _chi_square(seen.flatten(), wanted.flatten(), str(sampling))
+        expected = count * first[:, None] * torch.stack(second)
+        expect(not bool(counts[expected == 0].any()), f"{sampling}: a pair of probability zero was sampled")
+        _check_chi_square(counts.flatten(), expected.flatten(), str(sampling))
 
 
-def _chi_square(seen: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    # Cells where few are expected are counted as one.
-    common = wanted >= 5
-    seen = torch.cat([seen[common], seen[~common].sum()[None]])
-    wanted = torch.cat([wanted[common], wanted[~common].sum()[None]])
-    seen, wanted = seen[wanted > 0], wanted[wanted > 0]
-    freedom = len(wanted) - 1
-    chi = ((seen - wanted) ** 2 / wanted).sum().item()
+def _check_chi_square(counts: torch.Tensor, expected: torch.Tensor, subject: str) -> None:
+    # Cells with a small expected count are merged into one.
+    common = expected >= 5
+    counts = torch.cat([counts[common], counts[~common].sum()[None]])
+    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    freedom = len(expected) - 1
+    chi = ((counts - expected) ** 2 / expected).sum().item()
     # Mean and standard deviation of chi-square are `freedom` and sqrt(2 * freedom).
     expect(
-        chi < freedom + 4.5 * math.sqrt(2 * freedom), f"{what}: chi-square {chi:.0f} at {freedom} degrees of freedom"
+        chi < freedom + 4.5 * math.sqrt(2 * freedom), f"{subject}: chi-square {chi:.0f} at {freedom} degrees of freedom"
     )
 
 
-def families(harness: RolloutHarness) -> None:
-    """The same holds for several model families, with grouped heads, untied output and sliding windows."""
-    for family, sizes in FAMILIES.items():
-        if family in harness.refused:
-            expect_refusal(lambda: harness.case(family, sizes), harness.refused[family], f"{family} was taken")  # noqa: B023
+def model_types(harness: RolloutHarness) -> None:
+    """Tokens and log-probs are correct for several model types: grouped heads, untied output, sliding windows."""
+    for family, sizes in MODEL_TYPES.items():
+        if family in harness.unsupported:
+            phrase = harness.unsupported[family]
+            expect_rollout_error(lambda: harness.case(family, sizes), phrase, f"{family} was accepted")  # noqa: B023
             continue
         case, prompts = harness.case(family, sizes), harness.prompts(3, 14, 1)
         sampling = SamplingParams(16, temperature=0.9, ignore_eos=True)
@@ -107,12 +108,12 @@ def families(harness: RolloutHarness) -> None:
         case.check_log_probs(prompts, out, sampling, f"log-probs of {family}", harness.tolerance)
         out = case.rollout.generate_sequences(prompts, SamplingParams(16, temperature=0))
         for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
-            wanted = case.generate(prompt, 16, [EOS])
-            expect(response.tolist() == wanted, f"{family}: {response.tolist()}, transformers says {wanted}")
+            expected = case.generate(prompt, 16, [EOS])
+            expect(response.tolist() == expected, f"{family}: {response.tolist()}, transformers generates {expected}")
 
 
-def seeds_decide(harness: RolloutHarness) -> None:
-    """Equal calls with equal seeds give equal tokens, other seeds others; calls without seeds differ."""
+def seeds_determine_samples(harness: RolloutHarness) -> None:
+    """Calls with equal seeds give equal tokens; calls with different seeds or without seeds differ."""
     case, prompts, sampling = harness.case(), harness.prompts(4, 9, 4, 6), SamplingParams(12)
 
     def tokens(seeds: torch.Tensor | None) -> list[int]:
@@ -120,36 +121,36 @@ def seeds_decide(harness: RolloutHarness) -> None:
 
     one, two = torch.arange(4), torch.arange(4) + 7
     first = tokens(one)
-    expect(tokens(two) != first, "other seeds gave the same tokens")
-    expect(tokens(one + 2**44) != first, "seeds that differ in their upper 32 bits alone gave the same tokens")
-    expect(tokens(one) == first, "the same seeds gave other tokens")
+    expect(tokens(two) != first, "different seeds gave the same tokens")
+    expect(tokens(one + 2**44) != first, "seeds that differ only in their upper 32 bits gave the same tokens")
+    expect(tokens(one) == first, "the same seeds gave different tokens")
     expect(tokens(None) != tokens(None), "two calls without seeds gave the same tokens")
     before = torch.random.get_rng_state()
     tokens(one)
     expect(torch.equal(before, torch.random.get_rng_state()), "the caller's random state was changed")
 
 
-def a_row_is_the_same_in_any_batch(harness: RolloutHarness) -> None:
-    """A row's samples depend on its seed and its prompt alone: n samples of one prompt, other company, other order."""
+def rows_do_not_depend_on_the_batch(harness: RolloutHarness) -> None:
+    """The samples of a row depend only on its seed and prompt, not on the other rows or their order."""
     case, sampling = harness.case(), SamplingParams(10, top_p=0.95, ignore_eos=True)
     prompts = harness.prompts(4, 9, 2).select([0, 0, 0, 0, 1, 1, 2, 0])
     seeds = torch.tensor([5, 6, 7, 8, 5, 9, 5, 6])
 
-    def rows(chosen: list[int]) -> list[list[int]]:
-        out = case.rollout.generate_sequences(prompts.select(chosen), sampling, seeds[chosen])
+    def rows(numbers: list[int]) -> list[list[int]]:
+        out = case.rollout.generate_sequences(prompts.select(numbers), sampling, seeds[numbers])
         return [row.tolist() for row in out.responses.rows()]
 
-    together = rows(list(range(8)))
-    expect(len({tuple(row) for row in together[:4]}) == 4, f"samples of one prompt are equal: {together[:4]}")
-    expect(together[7] == together[1], "one prompt with one seed gave two responses in one batch")
-    alone = [rows([number])[0] for number in range(8)]
-    expect(alone == together, f"rows alone are {alone}, together {together}")
+    batched = rows(list(range(8)))
+    expect(len({tuple(row) for row in batched[:4]}) == 4, f"samples of one prompt are equal: {batched[:4]}")
+    expect(batched[7] == batched[1], "one prompt with one seed gave two responses in one batch")
+    single = [rows([number])[0] for number in range(8)]
+    expect(single == batched, f"rows in calls of one row are {single}, in one batch {batched}")
     order = [6, 3, 1, 0, 7, 5, 2, 4]
-    expect(rows(order) == [together[number] for number in order], "rows changed with their order")
+    expect(rows(order) == [batched[number] for number in order], "rows changed with their order")
 
 
-def many_short_and_a_few_long_prompts(harness: RolloutHarness) -> None:
-    """Fewer places than rows, equal and different prompts, lengths from 1 to 60: rows are right and in order."""
+def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
+    """Rows are correct and in order with fewer sequences at a time than rows, repeated prompts, and 1 to 60 tokens."""
     lengths = [1, 2, 60, 3, 4, 1, 2, 45, 3, 2, 5, 4, 3, 2]
     prompts = harness.prompts(*lengths).select([0, 1, 2, 2, 3, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13, 2])
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
@@ -158,12 +159,12 @@ def many_short_and_a_few_long_prompts(harness: RolloutHarness) -> None:
     case.check_log_probs(prompts, out, sampling, tolerance=harness.tolerance)
     greedy = case.rollout.generate_sequences(prompts, SamplingParams(9, temperature=0))
     for prompt, response in zip(prompts.rows(), greedy.responses.rows(), strict=True):
-        wanted = case.generate(prompt, 9, [EOS])
-        expect(response.tolist() == wanted, f"{response.tolist()}, transformers says {wanted}")
+        expected = case.generate(prompt, 9, [EOS])
+        expect(response.tolist() == expected, f"{response.tolist()}, transformers generates {expected}")
 
 
-def thousands_of_short_and_a_few_very_long_prompts(harness: RolloutHarness) -> None:
-    """2000 prompts of 1 to 4 tokens and three of up to 900 in one call: all rows are right and in order."""
+def thousands_of_prompts(harness: RolloutHarness) -> None:
+    """All rows are correct and in order in one call with 2000 prompts of 1 to 4 tokens and three of up to 900."""
     case = harness.case(max_model_len=1024, max_num_seqs=256, max_num_batched_tokens=2048)
     long, short = harness.prompts(900, 511, 700, seed=1), harness.prompts(*[1, 2, 3, 4] * 500)
     mixed = Ragged.concat([short.select(slice(0, 700)), long, short.select(slice(700, 2000))])
@@ -176,19 +177,19 @@ def thousands_of_short_and_a_few_very_long_prompts(harness: RolloutHarness) -> N
 
 
 RULES: tuple[Rule[RolloutHarness], ...] = rules_of(
-    greedy_is_what_transformers_says, log_probs_are_those_of_the_distribution, frequencies_follow_the_distribution,
-    families, seeds_decide, a_row_is_the_same_in_any_batch, many_short_and_a_few_long_prompts,
-    thousands_of_short_and_a_few_very_long_prompts,
-    ends.rows_end, ends.stop_strings_end_a_row, ends.the_models_own_end_is_honoured, ends.max_model_len_ends_a_row,
-    ends.no_prompts, ends.bad_prompts_are_refused,
-    weights.the_last_weights_count, weights.tied_weights_come_once_or_twice,
-    weights.weights_that_do_not_fit_are_named, weights.weights_come_before_tokens, weights.digests_tell_what_is_held,
-    weights.digests_find_a_transposed_weight, weights.sleep_and_wake, weights.half_precision_is_near,
+    greedy_matches_transformers, log_probs_match_the_distribution, frequencies_follow_the_distribution,
+    model_types, seeds_determine_samples, rows_do_not_depend_on_the_batch, prompts_of_mixed_lengths,
+    thousands_of_prompts,
+    ends.rows_end, ends.stop_strings_end_a_row, ends.end_of_sequence_ends_a_row, ends.max_model_len_ends_a_row,
+    ends.no_prompts, ends.invalid_prompts_are_rejected,
+    weights.new_weights_replace_old_ones, weights.tied_weights_load_under_either_name,
+    weights.weight_errors_name_the_weight, weights.generation_needs_weights, weights.digests_match_the_weights,
+    weights.digests_detect_a_transposed_weight, weights.sleep_and_wake, weights.half_precision_is_close,
 )  # fmt: skip
 
 
 def check_rollout(
     rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutHarness]] = RULES, device: str = "cpu"
 ) -> Iterator[Finding]:
-    """Try the rules in `folder` (a scratch place), each finding as it is made."""
+    """Check the rules in the scratch folder `folder`, and yield each finding."""
     return run_rules(rules, lambda _: RolloutHarness(rollout_class, folder, device))

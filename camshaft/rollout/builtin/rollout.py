@@ -69,7 +69,9 @@ class TorchRollout(BaseRollout):
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):
             self.cache.clear()  # masked positions must not hold NaN
-            raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; look at the weights")
+            raise RolloutError(
+                f"the model's logits are not finite for row {int(bad[0])}; check the weights for NaN or infinite values"
+            )
         return generation.to(prompts.values.device)
 
     def sleep(self) -> None:

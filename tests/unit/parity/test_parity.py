@@ -209,7 +209,7 @@ def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, m
         (["--limit", "0"], "--limit"),
         (["--limit", "nan"], "--limit"),
         (["--prompts", "0"], "--prompts"),
-        (["--top-p", "2"], "top_p must lie above 0"),
+        (["--top-p", "2"], "top_p must be above 0"),
         (["--temperature", "-1"], "temperature must be 0"),
         (["--response-length", "0"], "max_tokens must be at least 1"),
         (["--data", "/nowhere.parquet"], "--data /nowhere.parquet"),

@@ -121,7 +121,7 @@ class Drops(Keeps):
 def test_a_hand_over_that_failed_is_begun_anew_with_the_base(engine: BaseEngine) -> None:
     rollout = Drops()
     for _ in range(2):
-        with pytest.raises(RolloutError, match=rf"{A}: not there"), rollout_mode(engine, rollout):
+        with pytest.raises(RolloutError, match=rf"{A}: missing in the rollout"), rollout_mode(engine, rollout):
             pytest.fail("it was let generate")
     assert rollout.calls == ["base", "adapter"] * 2
 
@@ -132,7 +132,7 @@ def test_a_base_that_did_not_stay_as_it_was_is_named(engine: BaseEngine) -> None
         pass
     rollout.base[NORM] += 1
     with (
-        pytest.raises(RolloutError, match=rf"hand-over 2: .*{NORM}: other than what was sent"),
+        pytest.raises(RolloutError, match=rf"weight sync 2: .*{NORM}: different from what was sent"),
         rollout_mode(engine, rollout),
     ):
         pytest.fail("it was let generate")
@@ -147,7 +147,7 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
         old = dict(rollout.adapter)
     update(engine)
     monkeypatch.setattr(rollout, "load_adapter", lambda weights: rollout.adapter.update({**dict(weights), B: old[B]}))
-    told = rf"{B}: stale, still as the hand-over before sent it"
+    told = rf"{B}: stale, unchanged since the previous weight sync"
     with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
 
@@ -156,7 +156,9 @@ def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
     class Whole(Keeps):
         capabilities = RolloutCapabilities()
 
-    with pytest.raises(RolloutError, match=r"Whole takes whole weights.*rollout\.lora_weights=merged.*name=vllm"):
+    with pytest.raises(
+        RolloutError, match=r"Whole does not support LoRA adapters.*rollout\.lora_weights=merged.*name=vllm"
+    ):
         Whole()
-    with pytest.raises(RolloutError, match="hand over merged weights"):
+    with pytest.raises(RolloutError, match="load merged weights"):
         BaseRollout.load_adapter(Whole(lora=None), [])

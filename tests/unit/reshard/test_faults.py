@@ -119,14 +119,14 @@ def change(engine: BaseEngine) -> None:
     ("broken", "told"),
     [
         (Drops, f"weights are missing: {NAME}"),
-        (Transposes, f"{NAME}: other than what was sent"),
+        (Transposes, f"{NAME}: different from what was sent"),
         (Cuts, rf"'{NAME}' has shape \(64, 63\)"),
         (Adds, f"no weight '{NAME}_too'"),
-        (Rounds, f"{NAME}: other than what was sent"),
-        (Misnames, f"{NAME}, {Misnames.OTHER}: other than what was sent"),
-        (OverwritesAfterwards, f"{NAME}: other than what was sent"),
-        (ForgetsOne, f"{NAME}: not there"),
-        (HoldsMore, f"{NAME}_too: there without having been sent"),
+        (Rounds, f"{NAME}: different from what was sent"),
+        (Misnames, f"{NAME}, {Misnames.OTHER}: different from what was sent"),
+        (OverwritesAfterwards, f"{NAME}: different from what was sent"),
+        (ForgetsOne, f"{NAME}: missing in the rollout"),
+        (HoldsMore, f"{NAME}_too: in the rollout, but never sent"),
     ],
 )
 def test_a_fault_on_the_way_is_an_error_that_names_the_weight(
@@ -135,7 +135,7 @@ def test_a_fault_on_the_way_is_an_error_that_names_the_weight(
     rollout = broken(RolloutEngineConfig(model_path=str(tiny_folder())))
     with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
-    with pytest.raises(RolloutError, match="sleeps"):
+    with pytest.raises(RolloutError, match="is asleep"):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(1))
 
 
@@ -145,7 +145,7 @@ def test_a_stale_weight_is_named_and_called_stale(engine: BaseEngine) -> None:
         with rollout_mode(engine, rollout):
             pass  # nothing has changed, so nothing is stale
     change(engine)
-    told = f"hand-over 3: .*: {NAME}: stale, still as the hand-over before sent it"
+    told = f"weight sync 3: .*: {NAME}: stale, unchanged since the previous weight sync"
     with pytest.raises(RolloutError, match=told.replace(": .*: ", ": .*")), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
 
@@ -157,7 +157,7 @@ def test_many_wrong_weights_are_counted(engine: BaseEngine) -> None:
 
     rollout = Scales(RolloutEngineConfig(model_path=str(tiny_folder())))
     total = len(dict(engine.named_weights()))
-    with pytest.raises(RolloutError, match=f"and {total - 8} more: other than"), rollout_mode(engine, rollout):
+    with pytest.raises(RolloutError, match=f"and {total - 8} more: different from"), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
 
 

@@ -154,7 +154,7 @@ def test_the_first_error_is_told_if_the_rollout_cannot_sleep_after_it(engine: Ba
     rollout = Stuck()
     with pytest.raises(ZeroDivisionError) as caught, rollout_mode(engine, rollout):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
-    assert caught.value.__notes__ == ["Nor could the rollout be put to sleep: it is stuck"]
+    assert caught.value.__notes__ == ["The rollout could not be put to sleep either: it is stuck"]
     with pytest.raises(RolloutError, match="it is stuck"), rollout_mode(engine, rollout):
         pass
 

@@ -40,8 +40,8 @@ def mute(**config: Any) -> Mute:
         ({"top_k": -2}, "top_k .* got -2"),
         ({"top_p": 0.0}, "top_p .* got 0.0"),
         ({"top_p": 1.5}, "top_p .* got 1.5"),
-        ({"stop": "###"}, "stop must be a tuple of strings .* got '###'"),
-        ({"stop": ("###", "")}, "stop must be a tuple of strings .* got"),
+        ({"stop": "###"}, "stop must be a tuple of non-empty strings, got '###'"),
+        ({"stop": ("###", "")}, "stop must be a tuple of non-empty strings, got"),
     ],
 )
 def test_impossible_sampling_is_refused_with_its_value(wrong: dict[str, Any], told: str) -> None:
@@ -65,7 +65,7 @@ def test_each_row_may_grow_to_max_tokens_or_to_max_model_len() -> None:
     [
         ([[1], []], "row 1 has an empty prompt"),
         ([[1], [2] * 10], "row 1 has a prompt of 10 tokens, but max_model_len=10 leaves room for 9"),
-        ([[1], [2], [3, 50]], "row 2 has token id 50, but the model knows 0..49"),
+        ([[1], [2], [3, 50]], "row 2 has token id 50, but token ids of the model are 0..49"),
         ([[1, -4]], "row 0 has token id -4"),
     ],
 )

@@ -126,7 +126,7 @@ def test_interrupted_weight_sync_leaves_no_weights(faulty: ProcessRollout, engin
 def test_weight_sync_during_sleep_is_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
     faulty.sleep()
     for _ in range(2):
-        with pytest.raises(RolloutError, match=r"the rollout sleeps: call wake_up\(\) before load_weights"):
+        with pytest.raises(RolloutError, match=r"the rollout is asleep: call wake_up\(\) before load_weights"):
             faulty.load_weights(engine.named_weights())
     faulty.wake_up()
     assert faulty.arrival_dtype("of its own", torch.ones(1)) == torch.float32
@@ -265,7 +265,7 @@ def test_collected_rollout_ends_its_process() -> None:
 
 
 def test_failed_build_leaves_no_process() -> None:
-    message = r"take no engine_kwargs, got \{'speed': 9\}"
+    message = r"have no engine_kwargs, got \{'speed': 9\}"
     with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as caught:
         start(speed=9)
     assert caught.tb is not None  # the traceback still references the rollout

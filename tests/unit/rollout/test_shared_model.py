@@ -167,5 +167,5 @@ def test_external_lib_is_imported_and_a_missing_one_named(tmp_path: Path, monkey
 def test_engine_kwargs_are_for_other_generators(name: str) -> None:
     from camshaft.rollout import build_rollout
 
-    with pytest.raises(RolloutError, match=r"take no engine_kwargs, got \{'enforce_eager': True\}"):
+    with pytest.raises(RolloutError, match=r"have no engine_kwargs, got \{'enforce_eager': True\}"):
         build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs={"enforce_eager": True}))

@@ -143,7 +143,7 @@ def test_an_update_in_place_is_seen_by_what_was_recorded(harness: RolloutHarness
     sampling = SamplingParams(16, ignore_eos=True)
     before = right(case, prompts, sampling)
     made = count(case)
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
     after = right(case, prompts, sampling)
     assert count(case) == made
@@ -155,7 +155,7 @@ def test_other_weights_are_recorded_anew(harness: RolloutHarness) -> None:
     sampling = SamplingParams(16, ignore_eos=True)
     right(case, prompts, sampling)
     made = count(case)
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
     right(case, prompts, sampling)

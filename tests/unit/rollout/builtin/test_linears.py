@@ -258,7 +258,7 @@ def test_generation_packs_the_present_weights(
         case.check_log_probs(prompts, out, sampling)
         log_probs.append(out.log_probs.values)
         with torch.no_grad():
-            for weight in case.plain.parameters():
+            for weight in case.oracle.parameters():
                 weight.data.mul_(0.9)  # leaves no trace in the version counter
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(log_probs))
     rollout: Any = case.rollout

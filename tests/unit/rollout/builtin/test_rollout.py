@@ -67,7 +67,7 @@ def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarn
     assert int(responses.lengths.max()) > AHEAD
     for seed, (prompt, response) in enumerate(zip(prompts.rows(), responses.rows(), strict=True)):
         row = torch.cat([prompt, response])
-        logits = case.plain(row[None]).logits[0, len(prompt) - 1 : -1]
+        logits = case.oracle(row[None]).logits[0, len(prompt) - 1 : -1]
         tokens, _ = draw(logits, uniform(torch.tensor(seed), torch.arange(len(prompt), len(row))))
         assert tokens.tolist() == response.tolist()
 
@@ -95,8 +95,8 @@ def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
 def test_an_optimizer_step_in_place_is_seen_without_another_load(harness: RolloutHarness) -> None:
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(10)
     before = right(case, prompts, sampling)
-    optimizer = torch.optim.AdamW(case.plain.parameters(), lr=0.05)
-    case.plain(input_ids=prompts.rows()[0][None], labels=prompts.rows()[0][None]).loss.backward()
+    optimizer = torch.optim.AdamW(case.oracle.parameters(), lr=0.05)
+    case.oracle(input_ids=prompts.rows()[0][None], labels=prompts.rows()[0][None]).loss.backward()
     optimizer.step()
     after = right(case, prompts, sampling)
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
@@ -105,7 +105,7 @@ def test_an_optimizer_step_in_place_is_seen_without_another_load(harness: Rollou
 def test_weights_of_another_dtype_are_copies(harness: RolloutHarness) -> None:
     case, prompts = harness.case(dtype="float64"), harness.prompts(4, 9)
     before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data.zero_()
     after = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
     assert torch.equal(before.log_probs.values, after.log_probs.values)

@@ -78,7 +78,7 @@ def test_other_formats_run_as_they_are(harness: RolloutHarness) -> None:
 def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
     case = harness.case("qwen2")
     before = right(harness, case)
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data.mul_(0.9)  # in place: nobody is told
     changed = right(harness, case)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
@@ -86,7 +86,7 @@ def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
     assert not torch.equal(before, changed)
     case.rollout.sleep()
     case.rollout.wake_up()
-    for weight in case.plain.parameters():
+    for weight in case.oracle.parameters():
         weight.data.mul_(1.1)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
     assert not torch.equal(right(harness, case), changed)
