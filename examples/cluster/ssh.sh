@@ -3,8 +3,8 @@
 #
 #     HOSTS="gpu1 gpu2" examples/cluster/ssh.sh trainer.n_gpus_per_node=8 data.train_files=/shared/train.parquet ...
 #
-# Arguments are those of `camshaft ppo`. This folder, the environment, models, data and trainer.default_local_dir must have
-# the same paths on every host. The final `ray stop` stops all of your Ray processes on these hosts.
+# Takes the arguments of `camshaft ppo`. This folder, the environment, models, data and trainer.default_local_dir must
+# have the same paths on every host. The final `ray stop` stops all of your Ray processes on these hosts.
 set -euo pipefail
 
 read -ra hosts <<< "${HOSTS:?set HOSTS=\"host1 host2\"}"
@@ -21,7 +21,7 @@ stop() {
     done
 }
 
-address=$(on "${hosts[0]}" hostname -I) # its addresses; the first is the one the others are to use
+address=$(on "${hosts[0]}" hostname -I) # all addresses; the other hosts use the first one
 address=${address%% *}
 
 trap stop EXIT

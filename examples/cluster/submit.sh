@@ -3,7 +3,7 @@
 #
 #     RAY_API_SERVER_ADDRESS=http://head:8265 examples/cluster/submit.sh trainer.nnodes=2 trainer.n_gpus_per_node=8 ...
 #
-# Arguments are those of `camshaft ppo`, with absolute paths, since the job runs in another folder on the head node. The
+# Takes the arguments of `camshaft ppo`, with absolute paths, since the job runs in another folder on the head node. The
 # job outlives this shell: see `ray job logs ID`, `ray job status ID` and `ray job stop ID`. The script exits with the
 # job's status. RUNTIME_ENV is a JSON runtime environment, for example '{"env_vars": {"HF_HOME": "/shared/hf"}}'.
 set -euo pipefail
