@@ -297,7 +297,7 @@ class TorchEngine(BaseEngine):
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
         if max_tokens is None:
-            return plan_micro_batches(ids.lengths, size, None, self._max_over_ranks)
+            return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks)
         # Rows that share a prefix are computed once only within one micro-batch.
         groups = prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes else None
         pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)

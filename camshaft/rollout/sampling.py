@@ -149,15 +149,3 @@ def _mix(x: Tensor) -> Tensor:
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Shift right and fill with zeros; torch itself fills int64 with the sign."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
-
-
-VALIDATION = 0
-"""Step number of validation; training steps start at 1."""
-
-_ROWS = 1 << 24
-_STEPS = 1 << 20
-
-
-def sampling_seeds(seed: int, step: int, num_rows: int, first: int = 0) -> Tensor:
-    """Return a seed per row from row `first` on, (num_rows,) int64, unique per (seed mod 2**18, step, row)."""
-    return torch.arange(first, first + num_rows) + _ROWS * (step + _STEPS * (seed % (1 << 18)))

@@ -25,9 +25,9 @@ from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, local_folder, model_folder
 from camshaft.roles import GenerateWorker
-from camshaft.rollout.sampling import VALIDATION, sampling_seeds
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
+from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import Scored, at_n_metrics

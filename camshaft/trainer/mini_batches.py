@@ -1,4 +1,4 @@
-"""Mini-batches of a step: row orders that make a mini-batch contain the same rows on any number of ranks.
+"""Seeds of a step, and mini-batches: row orders that make a mini-batch contain the same rows on any number of ranks.
 
     rows = sharded_rows(len(batch), mini_batch=256, epochs=2, seed=seed, dp_size=4)
     actor.update_actor(batch.reorder(rows), presharded=True)
@@ -8,6 +8,10 @@
 A call splits its rows into one consecutive part per rank. If each rank drew mini-batches from its own part, the rows of
 a mini-batch would depend on the number of ranks. Instead the driver draws the mini-batches of all epochs from all rows
 and arranges the rows so that each rank receives its part of every mini-batch, in order.
+
+Seeds are functions of the run's seed, the step and the row. A run that resumes at step 10 draws the same numbers in
+step 11 as an uninterrupted run, without a saved generator state. The samples of a row do not depend on the rank that
+generates them.
 """
 
 from __future__ import annotations
@@ -49,6 +53,18 @@ def even_shares(batch: DataProto, tokens: Tensor, dp_size: int) -> DataProto:
     return batch.reorder([row for share in shares for row in sorted(share)])
 
 
+VALIDATION = 0
+"""Step number of validation; training steps start at 1."""
+
+_ROWS = 1 << 24
+_STEPS = 1 << 20
+
+
+def sampling_seeds(seed: int, step: int, num_rows: int, first: int = 0) -> Tensor:
+    """Return a seed per row from row `first` on, (num_rows,) int64, unique per (seed mod 2**18, step, row)."""
+    return torch.arange(first, first + num_rows) + _ROWS * (step + _STEPS * (seed % (1 << 18)))
+
+
 def shuffle_seed(seed: int, step: int) -> int:
     """Return the seed of the mini-batch order of a step; torch uses 32 bits, so it is unique per seed mod 2**12."""
-    return step + (1 << 20) * seed
+    return step + _STEPS * seed

@@ -24,14 +24,13 @@ from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import Begun, RewardResult
-from camshaft.rollout.sampling import sampling_seeds
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, correct, estimate, token_rewards
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import informative
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.mini_batches import sharded_rows, shuffle_seed
+from camshaft.trainer.mini_batches import sampling_seeds, sharded_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.scoring import check_remaining, with_scores
 from camshaft.trainer.validate import Sample, samples_of, save_samples, validate

@@ -22,8 +22,8 @@ from torch import Tensor
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
-from camshaft.rollout.sampling import VALIDATION, sampling_seeds
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""Sizes that make a reader's day: guides, not laws. An exception is listed here with its reason."""
+"""Limits on the sizes of files and functions. An exception is listed with its reason."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2] / "camshaft"
@@ -10,24 +11,24 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
-    "rollout/builtin/cuda/kernels.py:_store": "a kernel is given addresses and sizes one by one",
-    "rollout/builtin/cuda/kernels.py:_attend": "likewise",
+    "rollout/builtin/cuda/kernels.py:_store": "a kernel takes addresses and sizes one by one",
+    "rollout/builtin/cuda/kernels.py:_attend": "a kernel takes addresses and sizes one by one",
 }
 
 
 def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-    found = []
+    definitions = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                found.append((f"{path.relative_to(ROOT)}:{node.name}", node))
-    return found
+                definitions.append((f"{path.relative_to(ROOT)}:{node.name}", node))
+    return definitions
 
 
 def test_files_hold_one_idea() -> None:
     sizes = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in FILES}
-    long = {name: size for name, size in sizes.items() if size > 400 and name not in LONG_FILES}
-    assert not long, f"over 400 lines; which idea wants to leave home? {long}"
+    long = {name: size for name, size in sizes.items() if size > 600 and name not in LONG_FILES}
+    assert not long, f"over 600 lines: {long}"
 
 
 def test_functions_fit_on_a_screen() -> None:
@@ -42,7 +43,7 @@ def test_functions_take_few_parameters() -> None:
     assert not wide, wide
 
 
-def test_modules_open_with_a_map() -> None:
+def test_modules_have_docstrings() -> None:
     missing = [
         str(path.relative_to(ROOT))
         for path in FILES
@@ -64,3 +65,9 @@ def test_torch_load_never_runs_code_from_a_file() -> None:
     for path in FILES:
         text = path.read_text(encoding="utf-8")
         assert "weights_only=False" not in text.replace("torch.load with weights_only=False", ""), path
+
+
+def test_folders_hold_at_most_twenty_modules() -> None:
+    folders = Counter(path.parent for path in FILES if path.name != "__init__.py")
+    crowded = {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > 20}
+    assert not crowded, crowded

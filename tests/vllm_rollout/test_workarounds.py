@@ -20,10 +20,10 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.sampling import sampling_seeds
 from camshaft.rollout.vllm import VLLMRollout, installed, workarounds
 from camshaft.rollout.vllm.engine import VLLMEngine, engine_arguments
 from camshaft.rollout.vllm.environment import startup_environment
+from camshaft.trainer.mini_batches import sampling_seeds
 
 pytestmark = pytest.mark.vllm
 

@@ -1,7 +1,6 @@
 import torch
 
-from camshaft.rollout.sampling import VALIDATION, sampling_seeds
-from camshaft.trainer.mini_batches import shuffle_seed
+from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds, shuffle_seed
 
 LARGEST = 2**32 - 1
 """Of the seeds that the config takes."""

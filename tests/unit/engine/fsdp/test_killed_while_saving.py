@@ -72,7 +72,10 @@ def _killed(folder: Path, in_background: bool, pause: float) -> None:
         pool.shutdown()
 
 
-@pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "in the background"])
+@pytest.mark.parametrize(
+    "in_background",
+    [pytest.param(False, id="waiting", marks=pytest.mark.slow), pytest.param(True, id="in the background")],
+)
 def test_killed_while_saving(in_background: bool, tmp_path: Path) -> None:
     whole = run_ranks(_train, 2, str(tmp_path / "whole"), in_background)[0]
     assert list(whole) == list(range(1, STEPS + 1))
