@@ -1,27 +1,28 @@
-"""The config: what a run can be told, from the command line down to one engine.
+"""Config: from YAML files and the command line to the config of one engine.
 
     from camshaft.config import load_ppo
     config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
     config.actor_rollout_ref.actor.optim.lr
 
-    ppo_trainer.yaml, sft_trainer.yaml, rm_trainer.yaml, generation.yaml, evaluation.yaml    every default, with
-                   comments; nowhere else are defaults
-    schema/        one file per section: types, bounds and one line of description per key; `fields.py` has the base
-                   class of sections and the kinds of value, `fsdp.py` and `rollouts.py` the options of backends
-    loader.py      Hydra composes, then everything is checked; programs enter here
-    command.py     the same for a command line; usage.py its --help
-    aliases.py     older names of keys; not_yet.py values of features that are not implemented
-    checks.py      combinations of keys; algorithm_checks.py, reward_checks.py, backend_checks.py and files.py of one
-                   subject each: algorithm, scores, engines and rollouts, files on disk
-    backends.py    registry of engines and rollouts, and what each supports
-    engine.py rollout.py    config of one engine or rollout, free of roles, and how a backend declares what it supports
-    place.py topology.py    processes, resource pools, ranks
-    derive.py      the config of each engine; table.py the batch sizes of a run
-    pages.py       the config as text: explain, show, reference_page
-    tree.py problems.py    dotted keys; error messages
-    secrets.py     the config without secrets, for trackers and checkpoints
+    ppo_trainer.yaml sft_trainer.yaml rm_trainer.yaml generation.yaml evaluation.yaml
+                        all defaults, with comments
+    schema/             types, bounds and descriptions: one file per section; `fields.py` has the base class of sections
+                        and shared value types, `fsdp.py` and `rollouts.py` the options of backends
+    engine.py           config and capabilities of one training engine, independent of roles
+    rollout.py          config and capabilities of one rollout
+    backends.py         registry of engines and rollouts with their capabilities
+    layout.py           resource pools, ranks and the controller
+    load.py             composition with Hydra, aliases, interpolation, validation
+    command.py          the same for the arguments of a command, including sweeps
+    checks.py           combinations of keys
+    backend_checks.py   engines and rollouts against their capabilities
+    files.py            files and folders on disk
+    derive.py           the config of each engine and rollout of a run
+    render.py           descriptions of keys, reference page, table of batch sizes, values without secrets
+    errors.py           problems of single keys, and the text of the error that lists them
+    tree.py             dotted keys
 
-To add a key: a line in the YAML, a line in the schema. Nothing here imports torch.
+To add a key, add a line to the YAML file and one to the schema. Nothing here imports torch.
 """
 
 from camshaft.config.backends import unread_by
@@ -40,9 +41,17 @@ from camshaft.config.derive import (
     sft_engine,
 )
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
-from camshaft.config.loader import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
-from camshaft.config.pages import explain, reference_page, show
-from camshaft.config.place import GLOBAL_POOL, PlaceConfig, pool_sizes
+from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, Topology, micro_batch_per_rank, pool_sizes
+from camshaft.config.load import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
+from camshaft.config.render import (
+    BatchRow,
+    batch_table,
+    explain,
+    reference_page,
+    render_batch_table,
+    show,
+    without_secrets,
+)
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.schema.data import DataConfig
@@ -62,9 +71,6 @@ from camshaft.config.schema.supervised import (
     SupervisedTrainerConfig,
 )
 from camshaft.config.schema.trainer import TrainerConfig
-from camshaft.config.secrets import without_secrets
-from camshaft.config.table import BatchRow, batch_table, render_batch_table
-from camshaft.config.topology import Topology, micro_batch_per_rank
 
 __all__ = [
     "GLOBAL_POOL",
@@ -95,7 +101,7 @@ __all__ = [
     "SupervisedConfig",
     "SupervisedDataConfig",
     "SupervisedTrainerConfig",
-    "PlaceConfig",
+    "PlacementConfig",
     "Topology",
     "pool_sizes",
     "TrainerConfig",

@@ -1,9 +1,9 @@
-"""Checks of the engines and rollouts of a run against what they support (`backends.py`).
+"""Checks of the engines and rollouts of a run against their capabilities (`backends.py`).
 
     problems = [*ppo_engines(config)]        # or supervised_engines, rollout_problems
 
-Three kinds of check: settings that a backend has no option for, options that exclude each other, and layouts that do
-not fit the number of ranks. What the last two mean is defined by the options of the backend, not here.
+Three kinds of check: settings without an option of the backend, options that exclude each other, and layouts that do
+not fit the number of ranks. The options class of the backend defines the last two.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ from camshaft.config.backends import (
 )
 from camshaft.config.derive import actor_engine_keys, model_of, model_of_rewards, responses_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
-from camshaft.config.place import PlaceConfig
-from camshaft.config.problems import ABSENT, Problem, grouped, unknown_name
+from camshaft.config.errors import ABSENT, Problem, grouped, unknown_name
+from camshaft.config.layout import PlacementConfig
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
@@ -38,23 +38,23 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 @dataclass(frozen=True)
 class Role:
-    """One engine of a run, and the keys of its settings."""
+    """One engine of a run, with the keys of its settings."""
 
     strategy: str
     strategy_key: str
     key: str
-    """Of its section, with the dot; empty for a section that is the whole config."""
+    """Prefix of the keys of its section, with the dot; empty if the section is the entire config."""
     fsdp_key: str
     settings: Mapping[str, Any]
-    """Option name to value: the section's `engine_keys`."""
+    """The section's `engine_keys`, by option name."""
     engine_kwargs: Mapping[str, Any]
     model: EngineModel
     model_key: str = ""
     section: AnyModelConfig | None = None
-    """The section `model` of one that is trained."""
+    """The section `model` of a trained engine, or None."""
 
     def key_of(self, option: str) -> str:
-        """The config key of a dotted option of the engine, or of a setting that its message is about."""
+        """Return the config key of a dotted engine option, or of a setting that a message of the engine names."""
         name, _, rest = option.partition(".")
         if not option:
             return self.strategy_key
@@ -63,7 +63,7 @@ class Role:
         return f"{self.key}engine_kwargs.{option}" if name in self.engine_kwargs else self.key_of_setting(option)
 
     def key_of_setting(self, option: str) -> str:
-        """The config key of a dotted name in `settings`."""
+        """Return the config key of a dotted name in `settings`."""
         moved = {
             "activation_offload": f"{self.model_key}.enable_activation_offload",
             "async_save": f"{self.key}checkpoint.async_save",
@@ -74,7 +74,7 @@ class Role:
         return f"{self.fsdp_key}.{option}" if in_fsdp_config else f"{self.key}{option}"
 
     def value_of(self, option: str) -> Any:
-        """The value of a dotted option; ABSENT if there is none to show."""
+        """Return the value of a dotted option, or ABSENT if it has none."""
         if not option:
             return self.strategy
         if option.startswith("model."):
@@ -88,14 +88,14 @@ class Role:
 
 
 def ppo_engines(config: PPOConfig) -> Iterator[Problem]:
-    """Everything that is wrong with the engines of an RL run."""
+    """Check the engines of an RL run."""
     yield from _engines(_ppo_roles(config), config.trainer)
     if config.needs_reference():
         yield from _layout_of_reference(config)
 
 
 def supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
-    """Everything that is wrong with the engine of a supervised run."""
+    """Check the engine of a supervised run."""
     role = Role(
         config.strategy, "strategy", "", "fsdp_config", config.engine_keys(), config.engine_kwargs,
         model_of(config.model), "model", config.model,
@@ -104,7 +104,7 @@ def supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
 
 
 def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
-    """Groups of engines with one strategy and one model, and the ranks of each group."""
+    """Return the engines grouped by strategy and model, with the number of ranks of each group."""
     roles, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     strategy, model = roles.actor.strategy, responses_model(roles.model)
     policy = [
@@ -138,7 +138,7 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
 
 
 def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
-    """Whether every engine has valid options, so that its ranks per row are defined."""
+    """Return True if the options of every engine are valid, so that its ranks per row are defined."""
     if isinstance(config, SupervisedConfig):
         sections = [(config.strategy, config)]
     else:
@@ -159,8 +159,8 @@ def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
 # -- engines --------------------------------------------------------------------------------------
 
 
-def _engines(groups: list[tuple[list[Role], int]], trainer: PlaceConfig) -> Iterator[Problem]:
-    """Problems of all engines; a strategy that several roles share is checked once."""
+def _engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfig) -> Iterator[Problem]:
+    """Check all engines; a strategy that several roles share is checked once."""
     known: dict[str, EngineCapabilities] = {}
     rejected: set[str] = set()
     for (first, *_), _ in groups:
@@ -177,57 +177,59 @@ def _engines(groups: list[tuple[list[Role], int]], trainer: PlaceConfig) -> Iter
 
 
 def _unknown(key: str, name: str, backends: Mapping[str, Any], group: str, error: ConfigError) -> Problem:
-    """A name without a backend, or a class that cannot be imported."""
+    """Report a name without a backend, or a class that cannot be imported."""
     if ":" in name:
         return Problem(key, name, f"{error}.")
     return unknown_name(key, name, names(targets(backends), group))
 
 
 def _single_device(
-    roles: list[Role], known: Mapping[str, EngineCapabilities], trainer: PlaceConfig
+    roles: list[Role], known: Mapping[str, EngineCapabilities], trainer: PlacementConfig
 ) -> Iterator[Problem]:
-    """Engines of one process in a run of several."""
+    """Report engines that support a single process in a run with several."""
     keys = [role.strategy_key for role in roles if not known[role.strategy].multiple_ranks]
     if not keys:
         return
-    several = next(name for name, backend in ENGINES.items() if backend.capabilities.multiple_ranks)
-    typed = " ".join(f"{key}={several}" for key in keys)
+    replacement = next(name for name, backend in ENGINES.items() if backend.capabilities.multiple_ranks)
+    fix = " ".join(f"{key}={replacement}" for key in keys)
     key = "trainer.nnodes" if trainer.nnodes > 1 else "trainer.n_gpus_per_node"
     value = trainer.nnodes if trainer.nnodes > 1 else trainer.n_gpus_per_node
     strategies = dict.fromkeys(role.strategy for role in roles if role.strategy_key in keys)
-    sentence = f"strategy={', '.join(strategies)} runs in one process. Type {typed}, or {key}=1."
-    yield Problem(key, value, sentence, tuple(keys))
+    message = f"strategy={', '.join(strategies)} runs in one process. Set {fix}, or {key}=1."
+    yield Problem(key, value, message, tuple(keys))
 
 
 def _group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
-    """Problems of engines with one strategy; the same problem of a later role is reported once."""
+    """Check engines with one strategy; a problem that several roles share is reported once."""
     yield from _adapter(group[0], capabilities)
     yield from _unsupported(group, capabilities)
     reported: set[str] = set()
     for role in group:
         for problem in _options(role, capabilities, world_size):
-            if problem.sentence not in reported:
+            if problem.message not in reported:
                 yield problem
-            reported.add(problem.sentence)
+            reported.add(problem.message)
 
 
 def _unsupported(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
-    """Settings that the engine has no option for; the same setting of several roles is one problem."""
+    """Report settings that the engine has no option for; the same setting of several roles is one problem."""
     options = capabilities.options.model_fields
     settings: dict[str, list[tuple[str, Any]]] = {}
     for role in group:
         for option, value in _requested(role).items():
             if option.partition(".")[0] not in options:
                 settings.setdefault(option, []).append((role.key_of_setting(option), value))
-    for option, places in settings.items():
+    for option, uses in settings.items():
         name = option.partition(".")[0]
-        others = (other for other, backend in ENGINES.items() if name in backend.capabilities.options.model_fields)
-        sentence = f"strategy={group[0].strategy} does not support it. Type {group[0].strategy_key}={next(others)}, or "
-        yield grouped([key for key, _ in places], places[0][1], f"{sentence}leave the key out.")
+        supporting = (other for other, backend in ENGINES.items() if name in backend.capabilities.options.model_fields)
+        message = (
+            f"strategy={group[0].strategy} does not support it. Set {group[0].strategy_key}={next(supporting)}, or "
+        )
+        yield grouped([key for key, _ in uses], uses[0][1], f"{message}omit the key.")
 
 
 def _requested(role: Role) -> dict[str, Any]:
-    """The settings that differ from what every engine does: dotted option to value."""
+    """Return the settings that differ from the behavior of every engine, by dotted option."""
     default, settings = flat(FSDPOptions().model_dump()), flat(role.settings)
     requested = {option: value for option, value in settings.items() if option in default and value != default[option]}
     if requested.get("fsdp_size") == 1:
@@ -240,17 +242,17 @@ def _requested(role: Role) -> dict[str, Any]:
 
 
 def _options(role: Role, capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
-    """Errors in `engine_kwargs`, options that exclude each other, and layouts that do not fit the ranks."""
+    """Check `engine_kwargs`, options that exclude each other, and layouts that do not fit the ranks."""
     schema = capabilities.options
-    twice = [name for name in role.engine_kwargs if name in role.settings and name in schema.model_fields]
-    for name in twice:
-        sentence = f"belongs in {role.key_of_setting(name)}. Type that key instead."
-        yield Problem(role.key_of(name), role.engine_kwargs[name], sentence)
+    misplaced = [name for name in role.engine_kwargs if name in role.settings and name in schema.model_fields]
+    for name in misplaced:
+        message = f"duplicates {role.key_of_setting(name)}. Set that key instead."
+        yield Problem(role.key_of(name), role.engine_kwargs[name], message)
     values = select_options(schema, role.settings, role.engine_kwargs)
     errors = invalid_options(schema, values)
     for error in errors:
         yield Problem(role.key_of(error.option), role.value_of(error.option), f"{error.message}.")
-    if errors or twice:
+    if errors or misplaced:
         return
     options = schema.of(values)
     for conflict in options.layout_conflicts(world_size):
@@ -259,39 +261,39 @@ def _options(role: Role, capabilities: EngineCapabilities, world_size: int) -> I
         yield _problem(role, conflict, ())
 
 
-def _problem(role: Role, conflict: Conflict, rests_on: tuple[str, ...]) -> Problem:
+def _problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
     fixes = []
     for fix in conflict.fixes:
         option, _, value = fix.partition("=")
         fixes.append(f"{role.strategy_key if option == 'strategy' else role.key_of(option)}={value}")
-    sentence = f"{conflict.message}. Type {', or '.join(fixes)}." if fixes else f"{conflict.message}."
-    return Problem(role.key_of(conflict.option), role.value_of(conflict.option), sentence, rests_on)
+    message = f"{conflict.message}. Set {', or '.join(fixes)}." if fixes else f"{conflict.message}."
+    return Problem(role.key_of(conflict.option), role.value_of(conflict.option), message, related)
 
 
 def _adapter(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:
-    """Settings of LoRA, which the engine must support."""
+    """Check the settings of LoRA, which the engine must support."""
     model, key = role.section, role.model_key
     if model is None:
         return
     if model.lora_adapter_path is not None and not model.lora_rank:
-        sentence = f"is not read with {key}.lora_rank=0. Type {key}.lora_rank=<the rank of that adapter>."
-        yield Problem(f"{key}.lora_adapter_path", model.lora_adapter_path, sentence, (f"{key}.lora_rank",))
+        message = f"has no effect with {key}.lora_rank=0. Set {key}.lora_rank to the rank of that adapter."
+        yield Problem(f"{key}.lora_adapter_path", model.lora_adapter_path, message, (f"{key}.lora_rank",))
     if model.lora_rank and not model.target_modules:
-        sentence = f"names no layer for the adapters. Type {key}.target_modules=all-linear."
-        yield Problem(f"{key}.target_modules", None, sentence, (f"{key}.lora_rank",))
+        message = f"selects no layer for adapters. Set {key}.target_modules=all-linear."
+        yield Problem(f"{key}.target_modules", None, message, (f"{key}.lora_rank",))
     if model.lora_rank and not capabilities.supports_lora:
-        sentence = f"strategy={role.strategy} does not support LoRA. Type {key}.lora_rank=0."
-        yield Problem(f"{key}.lora_rank", model.lora_rank, sentence, (role.strategy_key,))
+        message = f"strategy={role.strategy} does not support LoRA. Set {key}.lora_rank=0."
+        yield Problem(f"{key}.lora_rank", model.lora_rank, message, (role.strategy_key,))
 
 
 def _layout_of_reference(config: PPOConfig) -> Iterator[Problem]:
-    """Settings in which reference and actor must agree: one engine is both, or the two exchange distributions."""
+    """Check settings in which reference and actor must agree: they share an engine, or compare distributions."""
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     if not config.needs_reference_model():
         cause = f"{MODEL}.lora_rank"
         reason = (
-            f"is not read with {cause}={config.actor_rollout_ref.model.lora_rank}: the reference is the actor's engine "
-            "without its adapter."
+            f"has no effect with {cause}={config.actor_rollout_ref.model.lora_rank}: the reference is the actor's "
+            "engine without its adapter."
         )
     elif config.needs_full_kl_in_reward() or config.needs_full_kl_loss():
         cause = "algorithm.kl_penalty" if config.needs_full_kl_in_reward() else f"{ACTOR}.kl_loss_type"
@@ -308,15 +310,15 @@ def _layout_of_reference(config: PPOConfig) -> Iterator[Problem]:
     }
     for name, (of_ref, of_actor) in settings.items():
         if of_ref != of_actor:
-            sentence = f"{reason} Leave the key out, or type {ACTOR}.{name}={shown(of_ref)}."
-            yield Problem(f"{REF}.{name}", of_ref, sentence, (cause, f"{ACTOR}.{name}"))
+            message = f"{reason} Omit the key, or set {ACTOR}.{name}={shown(of_ref)}."
+            yield Problem(f"{REF}.{name}", of_ref, message, (cause, f"{ACTOR}.{name}"))
 
 
 # -- rollouts -------------------------------------------------------------------------------------
 
 
 def rollout_problems(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Everything that is wrong with a rollout; `section` holds its keys."""
+    """Check a rollout whose keys are in `section`."""
     key = f"{section}.name"
     try:
         capabilities = rollout_capabilities(rollout.name)
@@ -331,26 +333,26 @@ def rollout_problems(section: str, rollout: GeneratorConfig, world_size: int) ->
     for conflict in options.conflicts(rollout.tensor_model_parallel_size, world_size):
         name = f"{section}.{conflict.option}"
         fixes = [f"+{section}.{fix[1:]}" if fix.startswith("+") else f"{section}.{fix}" for fix in conflict.fixes]
-        sentence = f"{conflict.message}. Type {', or '.join(fixes)}."
-        yield Problem(name, getattr(rollout, conflict.option), sentence, (*WORLD, key))
+        message = f"{conflict.message}. Set {', or '.join(fixes)}."
+        yield Problem(name, getattr(rollout, conflict.option), message, (*WORLD, key))
 
 
 def adapter_of_rollout(config: PPOConfig) -> Iterator[Problem]:
-    """Weight syncs of an adapter without its base model."""
+    """Check weight syncs that send the adapter without its base model."""
     model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"
     if rollout.lora_weights == "merged":
         return
     if not model.lora_rank:
-        sentence = f"is not read with {MODEL}.lora_rank=0: there is no adapter. Type {key}=merged."
-        yield Problem(key, rollout.lora_weights, sentence, (f"{MODEL}.lora_rank",))
+        message = f"has no effect without an adapter, {MODEL}.lora_rank=0. Set {key}=merged."
+        yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))
     try:
         takes_adapter = rollout_capabilities(rollout.name).takes_adapter
     except ConfigError:
         return
     if not takes_adapter:
         others = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.takes_adapter)
-        sentence = (
-            f"{ROLLOUT}.name={rollout.name} takes complete weights and no separate adapter. Type {key}=merged, or"
+        message = (
+            f"{ROLLOUT}.name={rollout.name} accepts complete weights only, no separate adapter. Set {key}=merged, or"
             f" {ROLLOUT}.name={others}."
         )
-        yield Problem(key, rollout.lora_weights, sentence, (f"{ROLLOUT}.name",))
+        yield Problem(key, rollout.lora_weights, message, (f"{ROLLOUT}.name",))

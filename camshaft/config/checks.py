@@ -1,14 +1,14 @@
-"""What several keys must fulfil together. Each check yields every problem it finds, and stops at none.
+"""Checks of combinations of keys. Each check yields all problems and stops at none.
 
     problems = list(check(config))        # the config of any command
 
-A problem names the keys that it rests on, so that `loader.py` can leave it out where one of them is wrong
-by itself. Batch arithmetic is spelled out in the message.
+Every problem lists the keys it depends on, so that `load.py` omits it if one of them is invalid by itself. Messages
+spell out batch arithmetic. Engines and rollouts are checked in `backend_checks.py`, files on disk in `files.py`.
 """
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 
-from camshaft.config.algorithm_checks import algorithm
 from camshaft.config.backend_checks import (
     adapter_of_rollout,
     layouts_are_valid,
@@ -17,312 +17,512 @@ from camshaft.config.backend_checks import (
     supervised_engines,
 )
 from camshaft.config.engine import divisor
+from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import eval_files, generate_files, ppo_files, supervised_files
-from camshaft.config.place import place_problems
-from camshaft.config.problems import Problem, check_name
-from camshaft.config.reward_checks import scores, scoring_function
+from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
+from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import CheckpointConfig, OptimSection
 from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.topology import Topology
 from camshaft.config.tree import shown
-from camshaft.plugins import TRACKERS
+from camshaft.plugins import REWARDS, TRACKERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
-RESUMED_FROM = ("model", "optimizer", "extra")
+REQUIRED_CONTENTS = ("model", "optimizer", "extra")
+"""Checkpoint contents that resuming requires."""
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
-    """Everything that is wrong between the keys of a config whose single values are right."""
+    """Yield every problem between keys of a config whose single values are valid."""
     if isinstance(config, GenerateConfig):
-        yield from place_problems(config.trainer, {}, {})
-        yield from _generator("rollout", config.rollout, config.trainer.world_size)
-        yield from scoring_function(config.custom_reward_function)
+        yield from _check_placement(config.trainer)
+        yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
+        yield from _check_scoring_function(config.custom_reward_function)
         yield from generate_files(config)
-        return
-    if isinstance(config, EvalConfig):
-        yield from scoring_function(config.custom_reward_function)
+    elif isinstance(config, EvalConfig):
+        yield from _check_scoring_function(config.custom_reward_function)
         yield from eval_files(config)
-        return
-    if isinstance(config, SupervisedConfig):
-        yield from place_problems(config.trainer, {}, {})
+    elif isinstance(config, SupervisedConfig):
+        yield from _check_placement(config.trainer)
         yield from supervised_engines(config)
-        yield from _supervised(config)
+        yield from _check_supervised(config)
         yield from supervised_files(config)
-        return
-    used = {f"{role}.resource_pool": name for role, name in config.pools().items()}
-    yield from place_problems(config.trainer, config.trainer.resource_pools, used)
-    yield from _names(config)
-    yield from scores(config)
+    else:
+        yield from _check_ppo(config)
+
+
+def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
+    pools = {f"{role}.resource_pool": name for role, name in config.pools().items()}
+    yield from _check_placement(config.trainer, config.trainer.resource_pools, pools)
+    yield from _check_names(config)
+    yield from _check_scores(config)
     yield from ppo_engines(config)
     yield from adapter_of_rollout(config)
     if layouts_are_valid(config):
-        yield from _batches(config)
-        yield from _older_micro_batches(config)
-    yield from _token_budgets(config)
-    yield from _lengths(config)
-    yield from algorithm(config)
-    yield from _sampling(config)
-    yield from _run(config)
+        yield from _check_batches(config)
+        yield from _check_global_micro_batches(config)
+    yield from _check_token_budgets(config)
+    yield from _check_lengths(config)
+    yield from _check_estimator(config)
+    yield from _check_policy_loss(config)
+    yield from _check_correction(config)
+    yield from _check_bypass(config)
+    yield from _check_filter_groups(config)
+    yield from _check_validation_sampling(config)
+    yield from _check_run(config)
     yield from ppo_files(config)
 
 
-# -- names of parts -------------------------------------------------------------------------------
+# -- placement and names --------------------------------------------------------------------------
 
 
-def _names(config: PPOConfig) -> Iterator[Problem]:
+def _check_placement(
+    trainer: PlacementConfig, pools: Mapping[str, PoolConfig] | None = None, used: Mapping[str, str] | None = None
+) -> Iterator[Problem]:
+    """Check the resource pools and the controller; `used` maps keys to the pools they name."""
+    pools, used = pools or {}, used or {}
+    if GLOBAL_POOL in pools:
+        message = "this name is reserved for trainer.nnodes and trainer.n_gpus_per_node. Rename the pool."
+        yield Problem(f"trainer.resource_pools.{GLOBAL_POOL}", pools[GLOBAL_POOL].model_dump(), message)
+    for key, name in used.items():
+        if name != GLOBAL_POOL and name not in pools:
+            message = (
+                f"unknown pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or add the"
+                f" pool with '+trainer.resource_pools.{name}.n_gpus_per_node=1'."
+            )
+            yield Problem(key, name, message)
+    for name in pools:
+        if name != GLOBAL_POOL and name not in used.values():
+            message = "no role uses this pool. Name it in actor_rollout_ref.resource_pool, critic.resource_pool or "
+            message += "reward_model.resource_pool, or remove it."
+            yield Problem(f"trainer.resource_pools.{name}", pools[name].model_dump(), message)
+    machines = max((pool_sizes(trainer, pools)[name].nnodes for name in used.values() if name in pools), default=1)
+    if trainer.backend() == "local" and max(machines, trainer.nnodes) > 1:
+        message = "starts processes on this machine only. Set trainer.controller=ray."
+        yield Problem("trainer.controller", trainer.controller, message, ("trainer.nnodes",))
+
+
+def _check_names(config: PPOConfig) -> Iterator[Problem]:
     roles = {"actor_rollout_ref": config.actor_rollout_ref.worker_cls, "critic": config.critic.worker_cls}
     for role, name in roles.items():
         if name is not None:
             yield from check_name(f"{role}.worker_cls", name, (), "roles")
-    yield from _generator(ROLLOUT, config.actor_rollout_ref.rollout, config.topology().world_size)
-    yield from _trackers(config.trainer.logger)
+    yield from _check_generator(ROLLOUT, config.actor_rollout_ref.rollout, config.topology().world_size)
+    yield from _check_trackers(config.trainer.logger)
 
 
-def _trackers(trackers: Iterable[str]) -> Iterator[Problem]:
+def _check_trackers(trackers: Iterable[str]) -> Iterator[Problem]:
     for tracker in trackers:
         yield from check_name("trainer.logger", tracker, TRACKERS, "trackers")
 
 
-def _generator(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Name, options and sampling of a rollout; `section` holds its keys."""
+def _check_generator(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
+    """Check name, options and sampling of a rollout whose keys are in `section`."""
     yield from rollout_problems(section, rollout, world_size)
     if rollout.n > 1 and not rollout.do_sample:
-        sentence = f"makes {rollout.n} equal responses with {section}.do_sample=false. Type {section}.do_sample=true."
-        yield Problem(f"{section}.n", rollout.n, sentence, (f"{section}.do_sample",))
+        message = f"generates {rollout.n} equal responses with {section}.do_sample=false. Set {section}.do_sample=true."
+        yield Problem(f"{section}.n", rollout.n, message, (f"{section}.do_sample",))
 
 
 # -- batch arithmetic -----------------------------------------------------------------------------
 
 
-def _batches(config: PPOConfig) -> Iterator[Problem]:
+def _check_batches(config: PPOConfig) -> Iterator[Problem]:
     topology, actor = config.topology(), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    actors, critics = config.actor_dp_size(topology), config.critic_dp_size(topology)
-    world, of_critic = topology.world_size, topology.of_critic().world_size
-    yield from _mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actors, world)
-    if config.needs_critic() and (config.critic.ppo_mini_batch_size, critics) != (actor, actors):
-        mini = config.critic.ppo_mini_batch_size
-        yield from _mini_batches(config, "critic.ppo_mini_batch_size", mini, critics, of_critic)
-    refs = config.ref_dp_size(topology)
-    if config.needs_reference() and refs != actors:
-        yield from _iteration_of_reference(config, refs)
-    prompts, most = config.generated_together(), config.data.train_max_samples
-    if most != -1 and most < prompts:
+    actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
+    world_size = topology.world_size
+    yield from _check_mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actor_dp, world_size)
+    critic = config.critic.ppo_mini_batch_size
+    if config.needs_critic() and (critic, critic_dp) != (actor, actor_dp):
+        critic_ranks = topology.of_critic().world_size
+        yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
+    ref_dp = config.ref_dp_size(topology)
+    if config.needs_reference() and ref_dp != actor_dp:
+        yield from _check_iteration_of_reference(config, ref_dp)
+    prompts, limit = config.generated_together(), config.data.train_max_samples
+    if limit != -1 and limit < prompts:
         key = "data.gen_batch_size" if config.algorithm.filter_groups.enable else "data.train_batch_size"
-        sentence = f"reads fewer prompts than are generated together: {key}={prompts}."
-        yield Problem("data.train_max_samples", most, sentence, (key,))
+        message = f"reads fewer prompts than one generation batch, {key}={prompts}. Set -1 or at least {prompts}."
+        yield Problem("data.train_max_samples", limit, message, (key,))
 
 
-def _ranks(world: int, dp_size: int) -> str:
-    """'4 ranks', or how they come to be fewer than all."""
-    return f"{dp_size} ranks" if dp_size == world else f"{dp_size} groups of {world // dp_size} ranks"
+def _ranks(world_size: int, dp_size: int) -> str:
+    """Format '4 ranks', or '2 groups of 2 ranks'."""
+    return f"{dp_size} ranks" if dp_size == world_size else f"{dp_size} groups of {world_size // dp_size} ranks"
 
 
-def _iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
-    """The others have whole mini-batches; the reference, which has none, takes an iteration at once."""
+def _quotient(total: int, world_size: int, dp_size: int) -> str:
+    """Format the division of a batch over ranks with its remainder: '512 = 3 ranks x 170 + 2'."""
+    return f"{total} = {_ranks(world_size, dp_size)} x {total // dp_size} + {total % dp_size}"
+
+
+def _check_iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
+    """Check that an iteration, which the reference processes at once, splits evenly over its ranks."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     if train * n % dp_size:
-        sentence = (
+        quotient = _quotient(train * n, config.topology().world_size, dp_size).partition(" = ")[2]
+        message = (
             f"does not split evenly over the reference's ranks: {train} prompts x rollout.n={n} = {train * n}"
-            f" sequences = {_ranks(config.topology().world_size, dp_size)} x {train * n // dp_size}"
-            f" + {train * n % dp_size}."
+            f" sequences = {quotient}."
         )
-        yield Problem("data.train_batch_size", train, sentence, (*WORLD, f"{ROLLOUT}.n"))
+        yield Problem("data.train_batch_size", train, message, (*WORLD, f"{ROLLOUT}.n"))
 
 
-def _mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world: int) -> Iterator[Problem]:
-    """An iteration is whole mini-batches, and a mini-batch is whole shares of the ranks."""
+def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world_size: int) -> Iterator[Problem]:
+    """Check that mini-batches divide the iteration, and split evenly over the data-parallel ranks."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    rests_on = ("data.train_batch_size", f"{ROLLOUT}.n")
+    related = ("data.train_batch_size", f"{ROLLOUT}.n")
     if mini > train:
-        sentence = f"is more than an iteration has: data.train_batch_size={train} prompts. Type {key}={train}."
-        yield Problem(key, mini, sentence, rests_on)
+        message = f"is larger than the iteration, data.train_batch_size={train} prompts. Set {key}={train}."
+        yield Problem(key, mini, message, related)
     elif train % mini:
-        whole, rest = divmod(train, mini)
-        sentence = (
-            f"does not divide an iteration into whole mini-batches:\n"
+        count, rest = divmod(train, mini)
+        message = (
+            f"does not divide the iteration into mini-batches of equal size:\n"
             f"data.train_batch_size={train} prompts x rollout.n={n} = {train * n} sequences;"
             f" {mini} x {n} = {mini * n} per mini-batch;\n"
-            f"{train * n} = {whole} x {mini * n} + {rest * n}.\n"
-            f"Type data.train_batch_size={whole * mini} or {(whole + 1) * mini}, or {key}={divisor(train, mini)}."
+            f"{train * n} = {count} x {mini * n} + {rest * n}.\n"
+            f"Set data.train_batch_size={count * mini} or {(count + 1) * mini}, or {key}={divisor(train, mini)}."
         )
-        yield Problem(key, mini, sentence, rests_on)
+        yield Problem(key, mini, message, related)
     if mini * n % dp_size:
-        sentence = (
-            f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences"
-            f" = {_ranks(world, dp_size)} x {mini * n // dp_size} + {mini * n % dp_size}."
+        quotient = _quotient(mini * n, world_size, dp_size).partition(" = ")[2]
+        message = (
+            f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences = {quotient}."
         )
-        yield Problem(key, mini, sentence, (*WORLD, *rests_on))
+        yield Problem(key, mini, message, (*WORLD, *related))
 
 
-def _older_micro_batches(config: PPOConfig) -> Iterator[Problem]:
-    """The older keys count sequences over all ranks; where one is used, it must split evenly."""
+def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
+    """Check that the deprecated micro-batch sizes over all ranks split evenly, if they are used."""
     section, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     actor, rollout, ref, reward = section.actor, section.rollout, section.ref, config.reward_model
-    actors, refs, critics = (
-        config.actor_dp_size(topology),
-        config.ref_dp_size(topology),
-        config.critic_dp_size(topology),
-    )
+    actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
     used: dict[str, tuple[int, int]] = {}
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actors
+        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actor_dp
     if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
-        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size, actors
+        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size, actor_dp
     by_count = not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None
     if config.needs_reference_model() and by_count:
-        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size, refs
+        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size, config.ref_dp_size(topology)
     if config.needs_critic() and not critic.use_dynamic_bsz:
         if critic.ppo_micro_batch_size_per_gpu is None:
-            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size, critics
+            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size, critic_dp
         if critic.forward_micro_batch_size_per_gpu is None:
-            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critics
+            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critic_dp
     if config.needs_reward_engine() and not reward.use_dynamic_bsz and reward.micro_batch_size_per_gpu is None:
-        used["reward_model.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
-    worlds = {"critic": topology.of_critic().world_size, "reward_model": topology.of_reward_model().world_size}
+        used[f"{REWARD}.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
+    worlds = {"critic": topology.of_critic().world_size, REWARD: topology.of_reward_model().world_size}
     for key, (size, dp_size) in used.items():
         if size % dp_size:
-            world = worlds.get(key.partition(".")[0], topology.world_size)
-            sentence = (
-                f"counts sequences over all ranks and does not split evenly: {size} = {_ranks(world, dp_size)} x"
-                f" {size // dp_size} + {size % dp_size}.\n"
-                f"Type {key}_per_gpu={max(1, size // dp_size)}, which counts on one rank."
+            world_size = worlds.get(key.partition(".")[0], topology.world_size)
+            message = (
+                f"counts sequences over all ranks and does not split evenly: {_quotient(size, world_size, dp_size)}.\n"
+                f"Set {key}_per_gpu={max(1, size // dp_size)}, which counts sequences on one rank."
             )
-            yield Problem(key, size, sentence, WORLD)
+            yield Problem(key, size, message, WORLD)
 
 
-def _token_budgets(config: PPOConfig) -> Iterator[Problem]:
-    """A budget is a hard limit, so the longest sequence must fit into it."""
+def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
+    """Check that the longest sequence fits into every token budget, which is a hard limit."""
     section, critic = config.actor_rollout_ref, config.critic
     prompt, response = config.data.max_prompt_length, section.rollout.response_length
-    used = {}
+    budgets: dict[str, int] = {}
     if section.actor.use_dynamic_bsz:
-        used[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
+        budgets[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
     if section.rollout.log_prob_use_dynamic_bsz:
-        used[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
+        budgets[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
     if config.needs_reference_model() and section.ref.log_prob_use_dynamic_bsz:
-        used[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu
+        budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu
     if config.needs_critic() and critic.use_dynamic_bsz:
-        used["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
-        used["critic.forward_max_token_len_per_gpu"] = critic.forward_max_token_len_per_gpu
-    for key, budget in used.items():
+        budgets["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
+        budgets["critic.forward_max_token_len_per_gpu"] = critic.forward_max_token_len_per_gpu
+    for key, budget in budgets.items():
         if budget < prompt + response:
-            sentence = (
+            message = (
                 f"is less than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
-                f"{response} = {prompt + response}. Type {key}={prompt + response} or more."
+                f"{response} = {prompt + response}. Set {key}={prompt + response} or more."
             )
-            yield Problem(key, budget, sentence, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
+            yield Problem(key, budget, message, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
 
 
-def _lengths(config: PPOConfig) -> Iterator[Problem]:
+def _check_lengths(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length < data.max_prompt_length:
-        sentence = f"is shorter than the prompts that are read: data.max_prompt_length={data.max_prompt_length}."
-        yield Problem(f"{ROLLOUT}.prompt_length", rollout.prompt_length, sentence, ("data.max_prompt_length",))
+        message = f"is less than data.max_prompt_length={data.max_prompt_length}. Set both to the same length."
+        yield Problem(f"{ROLLOUT}.prompt_length", rollout.prompt_length, message, ("data.max_prompt_length",))
     if rollout.response_length > data.max_response_length:
-        sentence = f"is longer than data.max_response_length={data.max_response_length}. Set that instead."
-        yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, sentence, ("data.max_response_length",))
+        message = f"exceeds data.max_response_length={data.max_response_length}. Set data.max_response_length instead."
+        yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, message, ("data.max_response_length",))
     if data.max_prompt_id_length is not None and data.prompt_id_key is None:
-        sentence = "is not read without data.prompt_id_key. Name the column of ids, or leave the key out."
-        yield Problem("data.max_prompt_id_length", data.max_prompt_id_length, sentence, ("data.prompt_id_key",))
+        message = "has no effect without data.prompt_id_key. Set data.prompt_id_key to the column of ids, or omit it."
+        yield Problem("data.max_prompt_id_length", data.max_prompt_id_length, message, ("data.prompt_id_key",))
 
 
-# -- sampling -------------------------------------------------------------------------------------
+# -- scores ---------------------------------------------------------------------------------------
 
 
-def _sampling(config: PPOConfig) -> Iterator[Problem]:
-    val, val_key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
+def _check_scores(config: PPOConfig) -> Iterator[Problem]:
+    if config.needs_function():
+        yield from _check_scoring_function(config.custom_reward_function)
+    yield from _check_overlong_buffer(config)
+    reward = config.reward_model
+    if not reward.enable:
+        return
+    if reward.worker_cls is not None:
+        yield from check_name(f"{REWARD}.worker_cls", reward.worker_cls, (), "reward_models")
+        return
+    yield from _check_token_budget_of_scores(config)
+    if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
+        message = (
+            f"has no effect with {REWARD}.model.input_tokenizer=null: the model reads the policy's token ids. Set "
+            f"data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer={config.tokenizer_path()}."
+        )
+        yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
+
+
+def _check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
+    """Check the name of a built-in function; a function of a file is checked when it is imported."""
+    if custom.path is not None:
+        return
+    if custom.function_name() == "format" and "pattern" in custom.reward_kwargs:
+        pattern = custom.reward_kwargs["pattern"]
+        try:
+            re.compile(str(pattern))
+        except re.error as error:
+            message = f"invalid regular expression: {error}. Quote the pattern as '...' if the shell changes it."
+            yield Problem("custom_reward_function.reward_kwargs", {"pattern": pattern}, message)
+    key, related = "custom_reward_function.name", ("custom_reward_function.path",)
+    yield from check_name(key, custom.function_name(), REWARDS, "rewards", "module:function", related)
+
+
+def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
+    buffer, longest = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 1 <= buffer.len <= longest:
+        key, limit = f"{REWARD}.overlong_buffer.len", f"{ROLLOUT}.response_length"
+        message = (
+            f"must be between 1 and {limit}={longest}. Set {key}={max(1, longest // 4)}, a quarter of the response."
+        )
+        yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
+
+
+def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
+    reward, longest = config.reward_model, config.longest_scored()
+    key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
+    if not reward.use_dynamic_bsz or budget >= longest:
+        return
+    source = f"{REWARD}.max_length" if reward.max_length else "data.max_prompt_length + rollout.response_length"
+    message = f"is less than the longest scored sequence: {source} = {longest}. Set {key}={longest} or more."
+    related = (f"{REWARD}.max_length", "data.max_prompt_length", f"{ROLLOUT}.response_length")
+    yield Problem(key, budget, message, related)
+
+
+# -- algorithm ------------------------------------------------------------------------------------
+
+
+def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
+    key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    yield from check_name(key, estimator, ESTIMATORS, "estimators", "module:function")
+    if estimator in GROUP_ESTIMATORS and n == 1:
+        message = (
+            f"compares the responses to one prompt, and {ROLLOUT}.n=1 generates one."
+            f" Set {ROLLOUT}.n=8, or another estimator."
+        )
+        yield Problem(key, estimator, message, (f"{ROLLOUT}.n",))
+    warmup, enable = config.trainer.critic_warmup, config.critic.enable
+    if warmup and not config.needs_critic():
+        message = f"algorithm.adv_estimator={estimator} has no critic to warm up. Set trainer.critic_warmup=0."
+        yield Problem("trainer.critic_warmup", warmup, message, (key, "critic.enable"))
+    if enable is not None and estimator in ESTIMATORS and enable != (estimator == "gae"):
+        reason = "needs a critic" if estimator == "gae" else "reads no values"
+        message = f"algorithm.adv_estimator={estimator} {reason}. Set critic.enable=null."
+        yield Problem("critic.enable", enable, message, (key,))
+
+
+def _check_policy_loss(config: PPOConfig) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    key, mode = f"{ACTOR}.policy_loss.loss_mode", actor.policy_loss.loss_mode
+    yield from check_name(key, mode, POLICY_LOSSES, "policy_losses", "module:function")
+    if mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
+        aggregation = f"{ACTOR}.loss_agg_mode"
+        message = f"{key}=gspo requires a mean over equally weighted responses. Set {aggregation}=seq-mean-token-mean."
+        yield Problem(aggregation, actor.loss_agg_mode, message, (key,))
+
+
+def _check_correction(config: PPOConfig) -> Iterator[Problem]:
+    """Check that corrections have sampled tokens, and that every rejection rule has a valid threshold."""
+    correction = config.algorithm.rollout_correction
+    enabled = {f"{CORRECTION}.rollout_is": correction.rollout_is, f"{CORRECTION}.rollout_rs": correction.rollout_rs}
+    for name, value in enabled.items():
+        if value and not config.actor_rollout_ref.rollout.do_sample:
+            message = f"requires sampling, which {ROLLOUT}.do_sample=false disables. Set {name}=null."
+            yield Problem(name, value, message, (f"{ROLLOUT}.do_sample",))
+    rules, texts = correction.rollout_rs, correction.rollout_rs_threshold
+    key, related = f"{CORRECTION}.rollout_rs_threshold", (f"{CORRECTION}.rollout_rs",)
+    if rules and not texts:
+        example = "2.0" if rules[0].endswith("k1") else "0.01"
+        message = f"missing threshold of {', '.join(rules)}. Set {key}={example}."
+        yield Problem(key, None, message, related)
+    elif texts and not rules:
+        message = f"has no effect without {CORRECTION}.rollout_rs. Set {key}=null."
+        yield Problem(key, texts, message, related)
+    elif len(texts) not in (1, len(rules)):
+        message = f"has {len(texts)} values for {len(rules)} rules. Set one value for all rules, or one for each."
+        yield Problem(key, texts, message, related)
+    elif len(texts) < len(rules) and len({rule.endswith("k1") for rule in rules}) == 2:
+        values = ",".join("2.0" if rule.endswith("k1") else "0.01" for rule in rules)
+        message = f"is one value for both ratios (k1) and divergences (k2, k3). Set one for each: '{key}=[{values}]'."
+        yield Problem(key, texts, message, related)
+        return
+    for rule, text in zip(rules, texts * len(rules) if len(texts) == 1 else texts, strict=False):
+        try:
+            threshold(rule, text)
+        except ValueError as error:
+            yield Problem(key, text, f"threshold of {rule} {error}.", related)
+
+
+def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
+    """Check that the rollout's log-probs are of the distribution that the trainer computes."""
+    correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
+    key = f"{CORRECTION}.bypass_mode"
+    if not correction.bypass_mode:
+        return
+    for leaf, value in {"rollout_is": correction.rollout_is, "rollout_rs": correction.rollout_rs}.items():
+        if value:
+            other = f"{CORRECTION}.{leaf}"
+            message = f"skips the trainer log-probs that {leaf} compares with the rollout's. Set {other}=null."
+            yield Problem(key, True, message, (other,))
+    truncated = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
+    for fix, is_truncated in truncated.items():
+        if is_truncated:
+            other = f"{ROLLOUT}.{fix.partition('=')[0]}"
+            message = f"requires samples of the full distribution, which {other} truncates. Set {ROLLOUT}.{fix}."
+            yield Problem(key, True, message, (other,))
+
+
+def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:
+    """Check dynamic sampling, which drops groups of responses without a gradient."""
+    filtering, data, estimator = config.algorithm.filter_groups, config.data, config.algorithm.adv_estimator
+    key, related = "algorithm.filter_groups.enable", (f"{ROLLOUT}.n", "algorithm.adv_estimator")
+    if not filtering.enable:
+        if data.gen_batch_size not in (None, data.train_batch_size):
+            message = f"has no effect with {key}=false. Set {key}=true, or data.gen_batch_size=null."
+            yield Problem("data.gen_batch_size", data.gen_batch_size, message, (key, "data.train_batch_size"))
+        return
+    if estimator in ESTIMATORS and estimator not in GROUP_ESTIMATORS:
+        message = (
+            "drops groups that have no gradient if an estimator compares responses, and algorithm.adv_estimator="
+            f"{estimator} does not. Set {key}=false, or algorithm.adv_estimator=grpo."
+        )
+        yield Problem(key, True, message, related)
+    elif config.actor_rollout_ref.rollout.n == 1:
+        message = f"compares the responses to one prompt, and {ROLLOUT}.n=1 generates one. Set {ROLLOUT}.n=8."
+        yield Problem(key, True, message, related)
+    if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        message = (
+            "includes the KL penalty with algorithm.use_kl_in_reward=true, so that all rewards of a group differ. "
+            "Set algorithm.filter_groups.metric=seq_reward."
+        )
+        yield Problem("algorithm.filter_groups.metric", filtering.metric, message, ("algorithm.use_kl_in_reward",))
+
+
+def _check_validation_sampling(config: PPOConfig) -> Iterator[Problem]:
+    val, section = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
     if val.do_sample and val.temperature == 0:
-        sentence = f"does not sample with {val_key}.temperature=0. Type {val_key}.temperature=1.0."
-        yield Problem(f"{val_key}.do_sample", val.do_sample, sentence, (f"{val_key}.temperature",))
+        message = f"has no effect with {section}.temperature=0. Set {section}.temperature=1.0."
+        yield Problem(f"{section}.do_sample", val.do_sample, message, (f"{section}.temperature",))
     if val.n > 1 and not val.do_sample:
-        sentence = f"makes {val.n} equal responses. Type {val_key}.do_sample=true {val_key}.temperature=1.0."
-        yield Problem(f"{val_key}.n", val.n, sentence, (f"{val_key}.do_sample",))
+        message = f"generates {val.n} equal responses. Set {section}.do_sample=true {section}.temperature=1.0."
+        yield Problem(f"{section}.n", val.n, message, (f"{section}.do_sample",))
 
 
-# -- the run as a whole ---------------------------------------------------------------------------
+# -- training files, validation, resuming and checkpoints -----------------------------------------
 
 
-def _run(config: PPOConfig) -> Iterator[Problem]:
+def _check_run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    yield from _training_files(config.data.train_files)
+    yield from _check_training_files(config.data.train_files)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
-        sentence = "validation needs files. Name some, or type trainer.val_before_train=false trainer.test_freq=-1."
-        yield Problem("data.val_files", None, sentence, ("trainer.val_before_train", "trainer.test_freq"))
+        message = "validation needs files. Set data.val_files, or trainer.val_before_train=false trainer.test_freq=-1."
+        yield Problem("data.val_files", None, message, ("trainer.val_before_train", "trainer.test_freq"))
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        sentence = "needs the checkpoint to start from. Type trainer.resume_from_path=<folder>, or resume_mode=auto."
-        yield Problem("trainer.resume_mode", "resume_path", sentence, ("trainer.resume_from_path",))
+        message = "requires a checkpoint. Set trainer.resume_from_path=<folder>, or trainer.resume_mode=auto."
+        yield Problem("trainer.resume_mode", "resume_path", message, ("trainer.resume_from_path",))
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
-        sentence = f"is not read with trainer.resume_mode={trainer.resume_mode}. Type trainer.resume_mode=resume_path."
-        yield Problem("trainer.resume_from_path", trainer.resume_from_path, sentence, ("trainer.resume_mode",))
-    yield from _best(trainer.best_metric, trainer.test_freq)
+        message = f"has no effect with trainer.resume_mode={trainer.resume_mode}. Set trainer.resume_mode=resume_path."
+        yield Problem("trainer.resume_from_path", trainer.resume_from_path, message, ("trainer.resume_mode",))
+    yield from _check_best_metric(trainer.best_metric, trainer.test_freq)
     if trainer.use_legacy_worker_impl in ("enable", True):
-        sentence = "there is one implementation here and no older one to go back to. Leave the key out."
-        yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, sentence)
+        message = "no legacy implementation exists. Omit the key."
+        yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, message)
     roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
     for key, optim in roles:
-        yield from _warmup(key, optim, trainer.total_training_steps)
-    yield from _contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+        yield from _check_warmup(key, optim, trainer.total_training_steps)
+    yield from _check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
     if config.needs_critic():
-        yield from _contents("critic.checkpoint", config.critic.checkpoint)
+        yield from _check_contents("critic.checkpoint", config.critic.checkpoint)
 
 
-def _training_files(paths: Iterable[str]) -> Iterator[Problem]:
+def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:
     if not paths:
-        yield Problem("data.train_files", None, "there is nothing to train on. Name at least one file.")
+        yield Problem("data.train_files", None, "no training data. Set at least one file.")
 
 
-def _best(metric: str | None, test_freq: int) -> Iterator[Problem]:
+def _check_best_metric(metric: str | None, test_freq: int) -> Iterator[Problem]:
     if metric is not None and test_freq == -1:
-        sentence = "is measured by validation, and there is none between steps. Type trainer.test_freq=<steps>."
-        yield Problem("trainer.best_metric", metric, sentence, ("trainer.test_freq",))
+        message = "requires validation during training. Set trainer.test_freq=<steps>."
+        yield Problem("trainer.best_metric", metric, message, ("trainer.test_freq",))
 
 
-def _warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
+def _check_warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
     if total_steps is not None and optim.lr_warmup_steps >= total_steps:
-        sentence = f"the warm-up lasts longer than the run: trainer.total_training_steps={shown(total_steps)}."
-        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, sentence, ("trainer.total_training_steps",))
+        message = f"the warm-up is not shorter than the run, trainer.total_training_steps={shown(total_steps)}."
+        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, message, ("trainer.total_training_steps",))
 
 
-def _contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    held = checkpoint.save_contents
-    missing = [name for name in RESUMED_FROM if name not in held]
+def _check_contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    contents = checkpoint.save_contents
+    missing = [name for name in REQUIRED_CONTENTS if name not in contents]
     if missing:
-        whole = ",".join([*RESUMED_FROM, *(["hf_model"] if "hf_model" in held else [])])
-        sentence = (
-            f"a run goes on from {', '.join(RESUMED_FROM)}: none can be left out, and {', '.join(missing)} would be."
-            f" Type '{key}.save_contents=[{whole}]'."
+        fix = ",".join([*REQUIRED_CONTENTS, *(["hf_model"] if "hf_model" in contents else [])])
+        message = (
+            f"resuming requires {', '.join(REQUIRED_CONTENTS)}; missing {', '.join(missing)}."
+            f" Set '{key}.save_contents=[{fix}]'."
         )
-        yield Problem(f"{key}.save_contents", held, sentence)
+        yield Problem(f"{key}.save_contents", contents, message)
 
 
-def _supervised(config: SupervisedConfig) -> Iterator[Problem]:
-    data, trainer, world = config.data, config.trainer, config.trainer.world_size
-    dp_size = Topology(world).dp_size(config.ranks_per_row()) if layouts_are_valid(config) else 1
-    yield from _trackers(trainer.logger)
+# -- supervised runs ------------------------------------------------------------------------------
+
+
+def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
+    data, trainer, world_size = config.data, config.trainer, config.trainer.world_size
+    dp_size = Topology(world_size).dp_size(config.ranks_per_row()) if layouts_are_valid(config) else 1
+    yield from _check_trackers(trainer.logger)
     batch = data.train_batch_size
     if batch % dp_size:
-        sentence = (
-            f"does not split evenly: {batch} = {_ranks(world, dp_size)} x {batch // dp_size} + {batch % dp_size}."
-        )
-        yield Problem("data.train_batch_size", batch, sentence, WORLD)
+        message = f"does not split evenly over the ranks: {_quotient(batch, world_size, dp_size)}."
+        yield Problem("data.train_batch_size", batch, message, WORLD)
     if data.train_max_samples != -1 and data.train_max_samples < batch:
-        sentence = f"reads fewer rows than one step takes: data.train_batch_size={batch}."
-        yield Problem("data.train_max_samples", data.train_max_samples, sentence, ("data.train_batch_size",))
+        message = f"reads fewer rows than one step, data.train_batch_size={batch}. Set -1 or at least {batch}."
+        yield Problem("data.train_max_samples", data.train_max_samples, message, ("data.train_batch_size",))
     longest = config.longest_row()
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < longest:
         what = "sequence" if longest == data.max_length else f"pair of sequences, {longest} tokens"
-        sentence = f"is less than the longest {what}: data.max_length={data.max_length}. Type {longest} or more."
-        yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, sentence, ("data.max_length",))
-    yield from _training_files(data.train_files)
+        message = f"is less than the longest {what}: data.max_length={data.max_length}. Set {longest} or more."
+        yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, message, ("data.max_length",))
+    yield from _check_training_files(data.train_files)
     if not data.val_files and trainer.test_freq != -1:
-        sentence = "validation needs files. Name some, or type trainer.test_freq=-1."
-        yield Problem("data.val_files", None, sentence, ("trainer.test_freq",))
-    yield from _best(trainer.best_metric, trainer.test_freq)
-    yield from _warmup("optim", config.optim, trainer.total_training_steps)
-    yield from _contents("checkpoint", config.checkpoint)
+        message = "validation needs files. Set data.val_files, or trainer.test_freq=-1."
+        yield Problem("data.val_files", None, message, ("trainer.test_freq",))
+    yield from _check_best_metric(trainer.best_metric, trainer.test_freq)
+    yield from _check_warmup("optim", config.optim, trainer.total_training_steps)
+    yield from _check_contents("checkpoint", config.checkpoint)

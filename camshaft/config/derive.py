@@ -1,10 +1,10 @@
-"""From the config of a run to the config of each engine: pure functions, nothing is changed on the way.
+"""Derive the config of each engine and rollout from the config of a run, with pure functions.
 
     topology = Topology(config.trainer.world_size)
     engine = build_engine(config.actor_rollout_ref.actor.strategy, actor_engine(config, topology, total_steps))
 
-`total_steps` counts what the learning-rate schedule counts: iterations of the RL trainer, in which a role
-may take many optimizer steps at one rate; in supervised runs, optimizer steps.
+`total_steps` is the length of the learning-rate schedule: iterations of the RL trainer, each of which can have several
+optimizer steps, or optimizer steps of a supervised run.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from camshaft.config.backends import engine_capabilities, select_options
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
+from camshaft.config.layout import Topology, micro_batch_per_rank
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import DType
 from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
@@ -21,24 +22,23 @@ from camshaft.config.schema.reward import RewardModelConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
-from camshaft.config.topology import Topology, micro_batch_per_rank
 
 EngineSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig
 """The section of a role that runs an engine."""
 ALL_LINEAR = "all-linear"
-"""LoRA's word for every linear layer but the output head."""
+"""The value of `target_modules` for every linear layer except the output head."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The limit of one pass on one rank: so many sequences, or so many tokens."""
+    """Size limit of one forward pass on one rank, in sequences or in tokens."""
 
     sequences: int | None = None
     tokens: int | None = None
 
 
 def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Passes of the actor's updates."""
+    """Return the micro-batch size of the actor's updates."""
     actor = config.actor_rollout_ref.actor
     if actor.use_dynamic_bsz:
         return MicroBatch(tokens=actor.ppo_max_token_len_per_gpu)
@@ -50,17 +50,17 @@ def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
 
 
 def log_prob(config: PPOConfig, topology: Topology, of: Literal["rollout", "ref"]) -> MicroBatch:
-    """Passes that compute log-probs of what was generated: the actor's (`rollout`), the reference's (`ref`)."""
+    """Return the micro-batch size of log-probs: the actor's (`rollout`) or the reference's (`ref`)."""
     section = config.actor_rollout_ref.rollout if of == "rollout" else config.actor_rollout_ref.ref
     if section.log_prob_use_dynamic_bsz:
         return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)
-    per_gpu, older = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
+    per_gpu, count_global = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
     dp_size = config.actor_dp_size(topology) if of == "rollout" else config.ref_dp_size(topology)
-    return MicroBatch(micro_batch_per_rank(per_gpu, older, dp_size))
+    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, dp_size))
 
 
 def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Passes of the critic's updates."""
+    """Return the micro-batch size of the critic's updates."""
     critic = config.critic
     if critic.use_dynamic_bsz:
         return MicroBatch(tokens=critic.ppo_max_token_len_per_gpu)
@@ -72,32 +72,32 @@ def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
 
 
 def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Passes that compute values."""
+    """Return the micro-batch size of value computation."""
     critic = config.critic
     if critic.use_dynamic_bsz:
         return MicroBatch(tokens=critic.forward_max_token_len_per_gpu)
-    per_gpu, older = critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, older, config.critic_dp_size(topology)))
+    per_gpu, count_global = critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size
+    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, config.critic_dp_size(topology)))
 
 
 def reward_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Passes of the reward model."""
+    """Return the micro-batch size of the reward model."""
     reward = config.reward_model
     if reward.use_dynamic_bsz:
         return MicroBatch(tokens=reward.forward_max_token_len_per_gpu)
-    per_gpu, older = reward.micro_batch_size_per_gpu, reward.micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, older, config.reward_dp_size(topology)))
+    per_gpu, count_global = reward.micro_batch_size_per_gpu, reward.micro_batch_size
+    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, config.reward_dp_size(topology)))
 
 
 def supervised_train(config: SupervisedConfig) -> MicroBatch:
-    """Passes of a run with one model."""
+    """Return the micro-batch size of a supervised run."""
     if config.data.use_dynamic_bsz:
         return MicroBatch(tokens=config.data.max_token_len_per_gpu)
     return MicroBatch(config.data.micro_batch_size_per_gpu)
 
 
 def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
-    """The policy that is trained. Its schedule starts after the iterations of `critic_warmup`."""
+    """Return the config of the actor. Its learning-rate schedule starts after the iterations of `critic_warmup`."""
     section = config.actor_rollout_ref
     actor, model = section.actor, section.model
     train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
@@ -116,13 +116,13 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
 
 
 def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
-    """`engine_keys` of the actor, whose model has a section beside the actor's."""
+    """Return `engine_keys` of the actor, including the key of its separate model section."""
     section = config.actor_rollout_ref
     return section.actor.engine_keys() | {"activation_offload": section.model.enable_activation_offload}
 
 
 def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
-    """The frozen policy: the actor's model, forward only."""
+    """Return the config of the reference: the actor's model, forward only."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
     model = responses_model(section.model, section.model.random_init)
@@ -131,7 +131,7 @@ def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
 
 
 def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
-    """The value function."""
+    """Return the config of the critic."""
     critic, fsdp = config.critic, config.critic.model.fsdp_config
     train, infer = critic_train(config, topology), critic_infer(config, topology)
     optim = _optim(critic.optim, total_steps)
@@ -141,7 +141,7 @@ def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> En
 
 
 def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
-    """The reward model, forward only."""
+    """Return the config of the reward model, forward only."""
     reward, fsdp = config.reward_model, config.reward_model.model.fsdp_config
     model = model_of_rewards(config)
     options = _options(reward.strategy, reward.engine_keys(), reward)
@@ -149,7 +149,7 @@ def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
 
 
 def model_of_rewards(config: PPOConfig) -> EngineModel:
-    """The model of the reward model's engine."""
+    """Return the model of the reward model's engine."""
     model = config.reward_model.model
     return EngineModel(
         path=model.path,
@@ -161,7 +161,7 @@ def model_of_rewards(config: PPOConfig) -> EngineModel:
 
 
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
-    """The generator of a training run."""
+    """Return the config of the rollout of a training run."""
     section = config.actor_rollout_ref
     generator = _generator(section.model, section.rollout, config.trainer)
     if section.rollout.lora_weights == "merged":
@@ -170,7 +170,7 @@ def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
 
 
 def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
-    """The generator of `camshaft generate`."""
+    """Return the config of the rollout of `camshaft generate`."""
     return _generator(config.model, config.rollout, config.trainer)
 
 
@@ -179,7 +179,7 @@ def _generator(
     rollout: GeneratorConfig,
     trainer: TrainerConfig | GenerateTrainerConfig,
 ) -> RolloutEngineConfig:
-    """What a generator is told. Its limits are those of one rank already."""
+    """Return the config of a rollout. Its limits apply to one rank."""
     return RolloutEngineConfig(
         model_path=model.path,
         dtype=rollout.dtype,
@@ -203,30 +203,30 @@ def _generator(
 
 
 def sampling(config: PPOConfig, validate: bool = False, greedy: bool = False) -> dict[str, Any]:
-    """The arguments of `SamplingParams` for training, or for validation; `greedy` draws nothing in either."""
+    """Return the arguments of `SamplingParams` for training or validation; `greedy` disables sampling."""
     rollout = config.actor_rollout_ref.rollout
-    chosen = _sampling(rollout, rollout.val_kwargs if validate else rollout)
-    return chosen | {"do_sample": False} if greedy else chosen
+    arguments = _sampling(rollout, rollout.val_kwargs if validate else rollout)
+    return arguments | {"do_sample": False} if greedy else arguments
 
 
 def generate_sampling(config: GenerateConfig) -> dict[str, Any]:
-    """The same of `camshaft generate`."""
+    """Return the arguments of `SamplingParams` for `camshaft generate`."""
     return _sampling(config.rollout, config.rollout)
 
 
-def _sampling(rollout: GeneratorConfig, how: GeneratorConfig | ValKwargs) -> dict[str, Any]:
+def _sampling(rollout: GeneratorConfig, section: GeneratorConfig | ValKwargs) -> dict[str, Any]:
     return {
         "max_tokens": rollout.response_length,
-        "temperature": how.temperature,
-        "top_k": how.top_k,
-        "top_p": how.top_p,
-        "do_sample": how.do_sample,
+        "temperature": section.temperature,
+        "top_k": section.top_k,
+        "top_p": section.top_p,
+        "do_sample": section.do_sample,
         "ignore_eos": rollout.ignore_eos,
     }
 
 
 def generate_model(config: GenerateConfig) -> EngineModel:
-    """The model whose weights `camshaft generate` hands to its generator."""
+    """Return the model whose weights `camshaft generate` loads into its rollout."""
     model = config.model
     return EngineModel(
         path=model.path,
@@ -237,18 +237,18 @@ def generate_model(config: GenerateConfig) -> EngineModel:
 
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
-    """The model of a supervised run."""
+    """Return the config of the engine of `camshaft sft`."""
     return _supervised_engine(config, model_of(config.model, config.model.random_init), total_steps)
 
 
 def rm_engine(config: RMConfig, total_steps: int) -> EngineConfig:
-    """A reward model that is trained, from a model of its kind or from a causal one with a new head."""
+    """Return the config of the engine of `camshaft rm`: a reward model, or a causal model with a new reward head."""
     model = model_of(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
     return _supervised_engine(config, model, total_steps)
 
 
 def _supervised_engine(config: SupervisedConfig, model: EngineModel, total_steps: int) -> EngineConfig:
-    """The one model of a run. Its batch sizes are those of one rank already."""
+    """Return the config of the engine of a supervised run. Its batch sizes apply to one rank."""
     train, fsdp = supervised_train(config), config.fsdp_config
     optim = _optim(config.optim, total_steps)
     options = _options(config.strategy, config.engine_keys(), config)
@@ -265,7 +265,7 @@ def _engine(
     optim: OptimConfig | None = None,
     grad_clip: float = 1.0,
 ) -> EngineConfig:
-    """What all engines of a run are told; without `train` and the rest, one that is never trained."""
+    """Return an engine config; without `train`, `optim` and `grad_clip` the engine is forward only."""
     return EngineConfig(
         model=model,
         optim=optim,
@@ -282,20 +282,21 @@ def _engine(
 
 
 def _options(strategy: str, keys: dict[str, Any], section: EngineSection) -> dict[str, Any]:
-    """`EngineConfig.options` of a role: the settings that the engine has an option for, and its `engine_kwargs`."""
+    """Return `EngineConfig.options` of a role: the settings that the engine has options for, and `engine_kwargs`."""
     return select_options(engine_capabilities(strategy).options, keys, section.engine_kwargs)
 
 
 def responses_model(
     model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
 ) -> EngineModel:
-    """With what only a model that looks at many responses to a prompt is told."""
+    """Return the model of a role that reads several responses per prompt."""
     return model_of(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
 
 
 def model_of(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
+    """Return the model of a trained role, or of its reference."""
     return EngineModel(
         path=model.path,
         head=head,

@@ -1,4 +1,4 @@
-"""What a config names on disk: checked on the driver, before anything is started. Used by `checks.py`."""
+"""Checks of the files and folders of a config, on the driver, before any process is started. Used by `checks.py`."""
 
 import glob
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from camshaft.config.problems import Problem
+from camshaft.config.errors import Problem
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig
@@ -19,7 +19,7 @@ from camshaft.storage import is_url
 
 
 def ppo_files(config: PPOConfig) -> Iterator[Problem]:
-    """Data, models and the scoring function of an RL run."""
+    """Check data, models and the scoring function of an RL run."""
     trainer, model = config.trainer, config.actor_rollout_ref.model
     yield from data_files("data.train_files", config.data.train_files)
     yield from data_files("data.val_files", config.data.val_files)
@@ -33,8 +33,8 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
         "actor_rollout_ref.model": model,
         **({"critic.model": config.critic.model} if config.needs_critic() else {}),
     }
-    for key, of in models.items():
-        yield from adapter_folder(key, of)
+    for key, section in models.items():
+        yield from adapter_folder(key, section)
     if trainer.resume_from_path is not None:
         yield from folder("trainer.resume_from_path", trainer.resume_from_path)
     if config.needs_function():
@@ -44,7 +44,7 @@ def ppo_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
-    """Data and model of a supervised run."""
+    """Check data and model of a supervised run."""
     yield from data_files("data.train_files", config.data.train_files)
     yield from data_files("data.val_files", config.data.val_files)
     yield from model_folder("model.path", config.model.path)
@@ -52,27 +52,27 @@ def supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
 
 
 def generate_files(config: GenerateConfig) -> Iterator[Problem]:
-    """Prompts, model and scoring function of `camshaft generate`; what is at its output, the run looks at."""
+    """Check prompts, model and scoring function of `camshaft generate`; the run checks an existing output file."""
     yield from data_files("data.path", config.data.path)
     yield from model_folder("model.path", config.model.path)
     if config.data.tokenizer is not None:
         yield from folder("data.tokenizer", config.data.tokenizer)
     output = config.data.output_path
     if os.path.isdir(output):
-        yield Problem("data.output_path", output, f"is a folder. Name a file, for instance {output}/responses.parquet.")
+        yield Problem("data.output_path", output, f"is a folder. Set a file, for example {output}/responses.parquet.")
     yield from _reward_file(config.custom_reward_function)
 
 
 def eval_files(config: EvalConfig) -> Iterator[Problem]:
-    """Responses and scoring function of `camshaft eval`; what it writes must not be there yet."""
+    """Check responses and scoring function of `camshaft eval`, whose output files must not exist."""
     yield from data_files("data.path", config.data.path)
     yield from _reward_file(config.custom_reward_function)
     outputs = {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}
     for key, output in outputs.items():
         if output is not None and os.path.exists(output):
-            yield Problem(key, output, "is there already. Name another file, or remove it.")
+            yield Problem(key, output, "already exists. Set another file, or remove it.")
         elif output is not None and not Path(output).absolute().parent.is_dir():
-            yield Problem(key, output, f"there is no folder {Path(output).absolute().parent} to write to.")
+            yield Problem(key, output, f"folder {Path(output).absolute().parent} does not exist. Create it.")
 
 
 def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
@@ -82,91 +82,103 @@ def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
 
 
 def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
-    """Files, folders and patterns of this machine; what a URL names is seen when it is fetched."""
+    """Check local files, folders and patterns; a URL is checked when it is fetched."""
     for path in paths:
         if is_url(path) or os.path.isfile(path):
             continue
         if os.path.isdir(path):
             if not any(Path(path).glob("*.parquet")):
-                yield Problem(key, path, "is a folder without parquet files. Name one that has some, or a file.")
+                yield Problem(
+                    key, path, "is a folder without parquet files. Set a file, or a folder with parquet files."
+                )
         elif not glob.has_magic(path):
             yield _missing(key, path, "file")
         elif not glob.glob(path):
-            yield Problem(key, path, f"no file is called like that{_seen(path)}.")
+            yield Problem(key, path, f"no file matches{_working_folder(path)}.")
 
 
 def folder(key: str, path: str) -> Iterator[Problem]:
+    """Check that a local folder exists."""
     if not is_url(path) and not os.path.isdir(path):
         yield _missing(key, path, "folder")
 
 
 def model_folder(key: str, path: str) -> Iterator[Problem]:
+    """Check that a local folder exists and contains a model."""
     if is_url(path):
         return
     if os.path.isdir(path):
         if not os.path.isfile(f"{path}/config.json"):
-            yield Problem(key, path, "is a folder without config.json; it must be in the Hugging Face layout.")
+            yield Problem(key, path, "is a folder without config.json. Set a Hugging Face model folder.")
         return
     hint = ""
     if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
         name = path.partition("/")[2]
-        hint = f"\nIf it is a name on the Hugging Face hub: hf download {path} --local-dir models/{name}"
-        hint += f"\nand type {key}=models/{name}"
+        hint = f"\nTo use a model of the Hugging Face hub: hf download {path} --local-dir models/{name}"
+        hint += f"\nand set {key}=models/{name}"
     yield _missing(key, path, "folder", hint)
 
 
 def adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
-    """The adapter that training starts from, if one is named."""
+    """Check the folder of the adapter that training starts from."""
     path = model.lora_adapter_path
     if path is not None and model.lora_rank:
         yield from folder(f"{key}.lora_adapter_path", path)
 
 
 def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
-    return Problem(key, path, f"there is no such {kind}{_seen(path)}.{hint}")
+    return Problem(key, path, f"{kind} not found{_working_folder(path)}.{hint}")
 
 
-def _seen(path: str) -> str:
+def _working_folder(path: str) -> str:
+    """Format the folder that a relative path was looked up in."""
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
 
 
 def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
-    """The critic reads token ids that the actor's tokenizer made, so both must number the same tokens."""
-    key, mine, actors = "critic.model.tokenizer_path", config.critic.model.tokenizer_path, config.tokenizer_path()
-    if mine == actors:
+    """Check that critic and actor have the same vocabulary, because the critic reads the actor's token ids."""
+    key, of_critic, of_actor = (
+        "critic.model.tokenizer_path",
+        config.critic.model.tokenizer_path,
+        config.tokenizer_path(),
+    )
+    if of_critic == of_actor:
         return
-    yield from folder(key, mine)
-    ours, theirs = _vocabulary(mine), _vocabulary(actors)
-    if ours is not None and theirs is not None and ours != theirs:
-        sentence = f"is another tokenizer than the actor's, {actors}. A critic must read the actor's token ids."
-        yield Problem(key, mine, sentence, ("data.tokenizer", "actor_rollout_ref.model.path"))
+    yield from folder(key, of_critic)
+    if _vocabularies_differ(of_critic, of_actor):
+        message = f"differs from the actor's tokenizer, whose token ids the critic reads. Set {key}={of_actor}."
+        yield Problem(key, of_critic, message, ("data.tokenizer", "actor_rollout_ref.model.path"))
 
 
 def _reward_model(config: PPOConfig) -> Iterator[Problem]:
-    """Its folder; and whose token ids it reads, by which it follows how it has to be told."""
-    model, policys, key = config.reward_model.model, config.tokenizer_path(), "reward_model.model.input_tokenizer"
+    """Check the model folder and that `input_tokenizer` matches the policy's tokenizer."""
+    model, of_policy, key = config.reward_model.model, config.tokenizer_path(), "reward_model.model.input_tokenizer"
     yield from model_folder("reward_model.model.path", model.path)
-    rests_on = ("reward_model.model.path", "data.tokenizer", "actor_rollout_ref.model.path")
+    related = ("reward_model.model.path", "data.tokenizer", "actor_rollout_ref.model.path")
     if model.input_tokenizer is None:
-        theirs, ours = _vocabulary(model.path), _vocabulary(policys)
-        if theirs is not None and ours is not None and theirs != ours:
-            sentence = (
-                f"says that the reward model reads the policy's token ids, and the tokenizers differ: {model.path} and"
-                f" {policys}. Type {key}={policys}, so that responses go over as text."
+        if _vocabularies_differ(model.path, of_policy):
+            message = (
+                f"means that the reward model reads the policy's token ids, but the tokenizers differ: {model.path} and"
+                f" {of_policy}. Set {key}={of_policy}, so that responses are passed as text."
             )
-            yield Problem(key, None, sentence, rests_on)
+            yield Problem(key, None, message, related)
         return
     yield from folder(key, model.input_tokenizer)
-    mine, ours = _vocabulary(model.input_tokenizer), _vocabulary(policys)
-    if mine is not None and ours is not None and mine != ours:
-        sentence = f"must be the tokenizer that the responses are in. Type {key}={policys}."
-        yield Problem(key, model.input_tokenizer, sentence, rests_on)
+    if _vocabularies_differ(model.input_tokenizer, of_policy):
+        message = f"must be the tokenizer of the responses. Set {key}={of_policy}."
+        yield Problem(key, model.input_tokenizer, message, related)
+
+
+def _vocabularies_differ(path: str, other: str) -> bool:
+    """Return True if two tokenizer folders have different token ids; False if one has no `tokenizer.json`."""
+    vocabulary, other_vocabulary = _vocabulary(path), _vocabulary(other)
+    return vocabulary is not None and other_vocabulary is not None and vocabulary != other_vocabulary
 
 
 def _vocabulary(path: str) -> Any:
-    """What numbers the tokens, or None if the folder does not tell in `tokenizer.json`.
+    """Return the entries of `tokenizer.json` that define token ids, or None if the file does not exist.
 
-    The rest of that file changes where transformers reads and writes it once, as an export does.
+    The other entries can change when transformers loads and saves the file, for example in an export.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():

@@ -1,4 +1,4 @@
-"""Dotted keys: those of a schema, those of a nested dict, and the nearest to a misspelt one.
+"""Dotted keys: the keys of a schema, access to nested dicts, and the nearest match to a misspelled key.
 
 leaf_fields(PPOConfig)["trainer.seed"].description
 nearest("trainer.sed", leaf_fields(PPOConfig))        # ["trainer.seed"]
@@ -17,44 +17,44 @@ from camshaft.config.schema.fields import Section
 
 @cache
 def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Every key of the schema in its order, sections included."""
-    found = {}
+    """Return every key of the schema in order, including sections."""
+    keys = {}
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
-        found[key] = field
+        keys[key] = field
         inner = as_section(field)
         if inner is not None:
-            found.update(fields(inner, f"{key}."))
-    return found
+            keys.update(fields(inner, f"{key}."))
+    return keys
 
 
 @cache
 def leaf_fields(schema: type[Section]) -> dict[str, FieldInfo]:
-    """Every key that has a value of its own."""
+    """Return every key that has a value, which excludes sections."""
     return {key: field for key, field in fields(schema).items() if as_section(field) is None}
 
 
 def as_section(field: FieldInfo) -> type[Section] | None:
-    """The section behind a key, or None if the key has a value of its own."""
+    """Return the section class of a key, or None if the key has a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a nested dict; a mapping is a value where `leaves` says so, or where empty."""
+    """Map dotted keys to the values of a nested dict. Empty mappings and the keys in `leaves` count as values."""
     leaves = set(leaves)
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and value and key not in leaves:
-            found.update(flatten(value, leaves, f"{key}."))
+            values.update(flatten(value, leaves, f"{key}."))
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values of a nested dict, down to values that are no mappings."""
+    """Map dotted keys to the values of a nested dict; no mapping counts as a value."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
@@ -65,22 +65,22 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """A copy in which `{"a.b": 1}`, easily written in a file, is `{"a": {"b": 1}}`."""
+    """Return a copy with dotted keys expanded: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
     leaves = set(leaves)
-    found: dict[str, Any] = {}
+    expanded: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in leaves:
             inner = nested(value, leaves, f"{key}.")
             for part, leaf in flatten({str(name): inner}, leaves).items():
-                put(found, part, leaf)
+                put(expanded, part, leaf)
         else:
-            put(found, str(name), value)
-    return found
+            put(expanded, str(name), value)
+    return expanded
 
 
 def has(tree: Mapping[str, Any], key: str) -> bool:
-    """Whether a nested dict holds a dotted key."""
+    """Return True if a nested dict contains a dotted key."""
     node: Any = tree
     for name in key.split("."):
         if not isinstance(node, Mapping) or name not in node:
@@ -90,7 +90,7 @@ def has(tree: Mapping[str, Any], key: str) -> bool:
 
 
 def get(tree: Mapping[str, Any], key: str) -> Any:
-    """The value behind a dotted key that is there."""
+    """Return the value of an existing dotted key."""
     node: Any = tree
     for name in key.split("."):
         node = node[name]
@@ -98,7 +98,7 @@ def get(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key, making or replacing what stands in the way of it."""
+    """Set a dotted key; missing sections are created, and values in their place are replaced."""
     *sections, last = key.split(".")
     for name in sections:
         if not isinstance(tree.get(name), dict):
@@ -108,44 +108,47 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def remove(tree: dict[str, Any], key: str) -> None:
-    """Take out a dotted key that is there, and the sections that this leaves empty."""
+    """Remove an existing dotted key, and the sections that become empty."""
     section, dot, last = key.rpartition(".")
-    node = get(tree, section) if dot else tree  # of ".a" the section has an empty name
+    node = get(tree, section) if dot else tree  # the section of ".a" has an empty name
     del node[last]
     if dot and not node:
         remove(tree, section)
 
 
-def nearest(key: str, known: Iterable[str], limit: int = 2) -> list[str]:
-    """The known keys that look most like `key`: as a whole and in the last name, or equal from some level on."""
-    last = key.rpartition(".")[2]
-    initials = "".join(word[:1] for word in last.split("_"))  # learning_rate for lr
+def nearest(key: str, candidates: Iterable[str], limit: int = 2) -> list[str]:
+    """Return the candidates most similar to `key`, by the complete key and by its last name.
 
-    def likeness(candidate: str) -> float:
+    A candidate that ends in `.key` is an exact match.
+    """
+    last = key.rpartition(".")[2]
+    initials = "".join(word[:1] for word in last.split("_"))  # matches learning_rate to lr
+
+    def similarity(candidate: str) -> float:
         if candidate.endswith(f".{key}"):
             return 1.0
-        whole = difflib.SequenceMatcher(None, key, candidate).ratio()
+        of_keys = difflib.SequenceMatcher(None, key, candidate).ratio()
         name = candidate.rpartition(".")[2]
-        end = 1.0 if name == initials != last[:1] else difflib.SequenceMatcher(None, last, name).ratio()
-        return (whole + 2 * end) / 3
+        of_names = 1.0 if name == initials != last[:1] else difflib.SequenceMatcher(None, last, name).ratio()
+        return (of_keys + 2 * of_names) / 3
 
-    scored = sorted(((likeness(candidate), candidate) for candidate in known), reverse=True)
+    scored = sorted(((similarity(candidate), candidate) for candidate in candidates), reverse=True)
     best = scored[0][0] if scored else 0.0
     return [candidate for score, candidate in scored[:limit] if score >= 0.7 and score > best - 0.08]
 
 
 def overlap(key: str, other: str) -> bool:
-    """Whether two dotted keys are the same, or one is a section that holds the other."""
+    """Return True if two dotted keys are equal, or one is a section that contains the other."""
     return key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
 
 
 def shown(value: Any) -> str:
-    """A value as it is typed on the command line: true, null, text without quotes."""
+    """Format a value as on the command line: true, null, strings without quotes."""
     if isinstance(value, str):
         return value if value and value == value.strip() else json.dumps(value)
     return json.dumps(value, default=str)
 
 
-def abbreviated(text: str, longest: int = 500) -> str:
-    """The text, or its beginning and its length where it fills a screen."""
-    return text if len(text) <= longest else f"{text[: longest - 100]} ... ({len(text)} characters)"
+def abbreviated(text: str, limit: int = 500) -> str:
+    """Return the text; beyond `limit` characters, its beginning and its length."""
+    return text if len(text) <= limit else f"{text[: limit - 100]} ... ({len(text)} characters)"

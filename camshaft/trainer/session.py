@@ -25,7 +25,7 @@ from camshaft import storage
 from camshaft.checkpoint import Saved
 from camshaft.config import (
     GLOBAL_POOL,
-    PlaceConfig,
+    PlacementConfig,
     PPOConfig,
     SupervisedConfig,
     SupervisedTrainerConfig,
@@ -196,7 +196,7 @@ def pool_specs(config: PPOConfig) -> list[PoolSpec]:
     ]
 
 
-def global_pool(trainer: PlaceConfig, role: str) -> PoolSpec:
+def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
     """Return the only pool of a run with one role."""
     return PoolSpec(
         GLOBAL_POOL, trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank, roles=(role,)
@@ -205,7 +205,7 @@ def global_pool(trainer: PlaceConfig, role: str) -> PoolSpec:
 
 @contextlib.contextmanager
 def run_pools(
-    trainer: PlaceConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
+    trainer: PlacementConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
 ) -> Iterator[dict[str, Pool]]:
     """Start the pools; yields them by name. Workers write their output to files in `log_folder`."""
     logs = None if log_folder is None else str(log_folder.expanduser().absolute())

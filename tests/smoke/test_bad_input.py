@@ -65,23 +65,26 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "mini-batch above the batch": (
         {"data.train_batch_size": 2},
-        ["ppo_mini_batch_size = 4", "more than an iteration has", "Type actor_rollout_ref.actor.ppo_mini_batch_size=2"],
+        ["ppo_mini_batch_size = 4", "larger than the iteration", "Set actor_rollout_ref.actor.ppo_mini_batch_size=2"],
     ),
     "no such train file": ({"data.train_files": "/nowhere/train.parquet"}, ["data.train_files = /nowhere", "no such"]),
-    "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "no such folder"]),
+    "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "folder not found"]),
     "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
-    "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "no such file"]),
+    "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
-    "an engine that is not there yet": ({"actor_rollout_ref.actor.strategy": "megatron"}, ["not there yet", "=fsdp"]),
+    "an engine that is not implemented": (
+        {"actor_rollout_ref.actor.strategy": "megatron"},
+        ["not implemented", "=fsdp"],
+    ),
     "two ranks of one process": ({"trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node = 2", "strategy=fsdp"]),
     "no such tracker": ({"trainer.logger": "[consol]"}, ["trainer.logger", "Did you mean console?"]),
     "resume from nothing": (
         {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "/nowhere/global_step_2"},
-        ["trainer.resume_from_path", "no such folder"],
+        ["trainer.resume_from_path", "folder not found"],
     ),
     "two values for one thing": (
         {"actor_rollout_ref.actor.grad_clip": 2.0, "+actor_rollout_ref.actor.optim.clip_grad": 3.0},
-        ["older name of actor_rollout_ref.actor.grad_clip", "Keep one"],
+        ["alias of actor_rollout_ref.actor.grad_clip", "Set only one"],
     ),
 }
 

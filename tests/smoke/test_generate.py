@@ -350,11 +350,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data.pth": 1, "rollout.temprature": 2},
         ["2 things", "Did you mean data.path?", "Did you mean rollout.temperature?"],
     ),
-    "a key of training": ({"trainer.total_epochs": 3}, ["trainer.total_epochs", "there is no such key"]),
+    "a key of training": ({"trainer.total_epochs": 3}, ["trainer.total_epochs", "unknown key"]),
     "no responses": ({"rollout.n": 0}, ["rollout.n = 0", "integer >= 1"]),
-    "equal responses": ({"rollout.do_sample": False}, ["makes 2 equal responses", "Type rollout.do_sample=true"]),
-    "no such file": ({"data.path": "/nowhere/in.parquet"}, ["data.path = /nowhere/in.parquet", "no such file"]),
-    "no such model": ({"model.path": "/nowhere/model"}, ["model.path = /nowhere/model", "no such folder"]),
+    "equal responses": ({"rollout.do_sample": False}, ["generates 2 equal responses", "Set rollout.do_sample=true"]),
+    "no such file": ({"data.path": "/nowhere/in.parquet"}, ["data.path = /nowhere/in.parquet", "file not found"]),
+    "no such model": ({"model.path": "/nowhere/model"}, ["model.path = /nowhere/model", "folder not found"]),
     "a model on the hub": ({"model.path": "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
     "a folder to write to": (
         {"data.output_path": "/tmp"},
@@ -363,7 +363,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no such generator": ({"rollout.name": "tocrh"}, ["rollout.name = tocrh", "Did you mean torch?"]),
     "no such reward": (
         {"custom_reward_function.path": "/nowhere/r.py"},
-        ["custom_reward_function.path", "no such file"],
+        ["custom_reward_function.path", "file not found"],
     ),
     "a place that cannot be written": ({"data.output_path": "/proc/out.parquet"}, ["data.output_path", "cannot write"]),
 }

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from camshaft.config import PPOConfig, loader
+from camshaft.config import PPOConfig, load
 from camshaft.config.engine import EngineConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import Section
@@ -34,7 +34,7 @@ def forget(what: str) -> None:
 
 
 def _forget_key(key: str) -> None:
-    real = loader.resolve
+    real = load.resolve
 
     def resolve(tree: Mapping[str, Any], schema: type[Section]) -> Any:
         kept = copy.deepcopy(dict(tree))
@@ -42,7 +42,7 @@ def _forget_key(key: str) -> None:
             remove(kept, key)
         return real(kept, schema)
 
-    loader.resolve = resolve
+    load.resolve = resolve
 
 
 def _forget_field(root: type[BaseModel], path: str) -> None:

@@ -20,9 +20,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from camshaft.config import PPOConfig  # noqa: E402
-from camshaft.config.aliases import KEYS as OLDER  # noqa: E402
-from camshaft.config.loader import resolved_defaults  # noqa: E402
-from camshaft.config.not_yet import refusals  # noqa: E402
+from camshaft.config.load import ALIASES as KEY_ALIASES  # noqa: E402
+from camshaft.config.load import check_implemented, resolved_defaults  # noqa: E402
 from camshaft.config.tree import flatten, leaf_fields, nested, overlap  # noqa: E402
 from spec.keys import PROOFS, VALUES, noticed_by, proofs_of_key  # noqa: E402
 from spec.rows import ALIASES, DEVIATES, KEYS, METHODS, PENDING, Pending  # noqa: E402
@@ -42,7 +41,7 @@ LEAVES = leaf_fields(PPOConfig)
 
 def newer(key: str) -> str:
     """Today's name of a key as the specification spells it."""
-    return OLDER.get(key, key)
+    return KEY_ALIASES.get(key, key)
 
 
 def pending(key: str) -> list[Pending]:
@@ -91,7 +90,9 @@ def taken() -> Iterator[Pending]:
     for entry in PENDING:
         tree = nested(defaults | {entry.key: entry.value}, LEAVES)
         if not any(
-            overlap(entry.key, name) for found in refusals(tree, PPOConfig) for name in (found.key, *found.others)
+            overlap(entry.key, name)
+            for problem in check_implemented(tree, PPOConfig)
+            for name in (problem.key, *problem.related)
         ):
             yield entry
 

@@ -15,7 +15,7 @@ from camshaft.config import (
     rollout_engine,
     sampling,
 )
-from camshaft.config.loader import from_container
+from camshaft.config.load import from_container
 from spec.told import MODEL, TOLD, Told
 
 STEPS = 100

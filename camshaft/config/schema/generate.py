@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
-from camshaft.config.place import PlaceConfig, RayConfig
+from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.fields import Modules, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.schema.reward import CustomRewardConfig
@@ -49,7 +49,7 @@ class GenerateModelConfig(Section):
     trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
 
 
-class GenerateTrainerConfig(PlaceConfig):
+class GenerateTrainerConfig(PlacementConfig):
     """Devices and seed."""
 
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")

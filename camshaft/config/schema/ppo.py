@@ -8,14 +8,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from camshaft.config.place import RayConfig, pool_sizes
+from camshaft.config.layout import RayConfig, Topology, pool_sizes, share
 from camshaft.config.schema.algorithm import AlgorithmConfig
 from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.schema.roles import ActorRolloutRefConfig, CriticConfig
 from camshaft.config.schema.trainer import TrainerConfig
-from camshaft.config.topology import Topology, share
 
 
 class PPOConfig(Section):

@@ -27,7 +27,7 @@ class OneDeviceOptions(RolloutOptions):
     @classmethod
     def of(cls, options: Mapping[str, Any], world_size: int = 1) -> OneDeviceOptions:
         if options:
-            raise ValueError("the rollout takes no options. Leave the key out, or set it to {} in your file")
+            raise ValueError("the rollout takes no options. Omit the key, or set it to {} in the file")
         return cls()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.place import PlaceConfig, RayConfig
+from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.fields import Names, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.schema.fsdp import FSDPConfig
@@ -37,7 +37,7 @@ class SupervisedDataConfig(Section):
     train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to read; -1 reads all.")
 
 
-class SupervisedTrainerConfig(PlaceConfig):
+class SupervisedTrainerConfig(PlacementConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
     total_epochs: int = Field(ge=1, description="Epochs over the training rows.")

@@ -4,11 +4,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from camshaft.config.place import PlaceConfig, PoolConfig
+from camshaft.config.layout import PlacementConfig, PoolConfig
 from camshaft.config.schema.fields import Names, OffOrPositive, Path, Text
 
 
-class TrainerConfig(PlaceConfig):
+class TrainerConfig(PlacementConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
     resource_pools: dict[str, PoolConfig] = Field(

@@ -17,26 +17,26 @@ BUFFER = "reward_model.overlong_buffer"
     [
         (["algorithm.adv_estimator=gropo"], "Did you mean grpo?"),
         ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, gspo, vanilla, or package.module:function."),
-        ([GSPO], f"Type {ACTOR}.loss_agg_mode=seq-mean-token-mean."),
-        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic. Type critic.enable=null."),
-        ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo reads no values. Type critic.enable=null."),
-        ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not do that"),
-        ([FILTER, "algorithm.adv_estimator=my.module:mine"], f"Type {ROLLOUT}.n=8."),
-        ([*GRPO, "data.gen_batch_size=2048"], f"Type {FILTER}, or data.gen_batch_size=null."),
+        ([GSPO], f"Set {ACTOR}.loss_agg_mode=seq-mean-token-mean."),
+        (["critic.enable=false"], "algorithm.adv_estimator=gae needs a critic. Set critic.enable=null."),
+        ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo reads no values. Set critic.enable=null."),
+        ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not."),
+        ([FILTER, "algorithm.adv_estimator=my.module:mine"], f"Set {ROLLOUT}.n=8."),
+        ([*GRPO, "data.gen_batch_size=2048"], f"Set {FILTER}, or data.gen_batch_size=null."),
         ([*GRPO, FILTER, "data.gen_batch_size=64", "data.train_max_samples=32"], "data.gen_batch_size=64."),
         (
             [*GRPO, FILTER, "algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
-            "Type algorithm.filter_groups.metric=seq_reward.",
+            "Set algorithm.filter_groups.metric=seq_reward.",
         ),
-        ([f"{BUFFER}.enable=true"], f"must be 1 .. 512, which is {ROLLOUT}.response_length. Type {BUFFER}.len=128"),
-        ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Type {BUFFER}.len=128"),
+        ([f"{BUFFER}.enable=true"], f"must be between 1 and {ROLLOUT}.response_length=512. Set {BUFFER}.len=128"),
+        ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Set {BUFFER}.len=128"),
     ],
 )
 def test_what_does_not_go_together_is_told_with_what_to_type(words, more, told):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, *more])
     text = str(caught.value)
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert told in text
 
 

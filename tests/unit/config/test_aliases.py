@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft
-from camshaft.config.aliases import KEYS, VALUES
+from camshaft.config.load import ALIASES, VALUE_ALIASES
 from camshaft.config.tree import fields, get
 from camshaft.errors import ConfigError
 
@@ -41,7 +41,7 @@ def test_an_older_name_sets_the_new_key_and_is_told_once(words, warnings, word, 
     config = load_ppo([*words, word])
     assert get(config.model_dump(), key) == value
     assert len(warnings.messages) == 1
-    assert "older" in warnings.messages[0]
+    assert "is a deprecated alias; use" in warnings.messages[0]
 
 
 def test_what_follows_from_a_key_follows_its_older_name(words):
@@ -72,15 +72,13 @@ def test_an_older_name_that_says_the_same_is_fine(words):
 
 @pytest.mark.parametrize("newer", ["0.8", "1.0"])  # another value, and the default typed by hand
 def test_setting_both_names_differently_is_an_error(words, newer):
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.gemma = 0\.9\n.*is the older name of algorithm\.gamma"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"algorithm\.gemma = 0\.9\n.*is an alias of algorithm\.gamma") as caught:
         load_ppo([*words, "algorithm.gemma=0.9", f"algorithm.gamma={newer}"])
     assert f"set to {newer}" in str(caught.value)
 
 
 def test_a_dict_that_holds_both_names_differently_is_an_error():
-    with pytest.raises(ConfigError, match=r"is the older name of algorithm\.gamma"):
+    with pytest.raises(ConfigError, match=r"is an alias of algorithm\.gamma"):
         from_container({"algorithm": {"gemma": 0.9, "gamma": 1.0}}, PPOConfig)
 
 
@@ -98,5 +96,5 @@ def test_the_older_global_micro_batch_size_is_a_key_of_its_own(words, warnings):
 
 def test_the_table_leads_to_keys_that_exist_from_names_that_do_not():
     known = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
-    assert all(key in known and older not in known for older, key in KEYS.items())
-    assert all(key in known for key in VALUES)
+    assert all(key in known and alias not in known for alias, key in ALIASES.items())
+    assert all(key in known for key in VALUE_ALIASES)

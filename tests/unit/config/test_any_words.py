@@ -31,8 +31,7 @@ from camshaft.config import (
     load_rm,
     load_sft,
 )
-from camshaft.config.aliases import KEYS
-from camshaft.config.loader import raw_defaults
+from camshaft.config.load import ALIASES, raw_defaults
 from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError
 
@@ -118,7 +117,7 @@ def keys(draw: st.DrawFn, schema: Any) -> str:
     kind = draw(st.sampled_from(["known"] * 20 + ["older", "elsewhere", "end", "end", "cut", "swap", "deep", "text"]))
     match kind:
         case "older":
-            return draw(st.sampled_from(sorted(KEYS)))
+            return draw(st.sampled_from(sorted(ALIASES)))
         case "elsewhere":
             return draw(st.sampled_from(OTHERS))
         case "end":
@@ -158,7 +157,8 @@ def named(typed: Typed, message: str) -> bool:
     """Whether the message has the word, its key, what holds the key, or the name of the key today."""
     parts = typed.key.lstrip("+").split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(name in message for name in (typed.word[:300], *heads, *(KEYS[head] for head in heads if head in KEYS)))
+    names = (typed.word[:300], *heads, *(ALIASES[head] for head in heads if head in ALIASES))
+    return any(name in message for name in names)
 
 
 # -- what comes of it -----------------------------------------------------------------------------

@@ -91,12 +91,15 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([f"{MODEL}.path=/nowhere/rm"], [f"{MODEL}.path = /nowhere/rm", "no such folder"]),
+        ([f"{MODEL}.path=/nowhere/rm"], [f"{MODEL}.path = /nowhere/rm", "folder not found"]),
         (["reward_model.strategy=fdsp"], ["reward_model.strategy = fdsp", "Did you mean fsdp"]),
-        (["reward_model.strategy=megatron"], ["reward_model.strategy", "not there yet", "reward_model.strategy=fsdp"]),
+        (
+            ["reward_model.strategy=megatron"],
+            ["reward_model.strategy", "not implemented", "reward_model.strategy=fsdp"],
+        ),
         (["reward_model.worker_cls=Mine"], ["reward_model.worker_cls = Mine", "must be package.module:Class"]),
-        ([f"{INPUT}=/nowhere"], [f"{INPUT} = /nowhere", "no such folder"]),
-        ([f"{INPUT}=null", "data.return_raw_input_ids=true"], ["data.return_raw_input_ids", "is not read", INPUT]),
+        ([f"{INPUT}=/nowhere"], [f"{INPUT} = /nowhere", "folder not found"]),
+        ([f"{INPUT}=null", "data.return_raw_input_ids=true"], ["data.return_raw_input_ids", "has no effect", INPUT]),
         (
             ["reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1023"],
             ["data.max_prompt_length + rollout.response_length = 1024", "=1024 or more"],
@@ -107,7 +110,7 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
                 "reward_model.forward_max_token_len_per_gpu=1024",
                 "reward_model.max_length=2000",
             ],
-            ["reward_model.max_length = 2000", "Type reward_model.forward_max_token_len_per_gpu=2000 or more"],
+            ["reward_model.max_length = 2000", "Set reward_model.forward_max_token_len_per_gpu=2000 or more"],
         ),
         (["reward_model.ulysses_sequence_parallel_size=2"], ["does not support it", "reward_model.strategy"]),
         ([f"{MODEL}.fsdp_config.param_offload=true"], [f"{MODEL}.fsdp_config.param_offload", "does not support it"]),
@@ -116,7 +119,7 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
 )
 def test_what_is_wrong_is_told_with_what_to_type(on, more, said):
     text = error([*on, *more])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert [words for words in said if words not in text] == [], text
 
 
@@ -125,10 +128,10 @@ def test_on_several_ranks_its_sums_must_come_out_even(on):
     text = error([*on, *many, "reward_model.micro_batch_size=6"])
     assert "reward_model.micro_batch_size = 6" in text
     assert "6 = 4 ranks x 1 + 2" in text
-    assert "Type reward_model.micro_batch_size_per_gpu=1" in text
+    assert "Set reward_model.micro_batch_size_per_gpu=1" in text
     text = error([*on, *many, f"{MODEL}.fsdp_config.tensor_parallel_size=3"])
     assert f"{MODEL}.fsdp_config.tensor_parallel_size = 3" in text
-    assert "strategy=reference is plain torch" in error([*on, *many, "reward_model.strategy=reference"])
+    assert "strategy=reference runs in one process" in error([*on, *many, "reward_model.strategy=reference"])
 
 
 def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
@@ -139,9 +142,9 @@ def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
     load_ppo(on)
     text = error([*on, f"{INPUT}=null"])
     assert "the tokenizers differ" in text
-    assert f"Type {INPUT}={tmp_path}/model" in text
+    assert f"Set {INPUT}={tmp_path}/model" in text
     text = error([*on, f"{INPUT}={tmp_path}/rm"])
-    assert "must be the tokenizer that the responses are in" in text
+    assert "must be the tokenizer of the responses" in text
 
 
 def test_of_a_class_of_ones_own_nothing_is_asked_but_its_name(on):

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from camshaft import algorithms
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
-from camshaft.config.loader import raw_defaults, resolved_defaults
+from camshaft.config.load import raw_defaults, resolved_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
 from camshaft.config.schema.fields import KLPenalty, LossAggMode
 from camshaft.config.tree import fields, flatten, get, leaf_fields

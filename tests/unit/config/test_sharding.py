@@ -66,34 +66,34 @@ UNSUPPORTED = [
 @pytest.mark.parametrize("setting", UNSUPPORTED)
 def test_setting_without_an_option_of_the_engine_is_rejected(words, sft_words, setting):
     text = _error([*words, f"{ACTOR}.{setting}"])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert f"{ACTOR}.{setting.partition('=')[0]} = " in text
-    assert f"strategy=reference does not support it. Type {ACTOR}.strategy=fsdp, or leave" in text
+    assert f"strategy=reference does not support it. Set {ACTOR}.strategy=fsdp, or omit" in text
     text = _error([*sft_words, setting], load_sft)
-    assert "One thing is wrong" in text
-    assert "strategy=reference does not support it. Type strategy=fsdp" in text
+    assert "1 error in the config" in text
+    assert "strategy=reference does not support it. Set strategy=fsdp" in text
 
 
 @pytest.mark.parametrize("setting", UNSUPPORTED)
 def test_unsupported_setting_of_the_critic_names_its_strategy(words, setting):
     setting = setting.replace("fsdp_config", "model.fsdp_config")
     text = _error([*words, f"critic.{setting}"])
-    assert "One thing is wrong" in text
-    assert "strategy=reference does not support it. Type critic.strategy=fsdp" in text
+    assert "1 error in the config" in text
+    assert "strategy=reference does not support it. Set critic.strategy=fsdp" in text
     load_ppo([*words, f"critic.{setting}", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
 def test_activations_cannot_be_offloaded_either(words):
     assert f"{MODEL}.enable_activation_offload = true" in _error([*words, f"{MODEL}.enable_activation_offload=true"])
     text = _error([*words, "critic.model.enable_activation_offload=true"])
-    assert "Type critic.strategy=fsdp" in text
+    assert "Set critic.strategy=fsdp" in text
 
 
 def test_a_reference_that_follows_the_actor_is_told_in_one_word_with_it(words):
     words = [*words, "algorithm.use_kl_in_reward=true"]
     text = _error([*words, f"{ACTOR}.use_torch_compile=true"])
-    assert "One thing is wrong" in text
-    assert f"Likewise {REF}.use_torch_compile." in text
+    assert "1 error in the config" in text
+    assert f"The same applies to {REF}.use_torch_compile." in text
     assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
 
 
@@ -103,11 +103,11 @@ def test_computing_in_the_number_format_of_the_weights_asks_for_nothing(words):
 
 def test_several_ranks_need_an_engine_for_them(words, sft_words):
     text = _error([*words, "trainer.n_gpus_per_node=8"])
-    assert "One thing is wrong" in text
-    assert f"Type {ACTOR}.strategy=fsdp critic.strategy=fsdp, or trainer.n_gpus_per_node=1." in text
+    assert "1 error in the config" in text
+    assert f"Set {ACTOR}.strategy=fsdp critic.strategy=fsdp, or trainer.n_gpus_per_node=1." in text
     text = _error([*words, "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=fsdp", "critic.strategy=reference"])
-    assert "Type critic.strategy=fsdp, or" in text
-    assert "Type strategy=fsdp, or" in _error([*sft_words, "trainer.n_gpus_per_node=2"], load_sft)
+    assert "Set critic.strategy=fsdp, or" in text
+    assert "Set strategy=fsdp, or" in _error([*sft_words, "trainer.n_gpus_per_node=2"], load_sft)
     load_ppo([*words, "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=fsdp"])
     load_sft([*sft_words, "trainer.n_gpus_per_node=2", "strategy=fsdp2"])
 
@@ -154,7 +154,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
                 f"{MODEL}.enable_gradient_checkpointing=true",
                 f"{MODEL}.gradient_checkpointing_mode=selective",
             ],
-            f"Type {MODEL}.gradient_checkpointing_mode=full, or {ACTOR}.use_torch_compile=false.",
+            f"Set {MODEL}.gradient_checkpointing_mode=full, or {ACTOR}.use_torch_compile=false.",
         ),
         (
             1,
@@ -169,7 +169,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
 )
 def test_a_layout_that_cannot_be_is_told_with_its_sum(words, ranks, more, expected):
     text = _error(_on(words, ranks, *more))
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert expected in text
 
 
@@ -180,7 +180,7 @@ def test_layout_of_another_packages_engine_is_its_own(words):
     assert config.actor_dp_size(Topology(8)) == 1
     assert config.critic_dp_size(Topology(8)) == 8
     text = _error([*_on(words, 8, stages.replace("=2", "=3")), *OWN])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert (
         f"{ACTOR}.strategy = {OWN_ENGINE}\n      8 ranks do not split into groups of 3 per row: 8 = 2 x 3 + 2." in text
     )
@@ -188,7 +188,7 @@ def test_layout_of_another_packages_engine_is_its_own(words):
 
 def test_options_of_an_engine_are_checked_by_its_schema(words):
     text = _error([*words, *OWN, f"+{ACTOR}.engine_kwargs.pipline_stages=2"])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert f"{ACTOR}.engine_kwargs.pipline_stages = 2" in text
     assert "unknown option; did you mean 'pipeline_stages'? The options are pipeline_stages, context_parallel" in text
     text = _error([*words, *OWN, f"+{ACTOR}.engine_kwargs.pipeline_stages=0"])
@@ -201,10 +201,10 @@ def test_options_of_an_engine_are_checked_by_its_schema(words):
 
 def test_option_with_a_key_of_its_own_is_rejected_in_engine_kwargs(words, sft_words):
     text = _error([*words, f"{ACTOR}.strategy=fsdp", f"+{ACTOR}.engine_kwargs.param_offload=true"])
-    assert "One thing is wrong" in text
-    assert f"belongs in {ACTOR}.fsdp_config.param_offload. Type that key instead." in text
+    assert "1 error in the config" in text
+    assert f"duplicates {ACTOR}.fsdp_config.param_offload. Set that key instead." in text
     text = _error([*sft_words, "strategy=fsdp", "+engine_kwargs.use_torch_compile=true"], load_sft)
-    assert "belongs in use_torch_compile." in text
+    assert "duplicates use_torch_compile." in text
 
 
 def test_unsupported_features_of_another_packages_engine_are_rejected(words):
@@ -212,7 +212,7 @@ def test_unsupported_features_of_another_packages_engine_are_rejected(words):
         [*words, *OWN, f"{MODEL}.lora_rank=4"]
     )
     text = _error([*words, *OWN, f"{ACTOR}.fsdp_config.param_offload=true"])
-    assert f"strategy={OWN_ENGINE} does not support it. Type {ACTOR}.strategy=fsdp" in text
+    assert f"strategy={OWN_ENGINE} does not support it. Set {ACTOR}.strategy=fsdp" in text
     undeclared = f"{ACTOR}.strategy=support.own_backends:UndeclaredEngine"
     load_ppo([*_on(words, 8), undeclared])
     assert "does not support it" in _error([*_on(words, 8), undeclared, f"{ACTOR}.ulysses_sequence_parallel_size=2"])
@@ -220,7 +220,7 @@ def test_unsupported_features_of_another_packages_engine_are_rejected(words):
 
 def test_engine_class_that_cannot_be_imported_is_rejected(words):
     text = _error([*words, f"{ACTOR}.strategy=no_such_package.engine:Engine"])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert "there is no module 'no_such_package'" in text
     text = _error([*words, f"{ROLLOUT}.name=support.own_backends:NoSuchRollout"])
     assert "has no 'NoSuchRollout'" in text
@@ -235,7 +235,7 @@ def test_capabilities_of_the_registry_are_those_of_the_classes():
 
 def test_the_reference_that_takes_over_the_actors_layout_is_told_once(words):
     more = ["algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
-    assert "One thing is wrong" in _error(_on(words, 8, *more))
+    assert "1 error in the config" in _error(_on(words, 8, *more))
     text = _error(_on(words, 8, *more[:1], f"{REF}.fsdp_config.fsdp_size=3"))
     assert f"{REF}.fsdp_config.fsdp_size = 3" in text
 
@@ -419,7 +419,7 @@ def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
     config = load_ppo(_on(words, 4, *shared))
     assert config.ref_dp_size(Topology(4)) == config.actor_dp_size(Topology(4)) == 2
     text = _error(_on(words, 4, *shared, f"{REF}.ulysses_sequence_parallel_size=1"))
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert "the reference is the actor's engine without its adapter" in text
 
 
@@ -435,9 +435,9 @@ def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, sw
     cut, other = f"{ACTOR}.{size}=2", f"{REF}.{size}=1"
     load_ppo(_on(words, 4, switch, f"{key}=full", cut, f"{REF}.{size}=2"))
     text = _error(_on(words, 4, switch, f"{key}=full", cut, other))
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert f"{key}=full compares the two on the same ranks" in text
-    assert f"Leave the key out, or type {ACTOR}.{size}=1." in text
+    assert f"Omit the key, or set {ACTOR}.{size}=1." in text
     load_ppo(_on(words, 4, switch, f"{key}=abs", cut, other))  # asked by itself, it may be laid out in another way
     load_ppo(_on(words, 4, f"{key}=full", cut, other))  # nobody compares
 
@@ -445,18 +445,21 @@ def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, sw
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ([f"{MODEL}.lora_adapter_path=/"], f"Type {MODEL}.lora_rank=<the rank of that adapter>."),
-        ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[]"], f"Type {MODEL}.target_modules=all-linear."),
-        ([f"{MODEL}.lora_rank=4", f"{MODEL}.lora_adapter_path=/nowhere"], "there is no such folder"),
-        (["critic.model.lora_rank=4", "critic.model.lora_adapter_path=/nowhere"], "there is no such folder"),
+        ([f"{MODEL}.lora_adapter_path=/"], f"Set {MODEL}.lora_rank to the rank of that adapter."),
+        ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[]"], f"Set {MODEL}.target_modules=all-linear."),
+        ([f"{MODEL}.lora_rank=4", f"{MODEL}.lora_adapter_path=/nowhere"], "folder not found"),
+        (["critic.model.lora_rank=4", "critic.model.lora_adapter_path=/nowhere"], "folder not found"),
         ([f"{MODEL}.lora_rank=-1"], "an integer >= 0"),
         (
             [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
             "adapters of tensor-parallel matrices are not supported",
         ),
-        ([f"{ROLLOUT}.name=vllm", *BY_ITSELF], f"there is no adapter. Type {ROLLOUT}.lora_weights=merged."),
+        (
+            [f"{ROLLOUT}.name=vllm", *BY_ITSELF],
+            f"without an adapter, {MODEL}.lora_rank=0. Set {ROLLOUT}.lora_weights=merged.",
+        ),
         *(
-            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} takes complete weights")
+            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} accepts complete weights")
             for name in ("hf", "process", "server", "sglang", "torch")
         ),
         ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.lora_weights=both"], "must be one of merged, adapter"),
@@ -464,7 +467,7 @@ def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, sw
 )
 def test_adapters_that_cannot_be_are_told(words, more, expected):
     text = _error([*words, *more])
-    assert "One thing is wrong" in text
+    assert "1 error in the config" in text
     assert expected in text
 
 
