@@ -58,7 +58,7 @@ _TABLE = (
     Column("token_level_rewards", "ragged", "float32", "per response token: score minus the KL penalty", "trainer/advantages", ("trainer/advantages", "trainer/metrics")),
     Column("advantages", "ragged", "float32", "per response token: advantage", "trainer/advantages", ("roles/actor.update_actor",)),
     Column("returns", "ragged", "float32", "per response token: regression target of the critic", "trainer/advantages", ("roles/critic.update_critic",)),
-    Column("input_ids", "ragged", "int64", "whole sequence for an engine; both sequences of a pair", "roles/base or data/sft or roles/rm", ("engine",)),
+    Column("input_ids", "ragged", "int64", "full sequence for an engine; both sequences of a pair", "roles/base or data/sft or roles/rm", ("engine",)),
     Column("chosen", "ragged", "int64", "prompt and chosen response, as the reward model reads them", "data/preferences", ("roles/rm",)),
     Column("rejected", "ragged", "int64", "prompt and rejected response", "data/preferences", ("roles/rm",)),
     Column("margin", "tensor", "float32", "minimum difference of chosen and rejected score; 0 by default", "data/preferences", ("roles/rm",)),

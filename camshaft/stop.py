@@ -3,10 +3,10 @@
     with listening() as stop:                 # in the driver
         for batch in loader:
             ...
-            if stop.asked: save(); stop.heed(step, total); break
+            if stop.requested: save(); stop.acknowledge(step, total); break
     return stop.status
 
-    outlive_stop_signals()                    # in workers, which the driver stops
+    ignore_stop_signals()                    # in workers, which the driver stops
 
 The exit status is 128 + the signal number, as for a program ended by the signal, so that schedulers restart the
 unfinished run. A second signal ends the driver immediately. Schedulers may send the signal to every process of a job,
@@ -37,19 +37,19 @@ class Stop:
     """State of a stop request."""
 
     def __init__(self) -> None:
-        self.asked: signal.Signals | None = None
+        self.requested: signal.Signals | None = None
         self.status = 0
         """Exit status of the run: 0 unless it stopped early."""
         self._at = 0.0
 
-    def ask(self, number: int, _frame: Any = None) -> None:
+    def request(self, number: int, _frame: Any = None) -> None:
         """Handle a signal: the first requests a stop, a later one has its default effect."""
         now = time.monotonic()
-        if self.asked is None:
-            self.asked, self._at = signal.Signals(number), now
+        if self.requested is None:
+            self.requested, self._at = signal.Signals(number), now
             # Written directly, because the signal may interrupt a log call.
             message = (
-                f"\ncamshaft: {self.asked.name}: finishing the current step and saving; "
+                f"\ncamshaft: {self.requested.name}: finishing the current step and saving; "
                 "send the signal again to exit immediately\n"
             )
             os.write(2, message.encode())
@@ -57,13 +57,13 @@ class Stop:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
-    def heed(self, step: int, total: int) -> None:
+    def acknowledge(self, step: int, total: int) -> None:
         """Record that the run stopped at `step`, after saving."""
-        assert self.asked is not None
-        self.status = ENDED_BY_SIGNAL + self.asked
+        assert self.requested is not None
+        self.status = ENDED_BY_SIGNAL + self.requested
         logger.info(
             "%s: stopped after step %d of %d. Run the same command to resume (exit status %d)",
-            *(self.asked.name, step, total, self.status),
+            *(self.requested.name, step, total, self.status),
         )
 
 
@@ -74,7 +74,7 @@ def listening() -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.ask) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, stop.request) for number in STOP_SIGNALS}
     try:
         yield stop
     finally:
@@ -83,8 +83,8 @@ def listening() -> Iterator[Stop]:
 
 
 @contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Block stop signals in processes started within the block until they call `outlive_stop_signals`."""
+def block_stop_signals() -> Iterator[None]:
+    """Block stop signals in processes started within the block until they call `ignore_stop_signals`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -92,7 +92,7 @@ def held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def outlive_stop_signals(*numbers: signal.Signals) -> None:
+def ignore_stop_signals(*numbers: signal.Signals) -> None:
     """Ignore stop signals, or the given ones, in this process but not in its child processes."""
     for number in numbers or STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by child processes

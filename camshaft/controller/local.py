@@ -36,7 +36,7 @@ from camshaft.controller.resources import PoolSpec
 from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError
-from camshaft.stop import held_back, outlive_stop_signals
+from camshaft.stop import block_stop_signals, ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
     describe_exit,
@@ -159,7 +159,7 @@ class LocalProcess(WorkerProcess):
             target=serve, args=(child_socket, rank_info, folder, dict(os.environ)), name=name
         )
         resource_tracker.ensure_running()  # started here, since starting it unblocks SIGTERM
-        with child_socket, held_back():  # the fork server must survive the signal too
+        with child_socket, block_stop_signals():  # the fork server must survive the signal too
             self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
@@ -225,7 +225,7 @@ def serve(connection: socket.socket, rank_info: RankInfo, folder: Path, environm
     """Run one rank: answer requests until the driver stops it or ends."""
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
-    outlive_stop_signals(signal.SIGTERM)
+    ignore_stop_signals(signal.SIGTERM)
     end_with_parent(os.getppid(), partial(_end_session, folder))  # the fork server, which ends with the driver
     os.environ.clear()  # it has the variables of the start of the fork server
     set_environment(rank_info, environment)

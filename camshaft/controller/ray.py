@@ -47,7 +47,7 @@ from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
-from camshaft.stop import outlive_stop_signals
+from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import Frames, guard_group, kill_group
 
 logger = logging.getLogger(__name__)
@@ -335,7 +335,7 @@ class ActorExecutor:
             os.setpgid(0, 0)
         self._guard = guard_group(pid, stack_file(pid))
         dump_stacks_on_signal(stack_file(pid))
-        outlive_stop_signals(signal.SIGTERM)
+        ignore_stop_signals(signal.SIGTERM)
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
         with contextlib.suppress(OSError):  # it may not exist on another machine
             os.chdir(folder)

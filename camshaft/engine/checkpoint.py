@@ -312,8 +312,8 @@ def load_into(
         if optimizer is not None:
             assert parameters is not None, "optimizer state is stored by parameter names"
             if _has_state_of(optimizer, facts, folder):
-                held = _held_here(stored_state, parameters, group)
-                make = functools.partial(optimizer_targets, optimizer, parameters, held, folder)
+                local_state = _local_state(stored_state, parameters, group)
+                make = functools.partial(optimizer_targets, optimizer, parameters, local_state, folder)
                 on_every_rank(group, lambda: targets.update(make()))
         _load_tensors(folder / "model", model, group)
         _load_tensors(folder / "optimizer", targets, group)
@@ -351,10 +351,12 @@ def _compare(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[s
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"{folder} is of another model: {'; '.join(problems[:5])}{more}")
+        raise CheckpointError(
+            f"{folder} belongs to another model: {'; '.join(problems[:5])}{more}; load it with the model that wrote it"
+        )
 
 
-def _held_here(
+def _local_state(
     stored: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor], group: Group
 ) -> dict[str, TensorInfo]:
     """Return the stored optimizer tensors without those of parameters that only other ranks hold."""
@@ -371,7 +373,7 @@ def _has_state_of(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any], fo
     if facts["optimizer"] != kind:
         raise CheckpointError(
             f"{folder} was written with the optimizer {facts['optimizer']}, this engine has {kind}. "
-            f"Set optim.optimizer={facts['optimizer']}, or start a new run from the weights alone"
+            f"Set optim.optimizer={facts['optimizer']}, or start a new run from its weights only"
         )
     return True
 

@@ -14,7 +14,7 @@ Importing this module registers it with `transformers`. The arguments of a call 
   the packing describes all chunks.
 - other calls (padded batches, `generate()`) use "sdpa" of `transformers`.
 
-Attention that this implementation does not compute raises `EngineError`: `refuse_unsupported` checks a config,
+Attention that this implementation does not compute raises `EngineError`: `reject_unsupported` checks a config,
 `packed_attention` the arguments of a call.
 """
 
@@ -58,9 +58,9 @@ class Slots(Protocol):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """(B, H, L, D) query and (B, Hkv, L, D) key and value of the new tokens -> (B, L, H, D).
+        """Add the new tokens to the cache and return their attention outputs (B, L, H, D).
 
-        `module.layer_idx` identifies the layer.
+        `query` is (B, H, L, D), `key` and `value` are (B, Hkv, L, D). `module.layer_idx` identifies the layer.
         """
         ...
 
@@ -69,11 +69,11 @@ class Exchange(Protocol):
     """Exchange around attention between ranks that each hold one chunk of a packed row."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(1, H, chunk, D) of this rank's tokens -> (1, H / ranks, N, D) of all tokens."""
+        """Exchange (1, H, chunk, D) of this rank's tokens for (1, H / ranks, N, D) of all tokens."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """(1, N, H / ranks, D) of all tokens -> (1, chunk, H, D) of this rank's tokens."""
+        """Exchange (1, N, H / ranks, D) of all tokens for (1, chunk, H, D) of this rank's tokens."""
         ...
 
 
@@ -101,7 +101,7 @@ def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any
     }
 
 
-def refuse_unsupported(config: PreTrainedConfig) -> None:
+def reject_unsupported(config: PreTrainedConfig) -> None:
     """Raise `EngineError` with the reasons if models of this config need unsupported attention."""
     text = config.get_text_config()
     values = text.to_dict()
@@ -168,7 +168,7 @@ def _attend_segments(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Attention within all segments of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D), by device."""
+    """Compute attention within all segments of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D)."""
     packing: Packing | None = kwargs.get("packing")
     shared = packing is not None and packing.prefix_of is not None
     if not shared and _supports_flash(query, value, dropout):
@@ -203,7 +203,7 @@ def _as_rows(packed: Tensor, count: int) -> Tensor:
 def _attend_equal_lengths(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, dropout: float, window: int | None
 ) -> Tensor:
-    """Causal attention within segments of equal length: (n, H, L, D) and (n, Hkv, L, D) -> (n, H, L, D)."""
+    """Compute causal attention within segments of equal length: (n, H, L, D) and (n, Hkv, L, D) -> (n, H, L, D)."""
     length = query.shape[2]
     if window is None or length <= window:
         gqa = query.shape[1] != key.shape[1]
@@ -243,7 +243,7 @@ def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
 def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Attention within all segments in one kernel. The GPU tests run it; the kernel has no CPU version."""
+    """Compute attention within all segments in one kernel. The kernel has no CPU version, so GPU tests cover it."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}

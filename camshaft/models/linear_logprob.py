@@ -75,11 +75,10 @@ def linear_logprob(
     tile: Tile | None = None,
     part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target and, if wanted, the entropy of its distribution.
+    """Return the log-prob (M,) of each target and, with `need_entropy`, the entropy (M,) of its distribution.
 
-    `hidden` (M, H), `weight` (V, H), `bias` (V,) or None, `targets` (M,) int64 -> (M,) and (M,) or None.
-    With `part` the weight and the bias are this rank's rows, all else is the same on every rank of the group,
-    and so is the gradient of `hidden`.
+    `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, `targets` (M,) int64. With `part`, weight and bias are the
+    rows of this rank; all other arguments and the gradient of `hidden` are equal on all ranks of the group.
     """
     how = _How.of(hidden, temperature, tile, part)
     return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, how)  # pyright: ignore[reportReturnType]
@@ -95,10 +94,10 @@ def linear_full_kl(
     tile: Tile | None = None,
     part: VocabularyPart | None = None,
 ) -> Tensor:
-    """sum_v p(v) (log p(v) - log q(v)) of each token, exactly; the gradient is that of p, and q is constant.
+    """Return (M,) the exact sum_v p(v) (log p(v) - log q(v)) of each token; q is constant in the backward pass.
 
-    `hidden` (M, H), `weight` (V, H) and `bias` make p. `log_q` (N, V), unsharded, holds q: of token i in
-    row `rows[i]`, `rows` (M,) int64. -> (M,). `part` as in `linear_logprob`.
+    `hidden` (M, H), `weight` (V, H) and `bias` define p. Row `rows[i]` of `log_q` (N, V), which is not sharded, has the
+    log q of token i; `rows` is (M,) int64. `part` as in `linear_logprob`.
     """
     how = _How.of(hidden, temperature, tile, part)
     return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, how)  # pyright: ignore[reportReturnType]
@@ -112,7 +111,7 @@ def log_distribution(
     temperature: float = 1.0,
     part: VocabularyPart | None = None,
 ) -> Tensor:
-    """(M, V): the log-probs of the whole vocabulary, without gradient. With `part`, on every rank of its group."""
+    """Return (M, V) log-probs of the whole vocabulary, without gradient; with `part`, on every rank of its group."""
     logits = _logits(hidden, weight, bias)
     if temperature != 1.0:
         logits.div_(temperature)
@@ -121,17 +120,17 @@ def log_distribution(
     return logits.log_softmax(dim=1)
 
 
-def _all_rows(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Concatenate the rows of all ranks, whose numbers of rows may differ."""
     ranks = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64, device=own.device) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(own)], device=own.device), group=group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(local)], device=local.device), group=group)
     sizes = [int(count) for count in counts]
-    filled = own.new_zeros((max(sizes), *own.shape[1:]))
-    filled[: len(own)] = own
-    every = [torch.empty_like(filled) for _ in sizes]
-    dist.all_gather(every, filled, group=group)
-    return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)])
+    padded = local.new_zeros((max(sizes), *local.shape[1:]))
+    padded[: len(local)] = local
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(gathered, padded, group=group)
+    return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
 
 
 class _How(NamedTuple):
@@ -309,9 +308,9 @@ class _Head(NamedTuple):
         results = torch.cat([_merge(torch.stack(parts, dim=1), combine) for parts in by_rows.values()], dim=1)
         part = self.how.part
         if part is not None and len(self.hidden):
-            every = [torch.empty_like(results) for _ in range(dist.get_world_size(part.group))]
-            dist.all_gather(every, results, group=part.group)
-            results = _merge(torch.stack(every, dim=1), combine)
+            gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(part.group))]
+            dist.all_gather(gathered, results, group=part.group)
+            results = _merge(torch.stack(gathered, dim=1), combine)
         return list(results)
 
     def unclamped_columns(self, targets: Tensor, vocabulary: slice) -> Tensor:
@@ -363,7 +362,7 @@ class _Gradients:
 
 
 def _merge(results: Tensor, combine: Callable[[Tensor, Tensor], list[Tensor]]) -> Tensor:
-    """(results, parts, tokens) of parts of the vocabulary -> (results, tokens) of their union."""
+    """Merge (results, parts, tokens) of parts of the vocabulary into (results, tokens) of their union."""
     total = results[0].logsumexp(dim=0)
     shares = (results[0] - total).exp()
     return torch.stack([total, *combine(shares, results[1:])])
@@ -384,7 +383,7 @@ def _kernels(head: _Head) -> ModuleType | None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """(C, V) in float32 or wider: a new buffer, so that the caller may write into it."""
+    """Return the logits (C, V) in float32 or wider, in a new buffer, into which the caller may write."""
     if _half_on_cuda(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     else:
@@ -393,7 +392,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> None:
-    """total = grad @ factor for the first tile, total += grad @ factor for others, in the dtype of `total`."""
+    """Add grad @ factor to `total`, in its dtype; the first tile overwrites `total`."""
     if _half_on_cuda(factor):
         product = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
         total.copy_(product) if first else total.add_(product)

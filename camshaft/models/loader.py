@@ -36,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
-from camshaft.models.attention import PACKED, refuse_unsupported
+from camshaft.models.attention import PACKED, reject_unsupported
 from camshaft.models.lora import adapter_layers, add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor
 
@@ -87,7 +87,7 @@ def _described(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
-    refuse_unsupported(config)
+    reject_unsupported(config)
     if model.head == "causal_lm":
         logit_factor(config)
     else:
@@ -180,13 +180,13 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
     if not override:
         return config
     values = config.to_dict()
-    known = {**{key: key for key in values}, **config.attribute_map}
+    names = {**{key: key for key in values}, **config.attribute_map}
     for key in override:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(known))}"
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(names))}"
             raise EngineError(f"override_config: the {config.model_type} config has no '{key}'{hint}")
-    changes = {known[key]: value for key, value in override.items()}
+    changes = {names[key]: value for key, value in override.items()}
     if "num_hidden_layers" in changes and "layer_types" not in changes:
         values.pop("layer_types", None)  # one entry per layer: derived again for the new number of layers
     try:
@@ -250,7 +250,8 @@ def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
         if error.args != (PACKED,):
             raise
         raise EngineError(
-            f"{config.model_type} models compute attention by themselves: '{PACKED}' is unknown to them"
+            f"{config.model_type} models do not use the attention interface of transformers, so '{PACKED}' is "
+            "unsupported; choose another model"
         ) from error
     except (OSError, SafetensorError) as error:
         raise EngineError(

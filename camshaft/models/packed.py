@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
-from camshaft.models.attention import PACKED, packed_kwargs, refuse_unsupported
+from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
 from camshaft.models.cpu.rms_norm import replace_norms
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
@@ -124,8 +124,8 @@ class PackedModel(nn.Module):
             hidden = self._hidden(tokens, packing, before)
             return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
-        hidden = self._hidden(*split.padded(tokens, packing), share.local)
-        local_at = at if self.head == "reward" else at[share.mine]
+        hidden = self._hidden(*split.padded(tokens, packing), share.offsets)
+        local_at = at if self.head == "reward" else at[share.indices]
         local = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
         wide = {name: split.gather(share, local.pop(name))[0] for name in outputs if name == "distribution"}
         gathered = split.gather(share, *local.values()) if local else []
@@ -135,8 +135,8 @@ class PackedModel(nn.Module):
         """Return the last hidden states at offsets `rows` of the tokens that this rank computes: all, or its chunk."""
         inputs = packed_kwargs(packing, tokens.device)
         if self.sequence is not None:
-            own = self.sequence.own(len(tokens))
-            tokens, inputs["position_ids"] = tokens[own], inputs["position_ids"][:, own]
+            chunk = self.sequence.chunk(len(tokens))
+            tokens, inputs["position_ids"] = tokens[chunk], inputs["position_ids"][:, chunk]
             inputs["exchange"] = self.sequence
         hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
         return hidden.index_select(0, to_device(rows, tokens.device))
@@ -160,7 +160,7 @@ class PackedModel(nn.Module):
             return {OUTPUTS[self.head][0]: _one_number(output, hidden)}
         if not isinstance(output, nn.Linear):
             raise EngineError(
-                f"the output layer is a {type(output).__name__}, not a plain nn.Linear; "
+                f"the output layer is a {type(output).__name__}, not an nn.Linear; "
                 "exclude lm_head from the layers that an adapter or a quantiser replaces"
             )
         weight, bias, part = _local_rows(output)
@@ -211,13 +211,13 @@ class PackedModel(nn.Module):
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
     """Return True if one computation of a prompt serves all of its responses, and the CPU kernel supports it.
 
-    This takes a model without dropout, without a sliding window, and with keys as wide as values.
+    This requires a model without dropout, without a sliding window, and with keys as wide as values.
     """
     text = config.get_text_config()
     values = text.to_dict()
-    by_chance = any("drop" in key and value for key, value in values.items())
+    has_dropout = any("drop" in key and value for key, value in values.items())
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
-    return not by_chance and not windowed and values.get("v_head_dim") in (None, values.get("head_dim"))
+    return not has_dropout and not windowed and values.get("v_head_dim") in (None, values.get("head_dim"))
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
@@ -252,7 +252,7 @@ def logit_factor(config: PreTrainedConfig) -> float:
 def _check_model(hf: PreTrainedModel) -> None:
     """Raise `EngineError` if the model would compute packed rows wrongly; read its config, class and weights."""
     name = type(hf).__name__
-    refuse_unsupported(hf.config)
+    reject_unsupported(hf.config)
     if hf._is_stateful:
         raise EngineError(f"{name} has a recurrent state, which would leak between packed rows; choose another model")
     if not hf.is_backend_compatible():

@@ -45,7 +45,7 @@ class SequenceSplit:
 
     # -- tokens -----------------------------------------------------------------------------------
 
-    def own(self, count: int) -> slice:
+    def chunk(self, count: int) -> slice:
         """Return this rank's chunk of `count` tokens; the last ranks may have fewer than the others, or none."""
         width = -(-count // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
@@ -62,20 +62,21 @@ class SequenceSplit:
 
     def share(self, positions: Tensor, count: int) -> "Share":
         """Assign `positions` (on the CPU, so that no rank waits) among `count` tokens to the ranks of the group."""
-        chunk = self.own(count)
+        chunk = self.chunk(count)
         owner = positions.div(chunk.stop - chunk.start, rounding_mode="floor")
         order = owner.argsort(stable=True)
-        mine = (owner == self.rank).nonzero()[:, 0]
+        local = (owner == self.rank).nonzero()[:, 0]
         in_order = bool((owner.diff() >= 0).all())
         counts = torch.bincount(owner, minlength=self.size).tolist()
-        return Share(mine, positions[mine] - chunk.start, counts, None if in_order else order.argsort())
+        return Share(local, positions[local] - chunk.start, counts, None if in_order else order.argsort())
 
     # -- attention --------------------------------------------------------------------------------
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(1, heads, chunk, D) of this rank's tokens -> (1, heads / size, N, D) of all tokens, in one exchange.
+        """Exchange (1, heads, chunk, D) of this rank's tokens for (1, heads / size, N, D) of all tokens.
 
-        Key and value heads are repeated where they do not divide: each rank gets those that its queries look at.
+        Key and value heads are repeated if `size` does not divide their number: each rank receives those that its
+        query heads attend to. All three tensors are exchanged in one call.
         """
         heads, groups = query.shape[1], key.shape[1]
         if heads % self.size:
@@ -84,8 +85,8 @@ class SequenceSplit:
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         parts = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
-        sent = torch.cat([part.flatten(1) for part in parts], dim=1)
-        received = self._swap(sent).split([part[0].numel() for part in parts], dim=1)
+        outgoing = torch.cat([part.flatten(1) for part in parts], dim=1)
+        received = self._swap(outgoing).split([part[0].numel() for part in parts], dim=1)
         query, key, value = (
             flat.view(self.size, *part.shape[1:]).transpose(0, 1).flatten(1, 2)[None]
             for flat, part in zip(received, parts, strict=True)
@@ -93,7 +94,7 @@ class SequenceSplit:
         return query, key, value
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """(1, N, heads / size, D) of all tokens -> (1, chunk, heads, D) of this rank's tokens."""
+        """Exchange (1, N, heads / size, D) of all tokens for (1, chunk, heads, D) of this rank's tokens."""
         by_rank = output[0].unflatten(0, (self.size, -1))
         received = self._swap(by_rank.flatten(1)).view(by_rank.shape)
         return received.transpose(0, 1).flatten(1, 2)[None]
@@ -104,40 +105,40 @@ class SequenceSplit:
 
     # -- outputs ----------------------------------------------------------------------------------
 
-    def gather(self, share: "Share", *own: Tensor) -> list[Tensor]:
-        """Gather the entries of all ranks for each of `own`, in the order of the positions passed to `share()`.
+    def gather(self, share: "Share", *tensors: Tensor) -> list[Tensor]:
+        """Gather the entries of all ranks for each of `tensors`, in the order of the positions passed to `share()`.
 
         The backward pass takes this rank's entries without a sum over ranks, as the module docstring explains.
         """
-        every = _Gather.apply(self, share.counts, *own)
-        if share.back is None:
-            return list(every)  # pyright: ignore[reportArgumentType]
-        back = to_device(share.back, own[0].device)
-        return [tensor.index_select(0, back) for tensor in every]  # pyright: ignore
+        gathered = _Gather.apply(self, share.counts, *tensors)
+        if share.inverse is None:
+            return list(gathered)  # pyright: ignore[reportArgumentType]
+        inverse = to_device(share.inverse, tensors[0].device)
+        return [tensor.index_select(0, inverse) for tensor in gathered]  # pyright: ignore
 
-    def all_gathered(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+    def all_gather(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather (sum(counts), ...) without gradient. Collectives need equal sizes, so shorter parts are padded."""
-        most = max(counts)
-        if not most:
-            return own.clone()
-        filled = own.new_zeros((most, *own.shape[1:]))
-        filled[: len(own)] = own
-        every = [torch.empty_like(filled) for _ in counts]
-        dist.all_gather(every, filled, group=self.group)
-        return torch.cat([part[:count] for part, count in zip(every, counts, strict=True)])
+        largest = max(counts)
+        if not largest:
+            return local.clone()
+        padded = local.new_zeros((largest, *local.shape[1:]))
+        padded[: len(local)] = local
+        parts = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(parts, padded, group=self.group)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
 
 @dataclass(frozen=True)
 class Share:
     """The output positions in this rank's chunk; all tensors are on the CPU."""
 
-    mine: Tensor
+    indices: Tensor
     """Their indices among all positions."""
-    local: Tensor
+    offsets: Tensor
     """Their offsets in the chunk."""
     counts: list[int]
     """Number of positions per rank."""
-    back: Tensor | None
+    inverse: Tensor | None
     """Permutation from rank order to the order of positions; None if they are the same."""
 
 
@@ -161,16 +162,16 @@ class _Gather(torch.autograd.Function):
     """All ranks' entries of several tensors of one dtype, in one exchange; backward keeps this rank's entries."""
 
     @staticmethod
-    def forward(ctx: Any, split: SequenceSplit, counts: list[int], *own: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, split: SequenceSplit, counts: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)  # outputs that the loss does not use need no backward pass
         start = sum(counts[: split.rank])
-        ctx.own = slice(start, start + counts[split.rank])
-        every = split.all_gathered(torch.stack(own, dim=1), counts)
-        return tuple(tensor.clone() for tensor in every.unbind(1))
+        ctx.local = slice(start, start + counts[split.rank])
+        gathered = split.all_gather(torch.stack(tensors, dim=1), counts)
+        return tuple(tensor.clone() for tensor in gathered.unbind(1))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        return None, None, *(None if gradient is None else gradient[ctx.own] for gradient in gradients)
+        return None, None, *(None if gradient is None else gradient[ctx.local] for gradient in gradients)
 
 
 def check_heads(config: PreTrainedConfig, size: int) -> None:
@@ -203,8 +204,8 @@ def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
     if not ragged:
         return data
     lengths = torch.stack([column.lengths for column in ragged.values()])
-    every = split.all_gathered(lengths.to(split.device), [len(lengths)] * split.size).cpu()
-    by_rank = every.unflatten(0, (split.size, -1))
+    gathered = split.all_gather(lengths.to(split.device), [len(lengths)] * split.size).cpu()
+    by_rank = gathered.unflatten(0, (split.size, -1))
     joined = {
         name: Ragged(_joined(column.values, by_rank[:, i].sum(dim=1).tolist(), split), by_rank[:, i].sum(dim=0))
         for i, (name, column) in enumerate(ragged.items())
@@ -213,7 +214,7 @@ def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
 
 
 def _chunk(column: Ragged, split: SequenceSplit) -> Ragged:
-    chunk = split.own(len(column.values))
+    chunk = split.chunk(len(column.values))
     return Ragged(column.values[chunk], column.offsets.clamp(chunk.start, chunk.stop).diff())
 
 
@@ -222,7 +223,7 @@ def _joined(values: Tensor, counts: list[int], split: SequenceSplit) -> Tensor:
     shape = values.shape[1:]
     per_token = math.prod(shape) * values.itemsize
     flat = values.detach().to(split.device).flatten().clone(memory_format=torch.contiguous_format).view(torch.uint8)
-    gathered = split.all_gathered(flat, [count * per_token for count in counts])
+    gathered = split.all_gather(flat, [count * per_token for count in counts])
     return gathered.view(values.dtype).view(sum(counts), *shape).to(values.device)
 
 

@@ -63,7 +63,7 @@ class Sync:
     def sent(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights in the rollout's dtype; record their sizes and digests."""
         for name, tensor in weights:
-            cast = tensor.detach().to(rollout.arrival_dtype(name, tensor))
+            cast = tensor.detach().to(rollout.sync_dtype(name, tensor))
             self.bytes += cast.numel() * cast.element_size()
             self.shares_storage |= cast.dtype == tensor.dtype
             start = time.perf_counter()

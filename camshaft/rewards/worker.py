@@ -28,7 +28,7 @@ from camshaft.errors import CamshaftError
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, load_function, title
 from camshaft.rewards.messages import Answer, Loaded, Reply, Sample
-from camshaft.stop import outlive_stop_signals
+from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
 ANSWER = "pred"
@@ -48,7 +48,7 @@ _FAREWELL_SECONDS = 1.0
 
 def main() -> None:
     """Serve calls until the driver closes standard input."""
-    outlive_stop_signals()
+    ignore_stop_signals()
     inbox, outbox = _take_over_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(inbox, messages), daemon=True).start()

@@ -164,7 +164,7 @@ class BaseRollout(ABC):
 
     # -- shared by all rollouts -------------------------------------------------------------------
 
-    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype to which the sender casts this weight. Override it to keep some weights in a wider dtype."""
         return getattr(torch, self.config.dtype) if tensor.is_floating_point() else tensor.dtype
 

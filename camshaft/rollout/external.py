@@ -69,8 +69,8 @@ class ExternalRollout(BaseRollout):
     def has_weights(self) -> bool:
         """Return True if all weights were loaded since they were last dropped."""
 
-    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        return self.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def ready_to_load(self) -> None:
         check_can_load(self._asleep)

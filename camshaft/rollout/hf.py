@@ -54,8 +54,8 @@ class HFRollout(BaseRollout):
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
 
-    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         hf = self.model.ready()

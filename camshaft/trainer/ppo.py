@@ -242,10 +242,10 @@ class PPOTrainer:
             tracking.log(metrics, step=self.global_step)
             if due:
                 self.save()
-            if stop.asked and not last:
+            if stop.requested and not last:
                 if not due:
                     self.save()
-                stop.heed(self.global_step, total)
+                stop.acknowledge(self.global_step, total)
                 break
         return metrics
 

@@ -132,10 +132,10 @@ class SupervisedTrainer(ABC, Generic[W]):
             tracking.log(metrics, step=self.global_step)
             if due:
                 self.save()
-            if stop.asked and not last:
+            if stop.requested and not last:
                 if not due:
                     self.save()
-                stop.heed(self.global_step, self.total_steps)
+                stop.acknowledge(self.global_step, self.total_steps)
                 return metrics
         self.model.export(self.config.export_path())
         return metrics

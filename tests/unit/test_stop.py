@@ -8,7 +8,7 @@ import time
 import pytest
 
 from camshaft import stop as stop_module
-from camshaft.stop import STOP_SIGNALS, held_back, listening
+from camshaft.stop import STOP_SIGNALS, block_stop_signals, listening
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -17,11 +17,11 @@ def test_the_first_signal_asks_and_the_handlers_are_gone_afterwards(
 ) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
     with listening() as stop:
-        assert stop.asked is None
+        assert stop.requested is None
         os.kill(os.getpid(), number)
-        assert stop.asked == number
+        assert stop.requested == number
         assert stop.status == 0
-        stop.heed(3, 9)
+        stop.acknowledge(3, 9)
         assert stop.status == 128 + number
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
     assert f"camshaft: {number.name}: finishing the current step and saving" in capfd.readouterr().err
@@ -32,13 +32,13 @@ def test_one_that_comes_right_after_the_first_is_the_first(monkeypatch: pytest.M
     with listening() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.asked == signal.SIGTERM
+        assert stop.requested == signal.SIGTERM
 
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     program = "from camshaft import stop\nimport os, time\nstop.SAME_SECONDS = 0.0\n"
-    program += "with stop.listening() as asked:\n    os.kill(os.getpid(), 10)\n    time.sleep(0.1)\n"
-    program += "    assert asked.asked\n    os.kill(os.getpid(), 15)\n    time.sleep(60)\n"
+    program += "with stop.listening() as stop:\n    os.kill(os.getpid(), 10)\n    time.sleep(0.1)\n"
+    program += "    assert stop.requested\n    os.kill(os.getpid(), 15)\n    time.sleep(60)\n"
     start = time.monotonic()
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
     assert time.monotonic() - start < 30
@@ -50,7 +50,7 @@ def test_outside_the_main_thread_nobody_listens() -> None:
 
     def run() -> None:
         with listening() as stop:
-            found.append((stop.asked, signal.getsignal(signal.SIGTERM)))
+            found.append((stop.requested, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -59,10 +59,10 @@ def test_outside_the_main_thread_nobody_listens() -> None:
 
 
 def test_workers_ignore_stop_signals_but_their_children_do_not() -> None:
-    program = "import os, signal, subprocess, sys, time\nfrom camshaft.stop import outlive_stop_signals\n"
-    program += "outlive_stop_signals()\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGUSR1)\n"
+    program = "import os, signal, subprocess, sys, time\nfrom camshaft.stop import ignore_stop_signals\n"
+    program += "ignore_stop_signals()\nos.kill(os.getpid(), signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGUSR1)\n"
     program += "child = subprocess.Popen(['sleep', '60'])\nchild.terminate()\nsys.exit(child.wait() + 20)\n"
-    with held_back():
+    with block_stop_signals():
         worker = subprocess.Popen([sys.executable, "-c", program])
     for number in STOP_SIGNALS:  # before it has run a line
         worker.send_signal(number)

@@ -124,7 +124,7 @@ def digests_detect_a_transposed_weight(harness: RolloutHarness) -> None:
 
 def _cast(rollout: BaseRollout, name: str, weight: Tensor) -> Tensor:
     """Cast a weight to the dtype in which a weight sync sends it."""
-    return weight.detach().to(rollout.arrival_dtype(name, weight))
+    return weight.detach().to(rollout.sync_dtype(name, weight))
 
 
 def half_precision_is_close(harness: RolloutHarness) -> None:

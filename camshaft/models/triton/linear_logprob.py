@@ -49,7 +49,7 @@ def logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(C, V) in `dtype`: gradient of the scaled logits. `normalisers` and `entropy` are over the whole vocabulary."""
+    """Return (C, V) in `dtype`, the gradient of the scaled logits. `normalisers` and `entropy` cover the vocabulary."""
     tokens, vocabulary = logits.shape
     grad = torch.empty_like(logits, dtype=dtype)
     none = torch.zeros_like(normalisers)

@@ -70,15 +70,15 @@ class KVCache:
         if length > self.length:
             # Grow by half: each position is copied only a few times while responses grow.
             self.length = min(-(-length * 3 // 2 // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.max_length)
-        held = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
+        kept_slots = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
         self.num_slots = max(self.num_slots, num_slots)
         self.reallocations += 1
         for index, (keys, values) in self.layers.items():
-            self.layers[index] = self._larger(keys, held), self._larger(values, held)
+            self.layers[index] = self._grown(keys, kept_slots), self._grown(values, kept_slots)
 
-    def _larger(self, old: Tensor, held: list[slice]) -> Tensor:
+    def _grown(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
         new = _zeros((self.num_slots, old.shape[1], self.length, old.shape[3]), old)
-        for slots in held:
+        for slots in kept_slots:
             new[: len(old)][slots, :, : old.shape[2]] = old[slots]
         return new
 

@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.models.attention import PACKED, refuse_unsupported
+from camshaft.models.attention import PACKED, reject_unsupported
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
@@ -38,9 +38,9 @@ class TorchRollout(BaseRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         self.model = SharedModel(config, attention=PACKED)
-        refuse_unsupported(self.model.hf.config)
-        _refuse_own_attention(self.model.hf)
-        _refuse_growing_rope(self.model.hf.config, config.max_model_len)
+        reject_unsupported(self.model.hf.config)
+        _reject_own_attention(self.model.hf)
+        _reject_growing_rope(self.model.hf.config, config.max_model_len)
         if self.model.device.type == "cpu":
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
@@ -53,8 +53,8 @@ class TorchRollout(BaseRollout):
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
 
-    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        return self.model.expected.dtype_of(name) or super().arrival_dtype(name, tensor)
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         self.model.ready()
@@ -85,7 +85,7 @@ class TorchRollout(BaseRollout):
         self.model.wake_up()
 
 
-def _refuse_own_attention(hf: PreTrainedModel) -> None:
+def _reject_own_attention(hf: PreTrainedModel) -> None:
     """Reject a model that would not read earlier tokens from the KV cache."""
     if hf._is_stateful or not hf.is_backend_compatible():
         raise RolloutError(
@@ -93,7 +93,7 @@ def _refuse_own_attention(hf: PreTrainedModel) -> None:
         )
 
 
-def _refuse_growing_rope(config: PretrainedConfig, max_model_len: int) -> None:
+def _reject_growing_rope(config: PretrainedConfig, max_model_len: int) -> None:
     """Reject rotary frequencies that change with the longest row of a batch, if rows may get that long."""
     text = config.get_text_config()
     values = text.to_dict()

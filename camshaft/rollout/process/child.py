@@ -26,7 +26,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
-from camshaft.stop import outlive_stop_signals
+from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import end_with_parent, kill_own_group, pack, receive, send, unpack
 
 
@@ -63,8 +63,8 @@ class RequestHandler:
                 assembler.finish()
                 return
             reply = None
-            if message == "arrival_dtype":  # the sender casts while it fills a bucket
-                reply = self.arrival_dtype(*arguments)
+            if message == "sync_dtype":  # the sender casts while it fills a bucket
+                reply = self.sync_dtype(*arguments)
             else:
                 pieces, used = arguments
                 yield from assembler.take(pieces, receiver.pull(used))
@@ -73,8 +73,8 @@ class RequestHandler:
     def weight_digests(self) -> tuple[int, dict[str, int]]:
         return self._rollout.weights_version, dict(self._rollout.weight_digests())
 
-    def arrival_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        return self._rollout.arrival_dtype(name, torch.empty(0, dtype=dtype))
+    def sync_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return self._rollout.sync_dtype(name, torch.empty(0, dtype=dtype))
 
     def generate_sequences(
         self, values: np.ndarray, lengths: np.ndarray, sampling: SamplingParams, seeds: np.ndarray | None
@@ -101,7 +101,7 @@ def serve(connection: int) -> None:
     methods = {
         method.__name__: method
         for method in (
-            handler.start, handler.load_weights, handler.weight_digests, handler.arrival_dtype,
+            handler.start, handler.load_weights, handler.weight_digests, handler.sync_dtype,
             handler.generate_sequences, handler.sleep, handler.wake_up,
         )
     }  # fmt: skip
@@ -120,7 +120,7 @@ def serve(connection: int) -> None:
 
 def main(file: int, parent: int) -> None:
     """Serve requests on file descriptor `file` until the connection or the process `parent` ends."""
-    outlive_stop_signals()
+    ignore_stop_signals()
     end_with_parent(parent)
     try:
         serve(file)

@@ -103,9 +103,9 @@ class ProcessRollout(BaseRollout):
             )
         return digests
 
-    def arrival_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         if name not in self._dtypes:
-            self._dtypes[name] = self._call("arrival_dtype", name, tensor.dtype)
+            self._dtypes[name] = self._call("sync_dtype", name, tensor.dtype)
         return self._dtypes[name]
 
     # -- tokens -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from camshaft.models.attention import (
     no_mask,
     packed_attention,
     packed_kwargs,
-    refuse_unsupported,
+    reject_unsupported,
 )
 from camshaft.models.packing import Packing
 
@@ -223,9 +223,9 @@ def test_what_a_layer_asks_for_and_packed_cannot_do_is_refused_by_name(argument:
 )
 def test_configs_that_packed_would_get_wrong_are_refused_by_name(family: str, extra: dict[str, Any], words: str):
     with pytest.raises(EngineError, match=words):
-        refuse_unsupported(AutoConfig.for_model(family, **extra))
+        reject_unsupported(AutoConfig.for_model(family, **extra))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox"])
 def test_plain_families_are_not_refused(family: str):
-    refuse_unsupported(AutoConfig.for_model(family))
+    reject_unsupported(AutoConfig.for_model(family))

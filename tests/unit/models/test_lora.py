@@ -269,7 +269,7 @@ def test_a_model_on_the_meta_device_takes_an_adapter_and_its_weights_later():
 
 
 def test_a_second_adapter_is_refused():
-    with pytest.raises(EngineError, match="has an adapter already"):
+    with pytest.raises(EngineError, match="already has an adapter"):
         add_adapter(load().hf, LORA, 0)
 
 
@@ -435,7 +435,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     [
         ({}, {"rank": 8}, r"lora.rank=8, but the adapter in .* has r=4"),
         ({}, {"alpha": 8.5}, r"lora.alpha=8.5, but the adapter in .* has lora_alpha=6"),
-        ({"target_modules": ["q_proj", "v_proj"]}, {}, r"all-linear chooses 14 layers .* has 4 \(q_proj, v_proj\)"),
+        ({"target_modules": ["q_proj", "v_proj"]}, {}, r"all-linear selects 14 layers .* has 4 \(q_proj, v_proj\)"),
         ({"exclude_modules": ["0.mlp.up_proj"]}, {}, r"has 13 .*differ by model.layers.0.mlp.up_proj"),
         ({"use_rslora": True}, {}, "use_rslora=True"),
         ({"use_dora": True}, {}, "use_dora=True"),
@@ -467,7 +467,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path):
 
 def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
     config = LORA.model_copy(update={"adapter_path": str(tmp_path)})
-    with pytest.raises(EngineError, match=r"has no adapter_config.json; give a folder"):
+    with pytest.raises(EngineError, match=r"has no adapter_config.json; set it to a folder"):
         load(lora=config)
     peft_folder(tmp_path)
     facts = json.loads((tmp_path / "adapter_config.json").read_text())

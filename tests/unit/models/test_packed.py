@@ -266,7 +266,7 @@ def test_misshapen_inputs_are_an_error():
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
         ("mpt", {}, "does not use the attention interface"),
-        ("falcon", {}, "compute attention by themselves"),
+        ("falcon", {}, "do not use the attention interface"),
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )

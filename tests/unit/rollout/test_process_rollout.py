@@ -129,7 +129,7 @@ def test_weight_sync_during_sleep_is_rejected(faulty: ProcessRollout, engine: Ba
         with pytest.raises(RolloutError, match=r"the rollout is asleep: call wake_up\(\) before load_weights"):
             faulty.load_weights(engine.named_weights())
     faulty.wake_up()
-    assert faulty.arrival_dtype("of its own", torch.ones(1)) == torch.float32
+    assert faulty.sync_dtype("of its own", torch.ones(1)) == torch.float32
     faulty.load_weights(engine.named_weights())
     generate(faulty)
 

@@ -39,9 +39,9 @@ from camshaft.rollout.builtin.cpu.linears import (
 from camshaft.rollout.builtin.cpu.tracer import TracedSlots, TraceError, named_members, trace
 
 Forward = Callable[[Tensor, Tensor, Slots], Tensor]
-"""(B,) tokens, (B,) positions and the KV cache -> (B, V) logits."""
+"""A function of (B,) tokens, (B,) positions and the KV cache; returns (B, V) logits."""
 
-COMPARED = (1, 2, 7)
+CHECKED_ROWS = (1, 2, 7)
 """Numbers of rows on which the traced forward is compared with the model's own."""
 
 TOLERANCE = 1e-4
@@ -101,7 +101,7 @@ class Decoder:
         traced = _TracedForward(graph, self.hf)
         with torch.inference_mode():
             forward = traced.bound(self.hf)
-            for rows in COMPARED:
+            for rows in CHECKED_ROWS:
                 expected, logits = (f(*_sample_inputs(rows), _NoCache()) for f in (self.eager, forward))
                 if not expected.isfinite().all():
                     return None
@@ -114,7 +114,7 @@ class Decoder:
 
 
 def has_hooks(hf: nn.Module) -> bool:
-    """Return whether any module has forward hooks, which a traced forward would skip."""
+    """Return True if any module has forward hooks, which a traced forward would skip."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in hf.modules())
 
 
@@ -124,14 +124,14 @@ class _TracedForward:
     def __init__(self, graph: Graph, hf: nn.Module):
         self.members: dict[str, str] = {}
         self.linears: dict[str, str] = {}
-        held = named_members(hf)
+        members = named_members(hf)
         layers = {
             (id(m.weight), id(m.bias)): name for name, m in hf.named_modules() if type(m) in (nn.Linear, PackableLinear)
         }
         for node in list(graph.nodes):
             if node.op == "call_function" and node.target is F.linear and not node.kwargs:
                 weights = (
-                    held.get(str(arg.target)) if isinstance(arg, Node) else arg for arg in (*node.args, None)[1:3]
+                    members.get(str(arg.target)) if isinstance(arg, Node) else arg for arg in (*node.args, None)[1:3]
                 )
                 layer = layers.get(tuple(map(id, weights)))  # pyright: ignore[reportArgumentType]
                 if layer is not None:
@@ -149,18 +149,18 @@ class _TracedForward:
 
     def bound(self, hf: nn.Module) -> Forward:
         """Bind the present weights of `hf` and their packed copies."""
-        held, mask = named_members(hf), no_mask("cpu")
-        common = {short: held[name] for short, name in self.members.items()}
+        members, mask = named_members(hf), no_mask("cpu")
+        common = {short: members[name] for short, name in self.members.items()}
         layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
-        taken = [
+        namespaces = [
             SimpleNamespace(**common, **{short: product_of(layer, rows) for short, layer in layers.items()})
             for rows in ROW_THRESHOLDS
         ]
 
         def forward(tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
             rows = len(tokens)
-            thing = taken[bisect.bisect_right(ROW_THRESHOLDS, rows) - 1]
-            return self.function(thing, tokens, positions, mask, slots, rows)
+            namespace = namespaces[bisect.bisect_right(ROW_THRESHOLDS, rows) - 1]
+            return self.function(namespace, tokens, positions, mask, slots, rows)
 
         return forward
 

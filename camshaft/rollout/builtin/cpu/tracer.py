@@ -77,13 +77,13 @@ class TracedSlots:
 
 
 class CallTrace(TorchFunctionMode):
-    """Record the calls of one run; `known` has inputs, weights and modules by name."""
+    """Record the calls of one run; `named` maps names to inputs, weights and modules."""
 
-    def __init__(self, known: Mapping[str, Any]):
+    def __init__(self, named: Mapping[str, Any]):
         super().__init__()
         self.calls: list[Call] = []
-        self.refs = {id(thing): Ref(name) for name, thing in reversed(list(known.items()))}
-        self.alive: list[Any] = list(known.values())  # ids are unique only among living objects
+        self.refs = {id(value): Ref(name) for name, value in reversed(list(named.items()))}
+        self.alive: list[Any] = list(named.values())  # ids are unique only among living objects
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,23 +117,25 @@ class CallTrace(TorchFunctionMode):
             raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor a weight")
         return self.refs[id(tensor)]
 
-    def _replaced(self, given: Any) -> Any:
-        def one(leaf: Any) -> Any:
+    def _replaced(self, arguments: Any) -> Any:
+        """Return arguments with a `Ref` in place of each tensor and module."""
+
+        def replace(leaf: Any) -> Any:
             return self.ref(leaf) if isinstance(leaf, Tensor) else self.refs.get(id(leaf), leaf)
 
-        return map_aggregate(given, one)
+        return map_aggregate(arguments, replace)
 
 
 def trace(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
     """Trace `run(**inputs(rows))`; placeholders are the inputs and `rows`, attributes are names in `hf`."""
     recorders, outputs = [], []
     for rows in TRACED_ROWS:
-        given = dict(inputs(rows))
-        recorder = CallTrace(given | named_members(hf))
+        arguments = dict(inputs(rows))
+        recorder = CallTrace(arguments | named_members(hf))
         with torch.inference_mode(False), torch.no_grad(), recorder:
-            outputs.append(recorder.ref(run(**given)))
+            outputs.append(recorder.ref(run(**arguments)))
         recorders.append(recorder)
-    return _Join(list(given), named_members(hf)).graph(recorders[0].calls, recorders[1].calls, *outputs)
+    return _Join(list(arguments)).graph(recorders[0].calls, recorders[1].calls, *outputs)
 
 
 def named_members(hf: nn.Module) -> dict[str, Any]:
@@ -148,15 +150,14 @@ def named_members(hf: nn.Module) -> dict[str, Any]:
 class _Join:
     """Merge two runs into one graph."""
 
-    def __init__(self, inputs: list[str], things: Mapping[str, Any]):
+    def __init__(self, inputs: list[str]):
         self.fx = Graph()
         self.nodes: dict[Any, Node] = {name: self.fx.placeholder(name) for name in [*inputs, "rows"]}
-        self.things = things
 
-    def graph(self, ones: list[Call], others: list[Call], output: Ref, same: Ref) -> Graph:
-        if len(ones) != len(others) or output != same:
+    def graph(self, first: list[Call], second: list[Call], output: Ref, second_output: Ref) -> Graph:
+        if len(first) != len(second) or output != second_output:
             raise TraceError("the calls differ with the number of rows")
-        for number, (one, other) in enumerate(zip(ones, others, strict=True)):
+        for number, (one, other) in enumerate(zip(first, second, strict=True)):
             if one.func != other.func:
                 raise TraceError(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
             args, kwargs = self._joined((one.args, one.kwargs), (other.args, other.kwargs))
@@ -205,9 +206,9 @@ class _Join:
         return one
 
 
-def _tensors(found: Any) -> list[Tensor]:
+def _tensors(value: Any) -> list[Tensor]:
     leaves: list[Tensor] = []
-    map_aggregate(found, lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None)
+    map_aggregate(value, lambda leaf: leaves.append(leaf) if isinstance(leaf, Tensor) else None)
     return leaves
 
 

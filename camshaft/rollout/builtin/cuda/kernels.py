@@ -63,8 +63,8 @@ class TritonDecodeStep:
         query, key, value = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
         (num_rows, num_heads, dim), key_heads, value_dim = query.shape, key.shape[1], value.shape[2]
         dims = {"DIM": dim, "VALUE_DIM": value_dim, "DIMS": _padded(max(dim, value_dim))}
-        places = keys.shape[2]
-        _launch(_store, (num_rows, key_heads), key, value, keys, values, self.positions, places, **dims)
+        num_positions = keys.shape[2]
+        _launch(_store, (num_rows, key_heads), key, value, keys, values, self.positions, num_positions, **dims)
         shape = shape_of(keys.dtype, dims["DIMS"])
         splits = self._splits(num_rows * key_heads, shape["BLOCK"], sliding_window)
         out = query.new_empty(num_rows, 1, num_heads, value_dim)
@@ -73,7 +73,7 @@ class TritonDecodeStep:
             parts = torch.empty(num_rows, num_heads, splits, value_dim, dtype=torch.float32, device=out.device)
             sizes = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=out.device)
         _launch(
-            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, sizes, places,
+            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, sizes, num_positions,
             scaling * LOG2E, WINDOW=sliding_window or 0, GROUP=num_heads // key_heads,
             GROUPS=_padded(num_heads // key_heads), SPLITS=splits, **dims, **shape,
         )  # fmt: skip
@@ -86,9 +86,9 @@ class TritonDecodeStep:
 
     def _splits(self, programs: int, block: int, window: int | None) -> int:
         """Return the number of programs per row; equal for all rows, because a CUDA graph fixes it."""
-        places = self.cache.length if window is None else min(window, self.cache.length)
-        wanted = -(-PER_PROCESSOR * self.processors // programs)
-        return max(1, min(wanted, MAX_SPLITS, -(-places // block)))
+        num_positions = self.cache.length if window is None else min(window, self.cache.length)
+        splits = -(-PER_PROCESSOR * self.processors // programs)
+        return max(1, min(splits, MAX_SPLITS, -(-num_positions // block)))
 
 
 def shape_of(dtype: torch.dtype, dims: int) -> dict[str, int]:
@@ -114,22 +114,22 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 @triton.jit
 def _store(
-    key, value, keys, values, positions, num_places, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr
+    key, value, keys, values, positions, num_positions, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr
 ):
     """Write the key and value of one row and key head to the row's position in its slot."""
     row = tl.program_id(0).to(tl.int64)
-    here = row * tl.num_programs(1) + tl.program_id(1)
-    place = here * num_places + tl.load(positions + row)
+    head = row * tl.num_programs(1) + tl.program_id(1)
+    slot_position = head * num_positions + tl.load(positions + row)
     at = tl.arange(0, DIMS)
-    some = tl.load(key + here * DIM + at, mask=at < DIM)
-    tl.store(keys + place * DIM + at, some, mask=at < DIM)
-    some = tl.load(value + here * VALUE_DIM + at, mask=at < VALUE_DIM)
-    tl.store(values + place * VALUE_DIM + at, some, mask=at < VALUE_DIM)
+    elements = tl.load(key + head * DIM + at, mask=at < DIM)
+    tl.store(keys + slot_position * DIM + at, elements, mask=at < DIM)
+    elements = tl.load(value + head * VALUE_DIM + at, mask=at < VALUE_DIM)
+    tl.store(values + slot_position * VALUE_DIM + at, elements, mask=at < VALUE_DIM)
 
 
 @triton.jit
 def _attend(
-    query, keys, values, positions, parts, sizes, num_places, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
+    query, keys, values, positions, parts, sizes, num_positions, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
@@ -147,26 +147,26 @@ def _attend(
     end = tl.minimum(start + share, stop)
 
     member, at = tl.arange(0, GROUPS), tl.arange(0, DIMS)
-    here = row * tl.num_programs(1) + tl.program_id(1)  # the key head, of those of all rows
-    heads = here * GROUP + member  # of all rows
+    head = row * tl.num_programs(1) + tl.program_id(1)  # key head, numbered over all rows
+    heads = head * GROUP + member  # query heads, numbered over all rows
     real = (member < GROUP)[:, None]
     q = tl.load(query + heads[:, None] * DIM + at[None, :], mask=real & (at < DIM)[None, :], other=0.0)
-    keys += here * num_places * DIM
-    values += here * num_places * VALUE_DIM
+    keys += head * num_positions * DIM
+    values += head * num_positions * VALUE_DIM
     top = tl.full([GROUPS], -float("inf"), tl.float32)
     total = tl.zeros([GROUPS], tl.float32)
     mixed = tl.zeros([GROUPS, DIMS], tl.float32)
     for begin in range(start, end, BLOCK):
-        places = begin + tl.arange(0, BLOCK)
-        seen = places < end
-        k = tl.load(keys + places[None, :] * DIM + at[:, None], mask=seen[None, :] & (at < DIM)[:, None], other=0.0)
+        indices = begin + tl.arange(0, BLOCK)
+        seen = indices < end
+        k = tl.load(keys + indices[None, :] * DIM + at[:, None], mask=seen[None, :] & (at < DIM)[:, None], other=0.0)
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - higher)
         weights = tl.exp2(scores - higher[:, None])
         v = tl.load(
-            values + places[:, None] * VALUE_DIM + at[None, :],
+            values + indices[:, None] * VALUE_DIM + at[None, :],
             mask=seen[:, None] & (at < VALUE_DIM)[None, :],
             other=0.0,
         )
@@ -180,10 +180,10 @@ def _attend(
         result = (mixed / total[:, None]).to(parts.dtype.element_ty)
         tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], result, mask=kept)
     else:
-        some = end > start
-        size = tl.where(some, top + tl.log2(total), -float("inf"))
+        non_empty = end > start
+        size = tl.where(non_empty, top + tl.log2(total), -float("inf"))
         tl.store(sizes + to, size, mask=member < GROUP)
-        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], mixed / total[:, None], mask=kept & some)
+        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], mixed / total[:, None], mask=kept & non_empty)
 
 
 @triton.jit
@@ -191,11 +191,11 @@ def _merge(
     parts, sizes, out, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
 ):
     """Combine the splits of one row and query head; the first split is never empty."""
-    here = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split, at = tl.arange(0, PADDED), tl.arange(0, VALUE_DIMS)
-    size = tl.load(sizes + here * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
-    some = (size > -float("inf"))[:, None] & (at < VALUE_DIM)[None, :]
-    part = tl.load(parts + (here * SPLITS + split)[:, None] * VALUE_DIM + at[None, :], mask=some, other=0.0)
+    size = tl.load(sizes + head * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
+    valid = (size > -float("inf"))[:, None] & (at < VALUE_DIM)[None, :]
+    part = tl.load(parts + (head * SPLITS + split)[:, None] * VALUE_DIM + at[None, :], mask=valid, other=0.0)
     weight = tl.exp2(size - tl.max(size, 0))
     result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + here * VALUE_DIM + at, result.to(out.dtype.element_ty), mask=at < VALUE_DIM)
+    tl.store(out + head * VALUE_DIM + at, result.to(out.dtype.element_ty), mask=at < VALUE_DIM)
