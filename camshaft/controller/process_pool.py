@@ -44,7 +44,7 @@ START_SECONDS = 180.0
 """Minimum time limit for processes to start and import their modules."""
 END_SECONDS = 5.0
 """Time for a process to exit before it is killed."""
-NOTICE_SECONDS = 60.0
+NOTICE_SECONDS = 10.0
 """Age of a request at which the log first reports it; then at twice the age, and so on."""
 COLLECTIVE_EXTRA_SECONDS = 60.0
 """Added to the time limit of collectives, so that the driver reports a timeout before a collective does."""
