@@ -3,7 +3,6 @@
 import copy
 import os
 import signal
-import threading
 import time
 from pathlib import Path
 
@@ -124,21 +123,23 @@ def test_a_killed_process_is_an_error(tokenizer, monkeypatch) -> None:
 
 
 def test_processes_exit_with_the_driver() -> None:
-    """The driver is a child of this process: it forks, and is gone; what it forked follows within seconds."""
+    """A process of the pool, whose driver exits at once, closes its pipe within seconds."""
     read, write = os.pipe()
     driver = os.fork()
     if driver == 0:
-        above = os.getpid()
-        if os.fork() == 0:
-            threading.Thread(target=tokens._end_with, args=(above,), daemon=True).start()
-            time.sleep(60)
-        os._exit(0)
+        try:
+            driver_pid = os.getpid()
+            if os.fork() == 0:
+                tokens._begin(tokens._Work([], None, []), driver_pid)
+                time.sleep(60)
+        finally:  # a forked test process never returns to pytest
+            os._exit(0)
     os.close(write)
     os.waitpid(driver, 0)
-    began = time.monotonic()
-    assert os.read(read, 1) == b""  # nobody holds the other end any more
+    start = time.monotonic()
+    assert os.read(read, 1) == b""  # end of file: no process holds the other end
     os.close(read)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - start < 30
 
 
 def test_no_process_remains(tokenizer) -> None:
