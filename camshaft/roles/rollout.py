@@ -7,6 +7,7 @@ Reads `prompts` and, if present, `sampling_seed`; writes `responses`, `response_
 from __future__ import annotations
 
 import time
+from itertools import product
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class RolloutWorker(Worker):
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         super().__init__()
         self.config, self.engine = config, engine
+        self.params = {key: SamplingParams(**sampling(config, *key)) for key in product((False, True), repeat=2)}
+        """Sampling parameters by (validate, greedy)."""
 
     @property
     def seat(self) -> Seat:
@@ -43,7 +46,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
         """Generate one response per row, with the sampling of training or validation, or greedily."""
-        params = SamplingParams(**sampling(self.config, validate, greedy))
+        params = self.params[validate, greedy]
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
         start = time.perf_counter()
         with rollout_mode(self.engine, self.rollout) as sync:
