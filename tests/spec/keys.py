@@ -1,17 +1,16 @@
-"""Every key of an RL run -> the tests that fail if the key does nothing.
+"""Every key of an RL run, with the tests that fail if the key does nothing.
 
-    noticed_by("critic.optim.lr")         # it reaches the engine; the engine acts on it
-    proofs_of_key("trainer.logger")       # those, and tests of what particular values do
+    tests_of_key("critic.optim.lr")       # it reaches the engine, and the engine uses it
 
-A key that acts through what a part is told is in `told.py`, all others are here. `deaf.py` makes each key do nothing
-and looks whether these tests notice.
+Keys that set a field of an engine, a rollout or its sampling are in `fields.py`, all others here. `mutate.py` disables
+each key and checks that one of these tests fails.
 """
 
 from __future__ import annotations
 
-from spec.told import ACTOR, ACTS, CRITIC, MODEL, REWARD, ROLLOUT, TOLD
+from spec.fields import ACTOR, CRITIC, FIELD_TESTS, FIELDS, MODEL, REWARD, ROLLOUT
 
-REACHES = "tests/spec/test_told.py::test_the_key_reaches_what_acts_on_it"
+REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _REWARDS = "tests/spec/test_reward_keys.py"
 _PARITY = "tests/parity/test_parity.py"
@@ -21,41 +20,41 @@ _GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_agrees_with_the_plain_run"
 _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
-_NOTICE = f"{_PLACE}::test_whoever_sets_what_changes_nothing_is_told_so"
+_NOTICE = f"{_PLACE}::test_key_without_effect_is_a_warning"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
 _DYNAMIC, _PPO_UNIT = (f"tests/unit/trainer/test_{name}.py" for name in ("dynamic", "ppo"))
 _WRITTEN = f"{_PPO_UNIT}::test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all"
-_BEST = f"{_RUN}::test_the_best_step_by_the_metric_is_saved"
+_BEST = f"{_RUN}::test_best_step_by_the_metric_is_saved"
 _BUFFER = f"{REWARD}.overlong_buffer"
 
 
 def _each(test: str, *keys: str) -> dict[str, tuple[str, ...]]:
-    """A case of a parametrised test for each key, called by it."""
+    """Return a case of a parametrized test for each key."""
     return {key: (f"{test}[{key}]",) for key in keys}
 
 
 PROOFS: dict[str, tuple[str, ...]] = {
     # -- data
     **_each(
-        f"{_DATA}::test_the_key_changes_what_is_read",
+        f"{_DATA}::test_key_changes_the_data",
         "data.tokenizer", "data.train_files", "data.val_files", "data.prompt_key", "data.prompt_id_key",
         "data.max_prompt_id_length", "data.max_prompt_length", "data.truncation", "data.filter_overlong_prompts",
         "data.train_batch_size", "data.gen_batch_size", "data.return_raw_chat", "data.return_raw_input_ids",
         "data.reward_fn_key", "data.train_max_samples", "data.val_max_samples", "trainer.total_epochs",
         "trainer.total_training_steps",
     ),
-    "data.filter_overlong_prompts_workers": (f"{_DATA}::test_as_many_processes_tokenise_as_the_key_says",),
-    **_each(f"{_DATA}::test_the_key_changes_the_order_of_rows", "data.shuffle", "data.seed"),
-    "data.trust_remote_code": (f"{_DATA}::test_the_tokenizers_code_runs_only_where_the_key_says_so",),
-    "data.val_batch_size": (f"{_RUN}::test_validation_takes_as_many_rows_at_a_time_as_the_key_says",),
+    "data.filter_overlong_prompts_workers": (f"{_DATA}::test_key_is_the_number_of_tokenizing_processes",),
+    **_each(f"{_DATA}::test_key_changes_the_order_of_rows", "data.shuffle", "data.seed"),
+    "data.trust_remote_code": (f"{_DATA}::test_tokenizer_code_runs_only_if_trusted",),
+    "data.val_batch_size": (f"{_RUN}::test_val_batch_size_is_the_size_of_validation_batches",),
     # -- actor, rollout, reference
     "actor_rollout_ref.hybrid_engine": (
         "tests/unit/config/test_not_yet.py::test_a_value_that_asks_for_a_missing_feature_is_refused_by_name",
     ),
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
-        f"{_RUN}::test_the_key_changes_the_run",
+        f"{_RUN}::test_key_changes_the_run",
         f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{CRITIC}.ppo_mini_batch_size",
         f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode", "algorithm.filter_groups.enable",
         "algorithm.filter_groups.metric", "trainer.test_freq", "trainer.val_before_train", "trainer.val_only",
@@ -93,7 +92,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     **_each(
-        f"{_REWARDS}::test_the_key_changes_the_penalty_for_long_responses",
+        f"{_REWARDS}::test_key_changes_the_overlong_penalty",
         f"{_BUFFER}.enable", f"{_BUFFER}.len", f"{_BUFFER}.penalty_factor", f"{_BUFFER}.log",
     ),
     f"{REWARD}.model.input_tokenizer": (
@@ -101,13 +100,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         "tests/unit/roles/test_reward_model.py"
         "::test_the_conversation_goes_through_the_reward_models_own_template_and_tokenizer",
     ),
-    "custom_reward_function.path": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
-    "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_choose_the_function",),
+    "custom_reward_function.path": (f"{_REWARDS}::test_path_and_name_select_the_function",),
+    "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_select_the_function",),
     "custom_reward_function.reward_kwargs": (f"{_REWARDS}::test_reward_kwargs_are_arguments_of_every_call",),
-    "custom_reward_function.batched": (f"{_REWARDS}::test_batched_says_how_a_function_is_called",),
-    "custom_reward_function.timeout": (f"{_REWARDS}::test_a_call_may_take_as_long_as_timeout_says",),
-    "custom_reward_function.num_workers": (f"{_REWARDS}::test_as_many_processes_score_as_num_workers_says",),
-    "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_says_what_a_failing_call_costs",),
+    "custom_reward_function.batched": (f"{_REWARDS}::test_batched_selects_the_calling_convention",),
+    "custom_reward_function.timeout": (f"{_REWARDS}::test_timeout_limits_one_call",),
+    "custom_reward_function.num_workers": (f"{_REWARDS}::test_num_workers_is_the_number_of_scoring_processes",),
+    "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_selects_the_handling_of_failed_calls",),
     # -- algorithm
     "algorithm.gamma": (_PPO,),
     "algorithm.lam": (_PPO,),
@@ -139,28 +138,28 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     # -- trainer
     **_each(
-        f"{_PLACE}::test_the_key_changes_which_processes_are_asked_for",
+        f"{_PLACE}::test_key_changes_the_requested_processes",
         "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.cpus_per_rank", "trainer.resource_pools",
         "actor_rollout_ref.resource_pool", f"{CRITIC}.resource_pool", f"{REWARD}.resource_pool",
     ),
     **_each(
-        f"{_PLACE}::test_the_key_reaches_who_starts_the_processes",
+        f"{_PLACE}::test_key_reaches_the_controller",
         "trainer.controller", "ray_kwargs.ray_init", "trainer.default_local_dir",
     ),
     **_each(
-        f"{_PLACE}::test_the_key_chooses_the_engine", f"{ACTOR}.strategy", f"{CRITIC}.strategy", f"{REWARD}.strategy"
+        f"{_PLACE}::test_key_selects_the_engine", f"{ACTOR}.strategy", f"{CRITIC}.strategy", f"{REWARD}.strategy"
     ),
     **_each(
-        f"{_PLACE}::test_the_key_reaches_the_trackers_that_the_config_names",
+        f"{_PLACE}::test_key_reaches_the_trackers",
         "trainer.project_name", "trainer.experiment_name",
     ),
     "trainer.logger": (
-        f"{_PLACE}::test_the_key_reaches_the_trackers_that_the_config_names[trainer.project_name]",
+        f"{_PLACE}::test_key_reaches_the_trackers[trainer.project_name]",
         "tests/smoke/test_reward_model.py::test_the_command_line_tells_what_the_model_gave",
     ),
     "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
     "trainer.val_only": (
-        f"{_RUN}::test_the_key_changes_the_run[trainer.val_only]",
+        f"{_RUN}::test_key_changes_the_run[trainer.val_only]",
         f"{_PPO_UNIT}::test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads",
     ),
     "trainer.log_val_generations": (_WRITTEN,),
@@ -183,65 +182,12 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_NOTICE}[trainer.use_legacy_worker_impl]",
     ),
 }  # fmt: skip
+"""Tests of keys that act without a field of an engine or a rollout, or in addition to one."""
 
 
-_PROMPTS, _TRAINER = "tests/unit/data/test_prompts.py", "tests/unit/trainer"
-_URLS = f"{_TRAINER}/test_remote_data.py::test_a_run_on_urls_is_the_run_on_copies"
-_URL_OF_A_MODEL = "tests/unit/models/test_loader.py::test_a_url_is_a_folder_like_any_other"
-_OVERLONG = "tests/unit/rewards/test_overlong.py::test_penalty_grows_linearly_before_the_limit"
-_WANDB = "tests/unit/tracking/test_wandb.py::test_a_run_has_its_names_config_and_metrics"
-
-VALUES: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("data.train_files", "data.val_files"), (_URLS,)),
-    **dict.fromkeys((f"{MODEL}.path", f"{CRITIC}.model.path"), (_URLS, _URL_OF_A_MODEL)),
-    **dict.fromkeys(("data.tokenizer", f"{REWARD}.model.path"), (_URL_OF_A_MODEL,)),
-    "data.prompt_id_key": (f"{_PROMPTS}::test_prompt_ids_are_kept_as_tokens_and_original_value",),
-    "data.max_prompt_id_length": (f"{_PROMPTS}::test_an_overlong_id_is_an_error_with_its_length",),
-    f"{ACTOR}.policy_loss.loss_mode": (
-        "tests/unit/algorithms/test_policy.py::test_loss_and_gradient_are_those_of_the_paper",
-    ),
-    "custom_reward_function.on_error": (
-        f"{_TRAINER}/test_drop.py::test_weights_are_those_of_an_update_without_the_row",
-    ),
-    "algorithm.adv_estimator": (
-        f"{_TRAINER}/test_baseline.py::test_the_baseline_is_the_score_of_the_greedy_response",
-    ),
-    f"{ACTOR}.kl_loss_type": (
-        f"{_PARITY}::test_grpo_with_a_kl_loss_over_the_whole_vocabulary_agrees_with_the_plain_run",
-        "tests/unit/roles/test_exact_kl.py::test_the_loss_is_the_divergence_of_the_weights_before_the_update",
-    ),
-    "algorithm.kl_penalty": (
-        "tests/unit/algorithms/test_kl.py::test_estimates_by_hand",
-        "tests/unit/roles/test_exact_kl.py::test_the_penalty_is_the_divergence_over_the_whole_vocabulary",
-    ),
-    "algorithm.filter_groups.metric": (
-        f"{_DYNAMIC}::test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results",
-    ),
-    **{f"{_BUFFER}.{name}": (_OVERLONG,) for name in ("len", "penalty_factor")},
-    "trainer.logger": (
-        _WANDB, "tests/unit/config/test_aliases.py::test_an_older_name_sets_the_new_key_and_is_told_once",
-    ),
-    **dict.fromkeys(("trainer.project_name", "trainer.experiment_name"), (_WANDB,)),
-    "trainer.default_hdfs_dir": (
-        f"{_TRAINER}/test_resume.py::test_a_run_whose_folder_is_lost_goes_on_from_the_second_place",
-    ),
-    **dict.fromkeys(
-        ("trainer.best_metric", "trainer.best_metric_mode"),
-        (f"{_TRAINER}/test_best.py::test_the_best_is_the_first_of_the_largest_or_the_smallest",),
-    ),
-}  # fmt: skip
-"""Tests of what particular values of a key do; they need not notice a key that does nothing."""
-
-
-def noticed_by(key: str) -> tuple[str, ...]:
-    """Node ids; none if nobody has said."""
-    own = PROOFS.get(key, ())
-    if key in TOLD:
-        told = TOLD[key]
-        return (f"{REACHES}[{key}]", *ACTS[told.kind].get(told.field, ()), *own)
-    return own
-
-
-def proofs_of_key(key: str) -> tuple[str, ...]:
-    """All tests of a key."""
-    return noticed_by(key) + VALUES.get(key, ())
+def tests_of_key(key: str) -> tuple[str, ...]:
+    """Return the ids of the tests that fail if the key does nothing."""
+    if key not in FIELDS:
+        return PROOFS.get(key, ())
+    field = FIELDS[key]
+    return (f"{REACHES}[{key}]", *FIELD_TESTS[field.kind].get(field.field, ()), *PROOFS.get(key, ()))

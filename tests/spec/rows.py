@@ -1,9 +1,9 @@
-"""What the specification names: methods and features, keys, command line; where we deviate; what is not there yet.
+"""Contents of the specification: methods, features and keys, with deviations and unimplemented values.
 
-    METHODS["`BaseEngine`"]["optimizer_step(self)"]      # (what it means here, tests)
-    KEYS                                                 # keys as it spells them; tests of each are in `keys.py`
+    METHODS["`BaseEngine`"]["optimizer_step(self)"]      # (behavior, tests)
+    KEYS                                                 # config keys; their tests are in `keys.py`
 
-Meanings of keys are those of the schema and stand there once.
+The description of a key is defined in the schema only.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from spec.told import ACTOR, CRITIC, MODEL, REF, REWARD, ROLLOUT
+from spec.fields import ACTOR, CRITIC, MODEL, REF, REWARD, ROLLOUT
 
-Means = tuple[str, tuple[str, ...]]
+Row = tuple[str, tuple[str, ...]]
 
 _RULE = "tests/contracts/test_engine_contract.py::test_engine_keeps_rule"
 _SHARDED = "tests/contracts/test_sharded_contract.py::test_sharded_engine_keeps_rule"
 _SIGNATURE = "tests/architecture/test_names.py::test_engine_method_has_the_specified_signature"
 _MODES = "tests/architecture/test_names.py::test_roles_offer_the_specified_methods_in_the_specified_modes"
-_CONTROLLER = "tests/contracts/test_controller_contract.py"
+_CONTROLLER = "tests/contracts/test_controller_contract.py::test_backend_keeps_rule"
 _OPTIONS, _ENGINE = "tests/unit/engine/fsdp/test_options.py", "tests/spec/test_engine_keys.py"
 _ROLES, _SCORER = "tests/unit/roles/test_roles.py", "tests/unit/roles/test_reward_model.py"
 _SPLIT = "tests/unit/models/test_sequence.py::test_split_columns_come_back_whole"
@@ -30,93 +30,96 @@ def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ..
     return f"{_SIGNATURE}[{name}]", *(f"{_RULE}[fsdp-{rule}]" for rule in rules), *also
 
 
-_ENGINE_METHODS: dict[str, Means] = {
+_ENGINE_METHODS: dict[str, Row] = {
     "__init__(self, config)": (
-        "An `EngineConfig`, checked; a class that lacks a method is not constructed.",
+        "Validates the `EngineConfig`; a class without one of the methods cannot be constructed.",
         ("tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_fails_at_construction_and_by_name",),
     ),
     "init_model(self)": (
-        "Model, optimizer and schedule; collective. Every other call before it is an error that names it.",
+        "Builds model, optimizer and schedule; collective. Any other call before it raises an error that names it.",
         _method("init_model", "errors_name_the_missing_call", "predictions"),
     ),
     "train_mode(self)": (
-        "Context manager: dropout on, what rests in host memory is there inside; undone at its end.",
+        "Context manager: enables dropout and loads offloaded state to the device; restores both at exit.",
         _method("train_mode", "modes", also=("tests/unit/engine/test_offload.py::test_parts_rest_where_they_should",)),
     ),
-    "eval_mode(self)": ("The same without dropout and without optimizer.", _method("eval_mode", "modes")),
+    "eval_mode(self)": (
+        "The same as `train_mode`, without dropout and without optimizer state.", _method("eval_mode", "modes"),
+    ),
     "forward_backward_step(self, batch, ctx, forward_only, preprocess_fn, postprocess_fn)": (
-        "A batch of any size, cut into micro-batches here; the hooks run once for each. (predictions, ctx), or "
-        "(predictions, loss, ctx); predictions in the order of the rows. `loss_fn` divides by the counts in `ctx`.",
+        "Splits a batch of any size into micro-batches and runs the hooks once for each. Returns (predictions, ctx) or "
+        "(predictions, loss, ctx), with predictions in the order of the rows. `loss_fn` divides by counts in `ctx`.",
         _method("forward_backward_step", "step_equals_oracle", "hooks", "split_invariance", "order_of_rows"),
     ),
     "optimizer_zero_grad(self)": (
-        "Gradients of all parameters are gone.",
-        _method("optimizer_zero_grad", also=(f"{_ENGINE}::test_the_classic_training_loop_runs_on_every_engine",)),
+        "Clears the gradients of all parameters.",
+        _method("optimizer_zero_grad", also=(f"{_ENGINE}::test_classic_training_loop_runs_on_every_engine",)),
     ),
     "optimizer_step(self)": (
-        "Clips, steps, and returns the norm before clipping. A gradient that is not finite changes nothing and is "
-        "counted.",
+        "Clips the gradient norm, updates the weights, and returns the norm before clipping. A non-finite gradient "
+        "skips the update and is counted.",
         _method("optimizer_step", "norm_is_before_clipping", "non_finite_gradient_is_skipped"),
     ),
     "lr_scheduler_step(self)": (
-        "One step of the schedule; returns the rate of the next update.", _method("lr_scheduler_step", "schedule"),
+        "Advances the schedule by one step; returns the learning rate of the next update.",
+        _method("lr_scheduler_step", "schedule"),
     ),
     "shard_data(self, data)": (
-        "This rank's part of rows whose tokens are shared out (sequence parallelism); else the rows themselves.",
+        "Returns this rank's part of every row with sequence parallelism; otherwise the rows themselves.",
         _method("shard_data", also=(_SPLIT,)),
     ),
     "unshard_data(self, data)": (
-        "The whole rows again.",
+        "Inverse of `shard_data`: returns complete rows.",
         _method("unshard_data", also=(f"{_SHARDED}[sp2-seat_and_shards]", _SPLIT)),
     ),
     "set_loss_fn(self, loss_fn)": (
-        "`loss_fn(data, predictions, ctx) -> (loss, ctx)`, for all steps to come; without one a step is an error.",
+        "Sets `loss_fn(data, predictions, ctx) -> (loss, ctx)` for later steps; a step without one is an error.",
         _method("set_loss_fn", "errors_name_the_missing_call", "step_equals_oracle"),
     ),
     "to(self, device, model, optimizer)": (
-        "Moves weights, optimizer state, or both.",
-        _method("to", "offload_changes_nothing", also=(f"{_ENGINE}::test_to_moves_what_it_is_told_to_move",)),
+        "Moves weights, optimizer state, or both to a device.",
+        _method("to", "offload_changes_nothing", also=(f"{_ENGINE}::test_to_moves_the_selected_parts",)),
     ),
     "save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)": (
-        "Whole or not at all, for any number of ranks, with a manifest; a copy on any file system of fsspec; the "
-        "oldest go.",
+        "Writes atomically, for any number of ranks, with a manifest; copies to any fsspec file system; deletes the "
+        "oldest checkpoints.",
         _method("save_checkpoint", "resume_is_bitwise", "damaged_checkpoints_are_rejected", "retention", "remote_copy"),
     ),
     "load_checkpoint(self, local_path, hdfs_path, del_local_after_load)": (
-        "The next step is the same to the last bit. Only a copy that was brought from elsewhere is deleted.",
+        "The next step is bitwise identical. Deletes only a local copy that was downloaded.",
         _method("load_checkpoint", "resume_is_bitwise", "remote_copy"),
     ),
     "the classic training loop": (
-        "Runs as it is written there, on every engine.",
+        "Runs as in the specification, on every engine.",
         (
             "tests/unit/engine/test_classic_loop.py::test_the_classic_training_loop_learns",
-            f"{_ENGINE}::test_the_classic_training_loop_runs_on_every_engine",
+            f"{_ENGINE}::test_classic_training_loop_runs_on_every_engine",
         ),
     ),
 }  # fmt: skip
 
-_FEATURES: dict[str, Means] = {
+_FEATURES: dict[str, Row] = {
     "sharding over several devices": (
-        "FSDP2 (`fsdp`, `fsdp2`), or the older wrapper (`fsdp1`).",
+        "FSDP2 (`fsdp`, alias `fsdp2`), or FSDP1 (`fsdp1`).",
         (f"{_SHARDED}[two-step_equals_oracle]", f"{_SHARDED}[four-step_equals_oracle]",
          f"{_SHARDED}[fsdp1_two-step_equals_oracle]"),
     ),
     "HybridShard": (
-        "`fsdp_size` below the number of ranks: copies of shards, on a 2-D mesh. The specification leaves it out.",
+        "`fsdp_size` below the number of ranks replicates shard groups on a 2-D mesh. Not in the specification.",
         (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_as_they_are_told"),
     ),
     "offloading of parameters, gradients and optimizer": (
-        "Between phases, or by FSDP's own policy at all times.",
+        "Between phases, or at all times with FSDP's offload policy.",
         (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_what_rests_in_host_memory_is_what_was_asked_for",
          f"{_OPTIONS}::test_with_the_policy_units_live_in_host_memory"),
     ),
     "offloading of activations": (
-        "What is saved for the backward pass waits in host memory.",
+        "Activations saved for the backward pass are kept in CPU memory.",
         (f"{_SHARDED}[activation_offload-step_equals_oracle]",
          f"{_OPTIONS}::test_activations_of_a_training_step_go_to_host_memory"),
     ),
     "LoRA": (
-        "An adapter is trained; exported and handed over merged, or by itself.",
+        "Trains an adapter; exports it and syncs it to the rollout, merged or separately.",
         (f"{_SHARDED}[lora-step_equals_oracle]",
          "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch"),
     ),
@@ -126,21 +129,21 @@ _FEATURES: dict[str, Means] = {
          "tests/unit/models/test_sequence.py::test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks"),
     ),
     "dynamic batch size": (
-        "Micro-batches by tokens; the budget is a hard limit.",
+        "Sizes micro-batches by tokens; the budget is a hard limit.",
         (f"{_SHARDED}[dynamic-step_equals_oracle]", f"{_RULE}[fsdp-token_budget_is_hard]"),
     ),
     "remove padding": (
-        "Deviates: there is no padding to remove. Rows are ragged from the file to the gradient.",
+        "Deviates: batches are never padded. Rows are ragged from the file to the gradient.",
         ("tests/unit/models/test_packed.py::test_packed_rows_give_what_transformers_gives_on_each_row_alone",
          "tests/unit/data/test_prompts.py::test_nothing_is_padded"),
     ),
-    "an engine stands alone": (
-        "No role and no controller: `camshaft check-engine` tries anybody's; a script of a page trains with one.",
+    "engines without roles or a controller": (
+        "`camshaft check-engine` tests any engine; an example script trains with an engine only.",
         ("tests/smoke/test_examples.py::test_an_engine_alone_trains_on_two_ranks",
          "tests/contracts/test_sharded_contract.py::test_the_command_line_checks_on_ranks"),
     ),
-    "roles know nothing of engines": (
-        "Roles import the facade alone, and no backend name is compared outside the registry.",
+    "roles independent of engines": (
+        "Roles import only the facade, and no code outside the registry compares backend names.",
         ("tests/architecture/test_imports.py::test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only",
          "tests/architecture/test_imports.py::test_no_backend_name_is_compared_outside_the_registry"),
     ),
@@ -149,8 +152,8 @@ _FEATURES: dict[str, Means] = {
         ("tests/unit/trainer/test_sft.py::test_losses_are_those_of_plain_transformers_over_all_trained_tokens",
          "tests/smoke/test_ranks.py::test_supervised_training_and_its_export_do_not_depend_on_the_number_of_ranks"),
     ),
-    "an immutable config in a hierarchy": (
-        "Frozen sections, closed to unknown keys.",
+    "an immutable hierarchical config": (
+        "Frozen sections that reject unknown keys.",
         ("tests/unit/config/test_schema.py::test_a_config_cannot_be_changed",),
     ),
 }  # fmt: skip
@@ -161,39 +164,37 @@ def _role(role: str, *tests: str) -> tuple[str, ...]:
 
 
 _TRIO, _CRITIC, _RM = "ActorRolloutRefWorker", "CriticWorker", "RewardModelWorker"
-_WORKERS: dict[str, Means] = {
+_WORKERS: dict[str, Row] = {
     "`Dispatch.ONE_TO_ALL`": (
-        "Every rank gets the call; rank 0's result comes back.",
-        (f"{_CONTROLLER}::test_one_to_all_returns_the_result_of_rank_zero",),
+        "Calls every rank and returns the result of rank 0.",
+        (f"{_CONTROLLER}[local-modes_choose_ranks]",),
     ),
     "`Dispatch.DP_COMPUTE_PROTO`": (
-        "Rows are split over data-parallel ranks, and merged in their order. Seats say who reads what.",
-        (f"{_CONTROLLER}::test_each_rank_sees_an_equal_part",
-         f"{_CONTROLLER}::test_the_same_batch_gives_the_same_rows_in_the_same_order_on_any_number_of_ranks",
-         f"{_CONTROLLER}::test_model_parallel_neighbours_work_on_the_same_rows_and_one_of_them_answers"),
+        "Splits rows over data-parallel ranks and merges results in order, by the `Seat` of each rank.",
+        (f"{_CONTROLLER}[local-rows_keep_their_order]", f"{_CONTROLLER}[local-seats_split_and_merge]"),
     ),
     f"`{_TRIO}.init_model(self)`": (
-        "`ONE_TO_ALL`. Actor, rollout, and where the KL divergence is used the reference.",
+        "`ONE_TO_ALL`. Builds actor and rollout, and the reference if the KL divergence is used.",
         _role(_TRIO, f"{_ROLES}::test_without_a_use_for_it_there_is_no_reference"),
     ),
     f"`{_TRIO}.generate_sequences(self, prompts)`": (
-        "`DP_COMPUTE_PROTO`. The rollout generates, then the actor recomputes the log-probs; the trainer asks for them "
-        "as a phase of its own.",
+        "`DP_COMPUTE_PROTO`. The rollout generates and the actor recomputes the log-probs; in the trainer this is a "
+        "separate phase.",
         _role(_TRIO, f"{_ROLES}::test_generation_recomputes_old_log_probs_unless_it_is_told_not_to",
               f"{_ROLES}::test_log_probs_and_entropy_are_those_of_plain_transformers_at_the_sampling_temperature"),
     ),
     f"`{_TRIO}.update_actor(self, data)`": (
-        "`DP_COMPUTE_PROTO`. PPO with an entropy bonus, and a KL loss where asked for.",
+        "`DP_COMPUTE_PROTO`. PPO with an entropy bonus and an optional KL loss.",
         _role(_TRIO, f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",
               f"{_ROLES}::test_an_update_of_the_actor_names_its_metrics_and_moves_the_weights"),
     ),
     f"`{_TRIO}.compute_ref_log_prob(self, data)`": (
-        "`DP_COMPUTE_PROTO`. By a frozen engine, or with LoRA by the actor's without its adapter.",
+        "`DP_COMPUTE_PROTO`. Uses a frozen engine, or with LoRA the actor's engine without its adapter.",
         _role(_TRIO, f"{_ROLES}::test_the_reference_stays_where_the_actor_began",
               f"{_ROLES}::test_with_an_adapter_the_reference_is_the_actors_own_model_without_it"),
     ),
     f"`{_CRITIC}.init_model(self)`": (
-        "`ONE_TO_ALL`. A value model with its optimizer, on any engine.",
+        "`ONE_TO_ALL`. Builds a value model with its optimizer, on any engine.",
         _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
     ),
     f"`{_CRITIC}.compute_values(self, data)`": (
@@ -205,51 +206,51 @@ _WORKERS: dict[str, Means] = {
               "tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run"),
     ),
     f"`{_RM}.init_model(self)`": (
-        "`ONE_TO_ALL`. A sequence-classification model; any other comes as a worker of the user's own.",
+        "`ONE_TO_ALL`. Builds a sequence-classification model; other models require a custom worker.",
         _role(_RM, f"{_SCORER}::test_a_model_without_a_head_for_scores_is_an_error",
               f"{_SCORER}::test_a_class_of_ones_own_scores"),
     ),
     f"`{_RM}.compute_rm_score(self, data)`": (
         "`DP_COMPUTE_PROTO`.", _role(_RM, f"{_SCORER}::test_scores_are_the_logits_of_transformers_on_the_same_ids"),
     ),
-    "checkpoints of the roles that train": (
-        "`save_checkpoint`, `load_checkpoint`, as the engine's.",
+    "checkpoints of trained roles": (
+        "`save_checkpoint` and `load_checkpoint`, as in the engine.",
         (f"{_ROLES}::test_a_checkpoint_of_a_role_brings_its_next_update_back",),
     ),
     "the hybrid engine": (
-        "A context manager: weights are handed over, proved by digests, and memory changes hands.",
+        "A context manager that syncs weights, verifies their checksums, and moves memory between engine and rollout.",
         (f"{_HYBRID}::test_the_rollout_is_woken_given_weights_and_put_to_sleep",
          f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",
          "tests/unit/reshard/test_faults.py::test_a_fault_on_the_way_is_an_error_that_names_the_weight"),
     ),
-    "a role of your own plugs in the same way": (
+    "custom roles": (
         "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` name classes; "
         "`ActorRolloutRefWorker` has class attributes for actor, reference and rollout.",
         ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",
          "tests/unit/trainer/test_own_roles.py::test_a_class_without_the_methods_of_its_role_is_an_error"),
     ),
     "`DataParallelPPOActor`": (
-        "Deviates by name: `camshaft.roles.ActorWorker`, which holds the PPO update on any engine.",
+        "Named differently: `camshaft.roles.ActorWorker`, the PPO update on any engine.",
         (f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",),
     ),
     "`FSDPVLLMShardingManager`": (
-        "Deviates by name: `camshaft.reshard.rollout_mode`, one context manager for every engine and rollout.",
+        "Named differently: `camshaft.reshard.rollout_mode`, one context manager for all engines and rollouts.",
         (f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",),
     ),
-    "PPO trains on them": (
-        "The same numbers as a plain program, step for step.",
+    "PPO training": (
+        "Every step matches a reference program that is independent of the package.",
         ("tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run",
          "tests/parity/test_sharded_parity.py::test_three_steps_in_float32"),
     ),
     "the command line of the example script": (
-        "`camshaft ppo` with its keys, tracker included. Deviates by the name of the module.",
+        "`camshaft ppo` with the same keys and trackers. The module name differs.",
         ("tests/unit/config/test_loader.py::test_the_command_line_of_the_specification_is_accepted",
          "tests/smoke/test_ppo_scripts.py"
          "::test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_alone"),
     ),
 }  # fmt: skip
 
-METHODS = {"`BaseEngine`": _ENGINE_METHODS, "What engines support": _FEATURES, "Workers": _WORKERS}
+METHODS = {"`BaseEngine`": _ENGINE_METHODS, "Features of engines": _FEATURES, "Workers": _WORKERS}
 
 
 def _under(section: str, names: str) -> tuple[str, ...]:
@@ -286,54 +287,44 @@ KEYS = (
     *_under("trainer", "total_epochs project_name experiment_name logger nnodes n_gpus_per_node save_freq test_freq"),
     *_under("trainer", "critic_warmup default_hdfs_dir default_local_dir use_legacy_worker_impl"),
 )
-"""As the specification spells them, older names included."""
-
-_OLDER = "tests/spec/test_table.py::test_an_older_name_means_the_newer_one"
-ALIASES = {
-    key: (f"{_OLDER}[{key}]",)
-    for key in (
-        f"{MODEL}.external_libs", f"{ACTOR}.optim.warmup_style", f"{CRITIC}.optim.warmup_style",
-        f"{REWARD}.model.fsdp_config.min_num_params", "algorithm.gemma",
-    )
-}  # fmt: skip
-"""Tests of older names."""
+"""Keys of the specification, including aliases."""
 
 DEVIATES = {
-    "data.max_prompt_length": "Nothing is padded to it: rows keep their lengths.",
-    "actor_rollout_ref.hybrid_engine": "`false` is refused, as there.",
-    f"{MODEL}.use_remove_padding": "`false` changes nothing and is told so: no token is ever padded.",
-    f"{CRITIC}.model.use_remove_padding": "`false` changes nothing and is told so: no token is ever padded.",
-    f"{ACTOR}.strategy": "`fsdp` is FSDP2; the older wrapper is `fsdp1`.",
-    f"{ACTOR}.ppo_mini_batch_size": "It counts prompts; each brings `rollout.n` sequences.",
-    f"{ACTOR}.optim.total_training_steps": "Filled in by the trainer where it is -1, as there; another number is kept.",
-    f"{ROLLOUT}.top_k": "0 and -1 both mean off, whatever the generator.",
+    "data.max_prompt_length": "Prompts are not padded to it.",
+    "actor_rollout_ref.hybrid_engine": "`false` is rejected, as in the specification.",
+    f"{MODEL}.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
+    f"{CRITIC}.model.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
+    f"{ACTOR}.strategy": "`fsdp` is FSDP2; FSDP1 is `fsdp1`.",
+    f"{ACTOR}.ppo_mini_batch_size": "Counts prompts, each with `rollout.n` sequences.",
+    f"{ACTOR}.optim.total_training_steps": "The trainer sets it if it is -1, as in the specification.",
+    f"{ROLLOUT}.top_k": "0 and -1 both disable it, for every rollout.",
     f"{ROLLOUT}.load_format": (
-        "What a generator starts with, for vllm and sglang: `dummy_...` nothing, any other name the folder's weights. "
-        "The actor's are handed over in one way, before each generation."
+        "Initial weights of vllm and sglang: none for `dummy_...`, those of the model folder for other names. The "
+        "actor's weights are synced before each generation in all cases."
     ),
-    f"{REWARD}.micro_batch_size": "It counts sequences over all ranks; `micro_batch_size_per_gpu` wins.",
+    f"{REWARD}.micro_batch_size": "Counts sequences over all ranks; `micro_batch_size_per_gpu` overrides it.",
     "trainer.logger": "The default is `[console, jsonl]`.",
-    "trainer.project_name": "The default is another name.",
-    "trainer.default_hdfs_dir": "The default is none: a second place is asked for. Any file system of fsspec.",
+    "trainer.project_name": "The default differs.",
+    "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "trainer.use_legacy_worker_impl": (
-        "There is one implementation: `auto`, `disable` and `false` are accepted with a notice, `enable` and `true` "
-        "are an error."
+        "No legacy implementation exists: `auto`, `disable` and `false` are accepted with a warning, `enable` and "
+        "`true` are an error."
     ),
 }
-"""Key -> where it is not what the specification says, and what it is."""
+"""Key -> difference from the specification."""
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A value that is refused as "not yet"; one that is not refused any more must leave the list."""
+class Unimplemented:
+    """A value that is rejected as not implemented; an implemented value must be removed from the list."""
 
     key: str
     value: Any
     missing: str
 
 
-PENDING = (
-    Pending(f"{ACTOR}.strategy", "megatron", "the Megatron engine"),
-    Pending(f"{ACTOR}.strategy", "torchtitan", "the torchtitan engine"),
+UNIMPLEMENTED = (
+    Unimplemented(f"{ACTOR}.strategy", "megatron", "the Megatron engine"),
+    Unimplemented(f"{ACTOR}.strategy", "torchtitan", "the torchtitan engine"),
 )
-"""What is being built. `python tests/spec/table.py --strict` fails while there is any."""
+"""Unimplemented values. `python tests/spec/table.py --strict` fails if there are any."""

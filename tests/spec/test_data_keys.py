@@ -107,14 +107,14 @@ def seen(home: Path, look: Look, overrides: Mapping[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("key", SEEN)
-def test_the_key_changes_what_is_read(home: Path, key: str) -> None:
+def test_key_changes_the_data(home: Path, key: str) -> None:
     typed, beside, look, before, after = SEEN[key]
     assert seen(home, look, beside) == before
     assert seen(home, look, {**beside, key: typed}) == after
 
 
 @pytest.mark.parametrize("key", ORDERS)
-def test_the_key_changes_the_order_of_rows(home: Path, key: str) -> None:
+def test_key_changes_the_order_of_rows(home: Path, key: str) -> None:
     once = {"trainer.total_epochs": 1}
     usual, changed = seen(home, order, once), seen(home, order, {**once, key: ORDERS[key]})
     assert usual == seen(home, order, once)
@@ -123,7 +123,7 @@ def test_the_key_changes_the_order_of_rows(home: Path, key: str) -> None:
     assert (changed == sorted(changed)) == (key == "data.shuffle")
 
 
-def test_the_tokenizers_code_runs_only_where_the_key_says_so(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_code_runs_only_if_trusted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
     real = PPOParts.__init__.__globals__["load_tokenizer"]
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def len_of_loader(parts: PPOParts) -> int:
     return len(parts.loader)
 
 
-def test_as_many_processes_tokenise_as_the_key_says(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_is_the_number_of_tokenizing_processes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of sets that are large enough; without the key there is one for each CPU."""
     pools: list[int] = []
     real = tokens.ProcessPoolExecutor

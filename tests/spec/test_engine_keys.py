@@ -32,7 +32,7 @@ def passes(harness: EngineHarness, engine: BaseEngine, training: bool) -> list[t
 
 @pytest.mark.parametrize("strategy", OURS)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_pass_holds_as_many_rows_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
+def test_micro_batch_size_limits_the_rows_of_a_pass(strategy: str, training: bool, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
     limit: dict[str, Any] = {"micro_batch_size" if training else "infer_micro_batch_size": 3}
     assert [rows for rows, _ in passes(harness, harness.build(), training)] == [8]
@@ -41,7 +41,7 @@ def test_a_pass_holds_as_many_rows_as_the_engine_is_told(strategy: str, training
 
 @pytest.mark.parametrize("strategy", OURS)
 @pytest.mark.parametrize("training", [True, False])
-def test_a_pass_holds_as_many_tokens_as_the_engine_is_told(strategy: str, training: bool, tmp_path: Path) -> None:
+def test_max_tokens_limits_the_tokens_of_a_pass(strategy: str, training: bool, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
     limit: dict[str, Any] = {"max_tokens" if training else "infer_max_tokens": 20}
     found = passes(harness, harness.build(**limit), training)
@@ -50,7 +50,7 @@ def test_a_pass_holds_as_many_tokens_as_the_engine_is_told(strategy: str, traini
 
 
 @pytest.mark.parametrize("strategy", OURS)
-def test_weights_have_the_number_format_that_they_are_told(strategy: str, tmp_path: Path) -> None:
+def test_weights_have_the_configured_dtype(strategy: str, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
     for dtype in ("float32", "bfloat16", "float64"):
         engine: Any = harness.build(forward_only=True, dtype=dtype)
@@ -58,7 +58,7 @@ def test_weights_have_the_number_format_that_they_are_told(strategy: str, tmp_pa
 
 
 @pytest.mark.parametrize("strategy", OURS)
-def test_a_model_is_built_where_the_engine_is_told(strategy: str, tmp_path: Path) -> None:
+def test_model_is_built_on_the_configured_device(strategy: str, tmp_path: Path) -> None:
     """An engine that is told of a device that nobody has does not build on another."""
     harness = EngineHarness(engine_class(strategy), tmp_path)
     assert {weight.device.type for _, weight in harness.build().named_weights()} == {"cpu"}
@@ -67,7 +67,7 @@ def test_a_model_is_built_where_the_engine_is_told(strategy: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", OURS)
-def test_to_moves_what_it_is_told_to_move(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_to_moves_the_selected_parts(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = EngineHarness(engine_class(strategy), tmp_path).build()
     moved: list[tuple[str, str]] = []
     monkeypatch.setattr(engine.parts, "move", lambda part, device: moved.append((part, device.type)))
@@ -76,7 +76,7 @@ def test_to_moves_what_it_is_told_to_move(strategy: str, tmp_path: Path, monkeyp
     assert moved == [("model", "cpu"), ("optimizer", "cpu"), ("model", "cpu"), ("optimizer", "cpu")]
 
 
-def test_a_cosine_has_as_many_waves_as_num_cycles_says() -> None:
+def test_num_cycles_is_the_number_of_cosine_cycles() -> None:
     def rates(**changes: Any) -> list[float]:
         optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine", total_training_steps=4, **changes)
         return [rate(optim, k) for k in range(5)]
@@ -87,7 +87,7 @@ def test_a_cosine_has_as_many_waves_as_num_cycles_says() -> None:
 
 
 @pytest.mark.parametrize("strategy", OURS)
-def test_the_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Path) -> None:
+def test_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Path) -> None:
     """In its order: gradients are zero, forward and backward, then a step and the schedule outside of train_mode."""
     harness = EngineHarness(engine_class(strategy), tmp_path)
     engine: Any = harness.build(optim=OptimConfig(lr=1e-2))

@@ -29,7 +29,7 @@ VLLM: dict[str, tuple[Any, str, Any, Any]] = {
 
 
 @pytest.mark.parametrize("key", VLLM)
-def test_libraries_are_told_what_the_key_says(key: str) -> None:
+def test_key_reaches_the_library(key: str) -> None:
     told, name, before, after = VLLM[key]
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device="cuda")
     plain, changed = engine_arguments(config), engine_arguments(config.model_copy(update={key: told}))
@@ -38,13 +38,13 @@ def test_libraries_are_told_what_the_key_says(key: str) -> None:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "hf", "dtensor", "megatron"])
-def test_a_format_that_is_no_dummy_reads_the_weights_of_the_folder(load_format: str) -> None:
+def test_load_format_without_dummy_reads_the_model_folder(load_format: str) -> None:
     config = RolloutEngineConfig(model_path=str(tiny_folder()))
     for name, loads in ((load_format, "auto"), (f"dummy_{load_format}", "dummy")):
         assert engine_arguments(config.model_copy(update={"load_format": name}))["load_format"] == loads
 
 
-def test_weights_go_in_buckets_of_the_size_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_buckets_have_the_configured_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """To a real process, which answers each bucket."""
     real, pushed = process_rollout.open_sender, []
 

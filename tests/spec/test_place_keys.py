@@ -11,8 +11,8 @@ from camshaft.config import PPOConfig
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.trainer.session import Session, pool_specs, run_pools
-from spec.test_told import run_with
-from spec.told import ACTOR, ROLLOUT
+from spec.fields import ACTOR, ROLLOUT
+from spec.test_fields import run_with
 
 POOL = {"trainer.resource_pools": {"apart": {"n_gpus_per_node": 1}}}
 
@@ -52,7 +52,7 @@ PLACED: dict[str, tuple[Any, Mapping[str, Any], Callable[[PPOConfig], Any], Any,
 
 
 @pytest.mark.parametrize("key", PLACED)
-def test_the_key_changes_which_processes_are_asked_for(key: str, tmp_path: Path) -> None:
+def test_key_changes_the_requested_processes(key: str, tmp_path: Path) -> None:
     typed, beside, look, before, after = PLACED[key]
     assert look(run_with(tmp_path, beside)) == before
     assert look(run_with(tmp_path, {**beside, key: typed})) == after
@@ -61,7 +61,7 @@ def test_the_key_changes_which_processes_are_asked_for(key: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "key", ["trainer.controller", "ray_kwargs.ray_init", "trainer.device", "trainer.default_local_dir"]
 )
-def test_the_key_reaches_who_starts_the_processes(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_reaches_the_controller(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The controller's own tests show what it makes of them."""
     told: dict[str, Any] = {}
 
@@ -101,7 +101,7 @@ BUILT: dict[str, Callable[[PPOConfig], Any]] = {
 
 
 @pytest.mark.parametrize("key", BUILT)
-def test_the_key_chooses_the_engine(key: str, tmp_path: Path) -> None:
+def test_key_selects_the_engine(key: str, tmp_path: Path) -> None:
     ppo_config(tmp_path)
     folder = {f"{role}.path": tmp_path / "actor" for role in ("reward_model.model", "critic.model")}
     others = dict.fromkeys(BUILT, "fsdp")
@@ -118,9 +118,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("key", NOTHING)
-def test_whoever_sets_what_changes_nothing_is_told_so(
-    key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_key_without_effect_is_a_warning(key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_with(tmp_path, {})
     assert not caplog.messages
     run_with(tmp_path, {key: NOTHING[key]})
@@ -149,7 +147,7 @@ TOLD_OF: dict[str, Callable[[RunInfo], str]] = {
 
 
 @pytest.mark.parametrize("key", TOLD_OF)
-def test_the_key_reaches_the_trackers_that_the_config_names(key: str, tmp_path: Path) -> None:
+def test_key_reaches_the_trackers(key: str, tmp_path: Path) -> None:
     Kept.runs.clear()
     for typed in ({}, {key: "mine"}):
         config = run_with(tmp_path, {"trainer.logger": [f"{__name__}:Kept"], **typed})

@@ -16,7 +16,7 @@ from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.scoring import build_rewards, run_rewards
-from spec.test_told import run_with
+from spec.test_fields import run_with
 
 SCORES = """
 import os, time
@@ -58,7 +58,7 @@ def scored(folder: Path, said: tuple[str, ...] = ("a", "b", "c", "d"), **keys: A
         return rewards.score(batch, lambda rows: [said[row[0]] for row in rows])
 
 
-def test_path_and_name_choose_the_function(tmp_path: Path) -> None:
+def test_path_and_name_select_the_function(tmp_path: Path) -> None:
     assert scored(tmp_path).scores.tolist() == [1.0] * 4
     assert scored(tmp_path, name="half").scores.tolist() == [0.5] * 4
     # Without a path it is one of those here: "#### 1" is what this data set calls an answer.
@@ -69,24 +69,24 @@ def test_reward_kwargs_are_arguments_of_every_call(tmp_path: Path) -> None:
     assert scored(tmp_path, reward_kwargs={"bonus": 2.0}).scores.tolist() == [3.0] * 4
 
 
-def test_batched_says_how_a_function_is_called(tmp_path: Path) -> None:
+def test_batched_selects_the_calling_convention(tmp_path: Path) -> None:
     assert scored(tmp_path, name="either").scores.tolist() == [1.0] * 4
     assert scored(tmp_path, name="either", batched=True).scores.tolist() == [2.0] * 4
 
 
-def test_a_call_may_take_as_long_as_timeout_says(tmp_path: Path) -> None:
+def test_timeout_limits_one_call(tmp_path: Path) -> None:
     slow = {"reward_kwargs": {"seconds": 0.6}, "num_workers": 1, "said": ("a",)}
     assert scored(tmp_path, **slow).metrics["reward/timeouts"] == 0
     assert scored(tmp_path, **slow, timeout=0.1).metrics["reward/timeouts"] == 1
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_as_many_processes_score_as_num_workers_says(tmp_path: Path, workers: int) -> None:
+def test_num_workers_is_the_number_of_scoring_processes(tmp_path: Path, workers: int) -> None:
     found = scored(tmp_path, said=tuple("abcdef"), num_workers=workers, reward_kwargs={"seconds": 0.2})
     assert len({parts["pid"] for parts in found.parts}) == workers
 
 
-def test_on_error_says_what_a_failing_call_costs(tmp_path: Path) -> None:
+def test_on_error_selects_the_handling_of_failed_calls(tmp_path: Path) -> None:
     zero, drop = (scored(tmp_path, said=("a", "bad"), on_error=name) for name in ("zero", "drop"))
     assert zero.scores.tolist() == drop.scores.tolist() == [1.0, 0.0]
     assert (zero.dropped, drop.dropped) == ((), (1,))
@@ -109,9 +109,7 @@ PENALTIES: dict[str, tuple[Any, Mapping[str, Any], Callable[[RewardResult], Any]
 
 
 @pytest.mark.parametrize("key", [f"{BUFFER}.{name}" for name in PENALTIES])
-def test_the_key_changes_the_penalty_for_long_responses(
-    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_changes_the_overlong_penalty(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each response is worth 1; at most 8 tokens, of which there are 4, 6 and 8."""
     batch, ones = batch_of([4, 6, 8]), torch.ones(3)
     given = RewardResult(ones, {}, (), (), (), on_last_token(ones, batch.ragged("response_mask")))

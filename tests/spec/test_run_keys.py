@@ -16,7 +16,7 @@ from camshaft.rewards.manager import RewardManager
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.validate import validate
-from spec.told import ACTOR, ROLLOUT
+from spec.fields import ACTOR, ROLLOUT
 
 Steps = list[Step]
 GROUPS = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 4}
@@ -71,14 +71,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any]
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_the_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any]], Steps]) -> None:
+def test_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any]], Steps]) -> None:
     typed, beside, look = CHANGES[key]
     assert look(run({**beside, key: typed})) != look(run(beside))
 
 
-def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_val_batch_size_is_the_size_of_validation_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     real = RewardManager.score
 
@@ -102,7 +100,7 @@ def test_validation_takes_as_many_rows_at_a_time_as_the_key_says(
         ({"trainer.best_metric": "val/x", "trainer.best_metric_mode": "min"}, [1, 2]),
     ],
 )
-def test_the_best_step_by_the_metric_is_saved(
+def test_best_step_by_the_metric_is_saved(
     words: dict[str, Any], saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of three steps that do nothing and are validated with 0.5, 0.25 and 0.75."""

@@ -36,7 +36,7 @@ class Says:
 
 @dataclass(frozen=True)
 class IsPath:
-    """Mark a key that names a file or a folder (`load.py` lists the supported file systems)."""
+    """Mark a key that names a file or a folder; `load.py` lists the keys that accept URLs."""
 
 
 def _as_text(value: Any) -> Any:

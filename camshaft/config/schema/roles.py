@@ -1,7 +1,7 @@
 """Sections of the roles that run a model: actor, reference and rollout (in `actor_rollout_ref`), and critic.
 
 Batch sizes: `ppo_mini_batch_size` counts prompts over all ranks; `..._per_gpu` counts sequences on one
-rank; the deprecated `ppo_micro_batch_size` and similar keys count sequences over all ranks. `table.py`
+rank; the deprecated `ppo_micro_batch_size` and similar keys count sequences over all ranks. `render.py`
 prints the resulting batch sizes.
 """
 

@@ -1,17 +1,17 @@
-"""Keys that act through what a part of a run is told, and who proves that each field of that acts.
+"""Keys that set a field of an engine, a rollout or its sampling, and the tests of each field.
 
-    TOLD["critic.optim.lr"]          # Told("critic", "optim.lr", 0.25)
-    ACTS["engine"]["optim.lr"]       # tests of the field, for every engine
+    FIELDS["critic.optim.lr"]               # Field("critic", "optim.lr", 0.25)
+    FIELD_TESTS["engine"]["optim.lr"]       # tests of the field, on any engine
 
-`test_told.py` changes each key from its default and holds what the part is told against the expected value; the
-tests of `ACTS` show what the part makes of it. A key with a role of its own reaches the same field of an engine.
+`test_fields.py` sets each key and compares the field with the expected value; the tests in `FIELD_TESTS` show the
+effect of the field. Keys of different roles set the same field of their engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import field as made_of
+from dataclasses import field as dataclass_field
 from typing import Any
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -20,34 +20,36 @@ CRITIC, REWARD = "critic", "reward_model"
 
 
 @dataclass(frozen=True)
-class Told:
-    """`part` is told `seen` in `field`, where the key is `typed`."""
+class Field:
+    """`field` of the config of `part` is `result` if the key has the value `typed`."""
 
     part: str
     field: str
     typed: Any
-    seen: Any = None
-    """None: what was typed."""
-    beside: Mapping[str, Any] = made_of(default_factory=dict)
-    """Other keys that this one needs."""
+    result: Any = None
+    """None: the typed value."""
+    others: Mapping[str, Any] = dataclass_field(default_factory=dict)
+    """Further keys that this one requires."""
 
     @property
     def expected(self) -> Any:
-        return self.typed if self.seen is None else self.seen
+        return self.typed if self.result is None else self.result
 
     @property
     def kind(self) -> str:
-        """What `ACTS` calls it."""
+        """The key of `FIELD_TESTS` for this part."""
         return {"rollout": "rollout", "sampling": "sampling", "validation": "sampling"}.get(self.part, "engine")
 
 
-def _fields(part: str, prefix: str, rows: Mapping[str, tuple[Any, ...]]) -> dict[str, Told]:
-    """Rows are the arguments of `Told` without the part; the keys of `beside` are those of the section."""
-    found = {}
+def _fields(part: str, prefix: str, rows: Mapping[str, tuple[Any, ...]]) -> dict[str, Field]:
+    """Build fields from rows of `Field` arguments without the part; keys in `others` are relative to the section."""
+    fields = {}
     for name, (path, typed, *rest) in rows.items():
-        seen, beside = [*rest, *(None, {})[len(rest) :]]
-        found[f"{prefix}.{name}"] = Told(part, path, typed, seen, {f"{prefix}.{key}": beside[key] for key in beside})
-    return found
+        result, others = [*rest, *(None, {})[len(rest) :]]
+        fields[f"{prefix}.{name}"] = Field(
+            part, path, typed, result, {f"{prefix}.{key}": others[key] for key in others}
+        )
+    return fields
 
 
 _MODEL: dict[str, tuple[Any, ...]] = {
@@ -143,15 +145,15 @@ _VALIDATION: dict[str, tuple[Any, ...]] = {
 _OWN_ENGINE = {f"{ACTOR}.strategy": "support.own_backends:OwnEngine"}
 _OWN_OPTION = ("options.pipeline_stages", {"pipeline_stages": 2}, 2, _OWN_ENGINE)
 
-TOLD: dict[str, Told] = {
-    f"{ACTOR}.engine_kwargs": Told("actor", *_OWN_OPTION),
-    f"{REF}.engine_kwargs": Told("ref", *_OWN_OPTION),
-    f"{CRITIC}.engine_kwargs": Told("critic", *_OWN_OPTION),
-    f"{REWARD}.engine_kwargs": Told("reward", *_OWN_OPTION),
-    "data.max_response_length": Told("sampling", "max_tokens", 9),
-    f"{MODEL}.path": Told("actor", "model.path", "{folder}/other"),
+FIELDS: dict[str, Field] = {
+    f"{ACTOR}.engine_kwargs": Field("actor", *_OWN_OPTION),
+    f"{REF}.engine_kwargs": Field("ref", *_OWN_OPTION),
+    f"{CRITIC}.engine_kwargs": Field("critic", *_OWN_OPTION),
+    f"{REWARD}.engine_kwargs": Field("reward", *_OWN_OPTION),
+    "data.max_response_length": Field("sampling", "max_tokens", 9),
+    f"{MODEL}.path": Field("actor", "model.path", "{folder}/other"),
     **_fields("actor", MODEL, _TRAINED_MODEL | _LORA),
-    f"{MODEL}.random_init": Told("actor", "model.random_init", True),
+    f"{MODEL}.random_init": Field("actor", "model.random_init", True),
     **_fields("actor", f"{ACTOR}.optim", _OPTIM),
     **_fields("actor", f"{ACTOR}.fsdp_config", _TRAINED),
     **_fields("actor", ACTOR, _UPDATES),
@@ -159,14 +161,14 @@ TOLD: dict[str, Told] = {
     **_fields("ref", REF, _BESIDE | _LOG_PROBS),
     **_fields("actor", ROLLOUT, _LOG_PROBS),
     **_fields("rollout", ROLLOUT, _GENERATOR),
-    f"{ROLLOUT}.lora_weights": Told("rollout", "lora.rank", "adapter", 4, {f"{MODEL}.lora_rank": 4}),
+    f"{ROLLOUT}.lora_weights": Field("rollout", "lora.rank", "adapter", 4, {f"{MODEL}.lora_rank": 4}),
     **_fields("sampling", ROLLOUT, _VALIDATION | {
         "do_sample": ("do_sample", False),
         "ignore_eos": ("ignore_eos", True),
         "response_length": ("max_tokens", 9),
     }),
     **_fields("validation", f"{ROLLOUT}.val_kwargs", _VALIDATION),
-    f"{CRITIC}.model.path": Told("critic", "model.path", "{folder}/other"),
+    f"{CRITIC}.model.path": Field("critic", "model.path", "{folder}/other"),
     **_fields("critic", f"{CRITIC}.model", _TRAINED_MODEL | _LORA),
     **_fields("critic", f"{CRITIC}.optim", _OPTIM),
     **_fields("critic", f"{CRITIC}.model.fsdp_config", _TRAINED),
@@ -175,7 +177,7 @@ TOLD: dict[str, Told] = {
         "forward_micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
         "forward_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"use_dynamic_bsz": True}),
     }),
-    f"{REWARD}.model.path": Told("reward", "model.path", "{folder}/other"),
+    f"{REWARD}.model.path": Field("reward", "model.path", "{folder}/other"),
     **_fields("reward", f"{REWARD}.model", _MODEL),
     **_fields("reward", f"{REWARD}.model.fsdp_config", _FORWARD),
     **_fields("reward", REWARD, _BESIDE | {
@@ -184,7 +186,7 @@ TOLD: dict[str, Told] = {
         "use_dynamic_bsz": ("infer_max_tokens", True, 5000, {"forward_max_token_len_per_gpu": 5000}),
         "forward_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"use_dynamic_bsz": True}),
     }),
-    "trainer.device": Told("actor", "device", "cuda"),
+    "trainer.device": Field("actor", "device", "cuda"),
 }  # fmt: skip
 
 _LOADER, _LORAS, _PACKED = (f"tests/unit/models/test_{name}.py" for name in ("loader", "lora", "packed"))
@@ -193,7 +195,7 @@ _RULE = "tests/contracts/test_engine_contract.py::test_engine_keeps_rule"
 _GENERATES = "tests/contracts/test_rollout_contract.py::test_rollout_keeps_rule"
 _BORROWED, _LIBRARIES = "tests/unit/rollout/test_shared_model.py", "tests/spec/test_library_keys.py"
 
-ACTS: dict[str, dict[str, tuple[str, ...]]] = {
+FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp-predictions]"),
         "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
@@ -225,20 +227,20 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "optim.weight_decay": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
         "optim.lr_warmup_steps": (f"{_OPTIMS}::test_warm_up_rises_from_above_zero_to_the_full_rate",),
         "optim.min_lr_ratio": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
-        "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_a_cosine_has_as_many_waves_as_num_cycles_says",),
+        "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_num_cycles_is_the_number_of_cosine_cycles",),
         "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor",),
         "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
         "grad_clip": (f"{_RULE}[fsdp-norm_is_before_clipping]",),
-        "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_number_format_that_they_are_told",),
-        "device": ("tests/spec/test_engine_keys.py::test_a_model_is_built_where_the_engine_is_told",),
-        "micro_batch_size": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_rows_as_the_engine_is_told",),
+        "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_configured_dtype",),
+        "device": ("tests/spec/test_engine_keys.py::test_model_is_built_on_the_configured_device",),
+        "micro_batch_size": ("tests/spec/test_engine_keys.py::test_micro_batch_size_limits_the_rows_of_a_pass",),
         "max_tokens": (f"{_RULE}[fsdp-token_budget_is_hard]",),
         "infer_micro_batch_size": (f"{_RULE}[fsdp-hooks]",),
         "options.pipeline_stages": (
             "tests/unit/config/test_sharding.py::test_layout_of_another_packages_engine_is_its_own",
             "tests/unit/config/test_sharding.py::test_options_of_an_engine_are_checked_by_its_schema",
         ),
-        "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_a_pass_holds_as_many_tokens_as_the_engine_is_told",),
+        "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_max_tokens_limits_the_tokens_of_a_pass",),
         **{
             f"options.{name}": (f"{_OPTIONS}::{test}",)
             for test, names in {
@@ -278,14 +280,14 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/unit/rollout/test_vllm_rollout.py::test_adapter_arguments_have_rank_and_layers",
             "tests/unit/reshard/test_adapters.py::test_the_base_goes_over_once_and_the_adapter_each_time",
         ),
-        "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weights_go_in_buckets_of_the_size_that_is_told",),
+        "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weight_buckets_have_the_configured_size",),
         "enforce_eager": (
-            f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",
+            f"{_LIBRARIES}::test_key_reaches_the_library",
             "tests/unit/rollout/builtin/test_graphs.py::test_steps_are_recorded_on_a_gpu_that_is_told_to",
         ),
         **dict.fromkeys(
             ("gpu_memory_utilization", "load_format", "tensor_model_parallel_size", "enable_prefix_caching"),
-            (f"{_LIBRARIES}::test_libraries_are_told_what_the_key_says",),
+            (f"{_LIBRARIES}::test_key_reaches_the_library",),
         ),
     },
     "sampling": {
@@ -297,4 +299,4 @@ ACTS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_tokens": (f"{_GENERATES}[torch-rows_end]",),
     },
 }  # fmt: skip
-"""Part -> field of what it is told -> tests that fail if the field does nothing."""
+"""Part -> field of its config -> tests that fail if the field does nothing."""

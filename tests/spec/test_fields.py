@@ -1,4 +1,4 @@
-"""Each key of `told.py` reaches what it is said to reach, and from its default it does not."""
+"""Each key of `fields.py` sets its field, and its default does not."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from camshaft.config import (
     sampling,
 )
 from camshaft.config.load import from_container
-from spec.told import MODEL, TOLD, Told
+from spec.fields import FIELDS, MODEL, Field
 
 STEPS = 100
 PARTS: dict[str, Callable[[PPOConfig], Any]] = {
@@ -31,7 +31,7 @@ PARTS: dict[str, Callable[[PPOConfig], Any]] = {
 
 
 def run_with(folder: Path, changed: Mapping[str, Any]) -> PPOConfig:
-    """A run of everything that there is, on four ranks."""
+    """Build the config of a run with all roles, on four ranks."""
     for name in ("model", "critic", "rm", "other", "adapter"):
         (folder / name).mkdir(exist_ok=True)
         (folder / name / "config.json").write_text("{}")
@@ -52,7 +52,7 @@ def run_with(folder: Path, changed: Mapping[str, Any]) -> PPOConfig:
 
 
 def field_of(part: Any, path: str) -> Any:
-    """The value at the end of a dotted path through configs and dicts; None where something on the way is."""
+    """Return the value at a dotted path through configs and dicts; None if a part of the path is None."""
     for name in path.split("."):
         part = part.get(name) if isinstance(part, Mapping) else None if part is None else getattr(part, name)
     return part
@@ -69,23 +69,23 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def usual(home: Path) -> Callable[[Mapping[str, Any]], PPOConfig]:
-    """Runs without the key, each made once."""
-    known: dict[str, PPOConfig] = {}
+    """Return configs without the key, each built once."""
+    configs: dict[str, PPOConfig] = {}
 
-    def made(beside: Mapping[str, Any]) -> PPOConfig:
-        if repr(beside) not in known:
-            known[repr(beside)] = run_with(home, beside)
-        return known[repr(beside)]
+    def build(others: Mapping[str, Any]) -> PPOConfig:
+        if repr(others) not in configs:
+            configs[repr(others)] = run_with(home, others)
+        return configs[repr(others)]
 
-    return made
+    return build
 
 
-@pytest.mark.parametrize(("key", "told"), TOLD.items(), ids=TOLD)
-def test_the_key_reaches_what_acts_on_it(
-    key: str, told: Told, home: Path, usual: Callable[[Mapping[str, Any]], PPOConfig]
+@pytest.mark.parametrize(("key", "field"), FIELDS.items(), ids=FIELDS)
+def test_key_reaches_its_field(
+    key: str, field: Field, home: Path, usual: Callable[[Mapping[str, Any]], PPOConfig]
 ) -> None:
-    typed, expected = filled(told.typed, home), filled(told.expected, home)
+    typed, expected = filled(field.typed, home), filled(field.expected, home)
     as_written = list(typed) if isinstance(typed, tuple) else typed
-    with_key = PARTS[told.part](run_with(home, {**told.beside, key: as_written}))
-    assert field_of(with_key, told.field) == expected
-    assert field_of(PARTS[told.part](usual(told.beside)), told.field) != expected
+    with_key = PARTS[field.part](run_with(home, {**field.others, key: as_written}))
+    assert field_of(with_key, field.field) == expected
+    assert field_of(PARTS[field.part](usual(field.others)), field.field) != expected
