@@ -1,4 +1,4 @@
-"""Registry of the training engines and rollouts, with what each supports. Imports no backend and no torch.
+"""Registry of training engines and rollouts with their capabilities. Imports no backend and no torch.
 
     engine_capabilities("fsdp").options                     # FSDPOptions
     rollout_capabilities("my_pkg.my_rollout:MyRollout")     # imports the class and reads its `capabilities`
@@ -60,17 +60,17 @@ ROLLOUTS = {
 
 
 def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
-    """Name to `module:Class`, for `camshaft.plugins`."""
+    """Map names to `module:Class`, for `camshaft.plugins`."""
     return {name: backend.target for name, backend in backends.items()}
 
 
 def engine_capabilities(strategy: str) -> EngineCapabilities:
-    """What the engine `strategy` supports; a `ConfigError` if there is no such engine."""
+    """Return the capabilities of an engine; raise a `ConfigError` if the engine does not exist."""
     return _capabilities(strategy, ENGINES, "camshaft.engines", EngineCapabilities())
 
 
 def rollout_capabilities(name: str) -> RolloutCapabilities:
-    """What the rollout `name` supports; a `ConfigError` if there is no such rollout."""
+    """Return the capabilities of a rollout; raise a `ConfigError` if the rollout does not exist."""
     return _capabilities(name, ROLLOUTS, "camshaft.rollouts", RolloutCapabilities())
 
 
@@ -91,22 +91,22 @@ def _capabilities(
 def select_options(
     schema: type[EngineOptions], keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Values for `EngineConfig.options`: those keys of a role that the schema has a field for, and `engine_kwargs`."""
+    """Return `EngineConfig.options`: the keys of a role that are fields of the schema, and `engine_kwargs`."""
     return {name: value for name, value in keys.items() if name in schema.model_fields} | dict(engine_kwargs)
 
 
 def ranks_per_row(strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]) -> int:
-    """Ranks that compute the same rows together, according to the engine `strategy`."""
+    """Return the number of ranks that compute the same rows with this engine."""
     schema = engine_capabilities(strategy).options
     return schema.of(select_options(schema, keys, engine_kwargs)).ranks_per_row()
 
 
 def unread_by(rollout: str) -> tuple[str, ...]:
-    """The optional keys of the section `rollout` that have no effect with this rollout."""
+    """Return the optional keys of the section `rollout` that this rollout does not read."""
     reads = rollout_capabilities(rollout).reads
     return tuple(key for key in OPTIONAL_KEYS if key not in reads)
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:
-    """The built-in rollouts for which an optional key has an effect."""
+    """Return the built-in rollouts that read an optional key."""
     return tuple(name for name, backend in ROLLOUTS.items() if key in backend.capabilities.reads)

@@ -2,7 +2,7 @@
 
     problems = list(check(config))        # the config of any command
 
-Every problem lists the keys it depends on, so that `load.py` omits it if one of them is invalid by itself. Messages
+Every problem lists the keys it depends on, so that `load.py` omits it if one of their values is invalid. Messages
 spell out batch arithmetic. Engines and rollouts are checked in `backend_checks.py`, files on disk in `files.py`.
 """
 

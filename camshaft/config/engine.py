@@ -1,7 +1,7 @@
-"""Config of one training engine, free of roles (no `ppo_*`, no rollout, no batch columns), and its capabilities.
+"""Config and capabilities of one training engine, independent of roles, rollouts and batch columns.
 
-`config/derive.py` builds an `EngineConfig` from the section of a role. A program that uses an engine without a run
-writes it by hand:
+`config/derive.py` builds an `EngineConfig` from the section of a role. Programs without a run
+construct it directly:
 
     EngineConfig(model=EngineModel(path="models/tiny"), optim=OptimConfig(lr=1e-3))
 
@@ -19,7 +19,7 @@ from camshaft.errors import EngineError
 
 
 class Frozen(BaseModel):
-    """Immutable; unknown keys are an error."""
+    """Base class of configs: immutable, rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -29,47 +29,47 @@ class LoRAConfig(Frozen):
 
     rank: int = Field(ge=1)
     alpha: float = Field(default=16, gt=0)
-    """The adapter's output is scaled by alpha / rank."""
+    """Scale of the adapter's output, as alpha / rank."""
     target_modules: str | tuple[str, ...] = "all-linear"
-    """Endings of layer names, or "all-linear": every linear layer but the output head."""
+    """Suffixes of layer names, or "all-linear": every linear layer except the output head."""
     exclude_modules: tuple[str, ...] = ()
-    """Endings of layer names that are left alone."""
+    """Suffixes of layer names without an adapter."""
     adapter_path: str | None = None
-    """Folder of an adapter in PEFT's layout to start from; None: a fresh one, which changes nothing at first."""
+    """PEFT adapter folder to start from; None starts from a zero adapter."""
 
 
 class EngineModel(Frozen):
-    """Which model, with which head."""
+    """Model folder, head, and options of the model."""
 
     path: str
-    """Folder with config.json and, unless `random_init`, weights."""
+    """Folder with config.json, and weights unless `random_init` is set."""
     head: Literal["causal_lm", "value", "reward"] = "causal_lm"
-    """causal_lm gives log_probs and entropy; value one number per token; reward one per sequence."""
+    """causal_lm computes log_probs and entropy, value one number per token, reward one per sequence."""
     random_init: bool = False
-    """Draw weights from the engine's seed instead of reading them."""
+    """Initialize weights randomly from the engine's seed instead of loading them."""
     new_head: bool = False
-    """Draw a reward head from the seed where the folder has none, to train it; a value head is drawn anyway."""
+    """Initialize a reward head from the seed if the folder has none; a missing value head is always initialized."""
     override_config: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the model's own config, dropout for instance."""
+    """Overrides of entries in config.json, for example dropout."""
     external_lib: str | None = None
     """Comma-separated modules to import before the model is built."""
     trust_remote_code: bool = False
     enable_gradient_checkpointing: bool = False
     gradient_checkpointing_mode: Literal["full", "selective"] = "full"
-    """full recomputes whole layers; selective keeps the results of matrix products and attention."""
+    """full recomputes whole layers; selective keeps the outputs of matmuls and attention."""
     use_prefix_grouper: bool = True
-    """Compute the prompt of several rows once in a micro-batch, where the device and the model allow it."""
+    """Prefix sharing: compute a shared prompt once per micro-batch, if device and model support it."""
     lora: LoRAConfig | None = None
-    """None: all weights are trained."""
+    """None trains all weights."""
 
 
 class OptimConfig(Frozen):
-    """The optimizer, and its rate: linear warm-up, then constant, cosine or linear."""
+    """Optimizer and learning-rate schedule: linear warm-up, then constant, cosine or linear."""
 
     optimizer: str = "AdamW"
-    """A name in torch.optim, or `package.module:Class`."""
+    """Class name in torch.optim, or `package.module:Class`."""
     override_optimizer_config: dict[str, Any] = Field(default_factory=dict)
-    """More arguments of the optimizer, by its own names; they win over those below."""
+    """Further keyword arguments of the optimizer; they override the fields below."""
     lr: float = Field(default=1e-6, gt=0)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
@@ -77,22 +77,22 @@ class OptimConfig(Frozen):
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     lr_warmup_steps: int = Field(default=0, ge=0)
     total_training_steps: int = -1
-    """Steps of the schedule in the whole run; the cosine and linear shapes need it."""
+    """Schedule length in steps; required by the cosine and linear schedules."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     num_cycles: float = Field(default=0.5, gt=0)
 
 
 class EngineConfig(Frozen):
-    """Model, optimizer, micro-batches and place of one engine."""
+    """Model, optimizer, micro-batch sizes and device of one engine."""
 
     model: EngineModel
     optim: OptimConfig | None = None
-    """None: forward only, no optimizer is built."""
+    """None: forward only, without an optimizer."""
     grad_clip: float = Field(default=1.0, gt=0)
     micro_batch_size: int | None = Field(default=None, ge=1)
-    """Sequences per micro-batch on this rank; None: no such limit."""
+    """Sequences per micro-batch on this rank; None: no limit."""
     max_tokens: int | None = Field(default=None, ge=1)
-    """Hard limit of tokens per micro-batch on this rank; None: no such limit."""
+    """Hard limit of tokens per micro-batch on this rank; None: no limit."""
     infer_micro_batch_size: int | None = Field(default=None, ge=1)
     """`micro_batch_size` for forward-only calls."""
     infer_max_tokens: int | None = Field(default=None, ge=1)
@@ -101,7 +101,7 @@ class EngineConfig(Frozen):
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     seed: int = 0
     options: dict[str, Any] = Field(default_factory=dict)
-    """The backend's own section (fsdp_config, ...), validated by the backend."""
+    """Options of the backend (`fsdp_config`, ...), validated by the backend's schema."""
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,14 @@ class EngineOptions(Frozen):
         return cls.model_validate(options)
 
     def ranks_per_row(self) -> int:
-        """Ranks that compute the same rows together: the product of pipeline, context, sequence and tensor sizes.
+        """Return the ranks that compute the same rows: the product of pipeline, context, sequence and tensor sizes.
 
-        The other ranks are data-parallel: each group of `ranks_per_row` ranks has rows of its own.
+        Groups of `ranks_per_row` ranks are data-parallel: each computes different rows.
         """
         return 1
 
     def layout_conflicts(self, world_size: int) -> Iterator[Conflict]:
-        """Options that do not fit `world_size` ranks."""
+        """Yield options that do not fit `world_size` ranks."""
         ranks = self.ranks_per_row()
         if world_size % ranks:
             quotient = sum_of(world_size, ranks)
@@ -164,13 +164,13 @@ class EngineOptions(Frozen):
             raise EngineError("\n".join(conflicts))
 
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
-        """Options that exclude each other, or a setting of the model. Called before the engine is built."""
+        """Yield options that exclude each other or a setting of the model. Called before the engine is built."""
         return iter(())
 
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What a training engine supports: the class attribute `capabilities` of `BaseEngine`.
+    """Capabilities of a training engine: the class attribute `capabilities` of `BaseEngine`.
 
         class MyEngine(BaseEngine):
             capabilities = EngineCapabilities(options=PipelineOptions, supports_lora=False)
@@ -179,14 +179,14 @@ class EngineCapabilities:
     """
 
     options: type[EngineOptions] = EngineOptions
-    """Schema of `EngineConfig.options`; the default has no option."""
+    """Schema of `EngineConfig.options`; the default has no options."""
     multiple_ranks: bool = True
-    """Runs on more than one rank."""
+    """Supports more than one rank."""
     supports_lora: bool = True
-    """Trains adapters (`EngineModel.lora`)."""
+    """Supports training of adapters (`EngineModel.lora`)."""
 
     def validate(self, config: EngineConfig) -> EngineOptions:
-        """The validated options of `config`; an `EngineError` lists everything that the engine does not support."""
+        """Return the validated options; an `EngineError` lists every setting that the engine does not support."""
         options = self.options.of(config.options)
         conflicts = [str(conflict) for conflict in options.conflicts(config.model)]
         if config.model.lora is not None and not self.supports_lora:
@@ -197,7 +197,7 @@ class EngineCapabilities:
 
 
 def invalid_options(schema: type[BaseModel], options: Mapping[str, Any]) -> list[Conflict]:
-    """Errors of `options` under a schema, with the nearest name and all names for an unknown option."""
+    """Return the errors of `options`; an unknown option is reported with the nearest name and all names."""
     try:
         schema.model_validate(options)
     except ValidationError as error:
@@ -230,15 +230,15 @@ def _conflict(schema: type[BaseModel], location: tuple[Any, ...], kind: str, mes
 
 
 def count_of_ranks(world_size: int) -> str:
-    """'1 rank does' or '8 ranks do', for messages."""
+    """Format '1 rank does' or '8 ranks do'."""
     return "1 rank does" if world_size == 1 else f"{world_size} ranks do"
 
 
 def sum_of(total: int, part: int) -> str:
-    """A division with its remainder: '8 = 2 x 3 + 2'."""
+    """Format a division with remainder: '8 = 2 x 3 + 2'."""
     return f"{total} = {total // part} x {part} + {total % part}"
 
 
-def divisor(total: int, most: int) -> int:
-    """The largest divisor of `total` up to `most`; above 100,000, which no run has, some divisor."""
-    return next(size for size in range(min(most, 100_000), 0, -1) if total % size == 0)
+def divisor(total: int, limit: int) -> int:
+    """Return the largest divisor of `total` up to `limit`, which is reduced to 100,000."""
+    return next(size for size in range(min(limit, 100_000), 0, -1) if total % size == 0)

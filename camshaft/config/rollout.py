@@ -1,4 +1,4 @@
-"""Config of one rollout engine, free of roles, and its capabilities.
+"""Config and capabilities of one rollout engine, independent of roles.
 
     RolloutEngineConfig(model_path="models/tiny", max_model_len=256)
 
@@ -18,37 +18,37 @@ class RolloutEngineConfig(Frozen):
     """Model, memory and device of one generator."""
 
     model_path: str
-    """Folder with config.json and tokenizer; weights come through `load_weights`."""
+    """Folder with config.json and tokenizer; `load_weights` sets the weights."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
     max_model_len: int = Field(default=1024, ge=2)
-    """Prompt plus response, at most."""
+    """Maximum length of prompt plus response in tokens."""
     max_num_seqs: int = Field(default=1024, ge=1)
-    """Rows decoded together, at most."""
+    """Maximum number of rows in a decode step."""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Prompt tokens computed together, at most (one longer prompt goes alone)."""
+    """Maximum number of prompt tokens in a prefill; a longer prompt is computed separately."""
     free_cache_engine: bool = True
-    """Free the memory of keys and values in `sleep()`."""
+    """Free the KV cache in `sleep()`."""
     enforce_eager: bool = True
-    """Without CUDA graphs and compilation; for vllm, sglang, and torch on a GPU."""
+    """Disable CUDA graphs and compilation; vllm, sglang, and torch on a GPU."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that are one generator; this and the next three are for vllm and sglang."""
+    """Ranks per generator; this and the next three fields apply to vllm and sglang."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of the device's memory for weights, keys and values."""
+    """Fraction of device memory for weights and KV cache."""
     load_format: str = "dummy"
-    """`dummy...`: start without reading weights; anything else reads those of the folder first."""
+    """`dummy...` starts with uninitialized weights; other formats load the weights of the folder."""
     enable_prefix_caching: bool = True
-    """Compute equal beginnings of prompts once."""
+    """Reuse the KV cache of equal prompt prefixes."""
     lora: LoRAConfig | None = None
-    """An adapter that comes by itself, beside base weights that came before; None: weights come whole."""
+    """Adapter that is synced separately from the base weights; None: complete weights are synced."""
     update_weights_bucket_megabytes: int = Field(default=512, ge=1)
-    """Weights for another process go in buckets of this size."""
+    """Bucket size of a weight sync to another process."""
     seed: int = 0
     trust_remote_code: bool = False
     external_lib: str | None = None
     override_config: dict[str, Any] = Field(default_factory=dict)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """For generators that are libraries of their own (vllm, sglang); 'torch' and 'hf' take none."""
+    """Options of the backend (vllm, sglang, server); 'torch' and 'hf' accept none."""
 
 
 OPTIONAL_KEYS = (
@@ -63,9 +63,9 @@ OPTIONAL_KEYS = (
 
 
 class RolloutOptions(Frozen):
-    """Options of a rollout (`rollout.engine_kwargs`). This class accepts every option, for the rollout to check.
+    """Options of a rollout (`rollout.engine_kwargs`). This class accepts any option; the rollout validates them.
 
-    A subclass with fields and `model_config = ConfigDict(extra="forbid")` accepts these alone.
+    A subclass with fields and `model_config = ConfigDict(extra="forbid")` accepts only these.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -79,13 +79,13 @@ class RolloutOptions(Frozen):
         return cls.model_validate(options)
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        """Settings that do not fit `world_size` ranks, named as keys of the section `rollout`."""
+        """Yield settings that do not fit `world_size` ranks, named as keys of the section `rollout`."""
         return iter(())
 
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """What a rollout supports: the class attribute `capabilities` of `BaseRollout`.
+    """Capabilities of a rollout: the class attribute `capabilities` of `BaseRollout`.
 
         class MyRollout(BaseRollout):
             capabilities = RolloutCapabilities(takes_adapter=True, reads=frozenset({"enforce_eager"}))
@@ -94,8 +94,8 @@ class RolloutCapabilities:
     """
 
     options: type[RolloutOptions] = RolloutOptions
-    """Schema of `rollout.engine_kwargs`; the default accepts every option."""
+    """Schema of `rollout.engine_kwargs`; the default accepts any option."""
     reads: frozenset[str] = frozenset(OPTIONAL_KEYS)
     """The keys of `OPTIONAL_KEYS` that have an effect; a run that sets another one gets a notice."""
     takes_adapter: bool = False
-    """Generates with `RolloutEngineConfig.lora`: base weights once, and the adapter at every weight sync."""
+    """Supports `RolloutEngineConfig.lora`: base weights are synced once, the adapter at every weight sync."""

@@ -83,13 +83,11 @@ class RolloutCorrectionConfig(Section):
     )
     rollout_rs_threshold: Thresholds = Field(
         description="Threshold of each rule, or one for all rules of a kind. For k1 a ratio: 2.0 (0.5 to 2) or "
-        "0.5-2.0. "
-        "For k2 and k3 the maximum divergence."
+        "0.5-2.0. For k2 and k3 the maximum divergence."
     )
     bypass_mode: bool = Field(
         description="Use the rollout's log-probs as old log-probs in the loss and in the KL penalty, and skip the "
-        "trainer's "
-        "old log-prob pass."
+        "trainer's old log-prob pass."
     )
 
     def is_on(self) -> bool:

@@ -20,8 +20,7 @@ class DataConfig(Section):
     prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
     prompt_id_key: Text | None = Field(
         description="Column with a prompt id, a string or an integer. The batch contains its token ids as prompt_id; "
-        "scoring "
-        "functions receive the original value in extra_info. null for none."
+        "scoring functions receive the original value in extra_info. null for none."
     )
     max_prompt_id_length: int | None = Field(
         ge=1, description="Maximum prompt id length in tokens; longer ids are an error. null for no limit."
@@ -42,8 +41,8 @@ class DataConfig(Section):
         "template. Requires prompts of one message."
     )
     return_raw_chat: bool = Field(
-        description="Keep the prompt's messages, for a reward model with another chat template. Always on "
-        "if reward_model.model.input_tokenizer requires them."
+        description="Keep the prompt's messages, for a reward model with another chat template. Always on if "
+        "reward_model.model.input_tokenizer requires them."
     )
     truncation: Truncation = Field(
         description="Handling of prompts longer than max_prompt_length: raise an error, or truncate at that side."

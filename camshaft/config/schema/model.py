@@ -41,8 +41,8 @@ class ResponsesModelConfig(AnyModelConfig):
     """A model that reads several responses per prompt."""
 
     use_prefix_grouper: bool = Field(
-        description="Prefix sharing: compute a prompt once for all of its responses in a micro-batch. "
-        "Only on CPUs with full attention."
+        description="Prefix sharing: compute a prompt once for all of its responses in a micro-batch. Only on CPUs "
+        "with full attention."
     )
 
 

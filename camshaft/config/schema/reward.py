@@ -13,8 +13,8 @@ class RewardModelModelConfig(Section):
     """The reward model."""
 
     input_tokenizer: Path | None = Field(
-        description="The policy's tokenizer, for a reward model with another tokenizer or chat template: responses are "
-        "decoded with it and the conversation is formatted with the reward model's template. null: same token ids."
+        description="The policy's tokenizer, for a reward model with another tokenizer or chat template: responses "
+        "are decoded with it and the conversation is formatted with the reward model's template. null: same token ids."
     )
     path: Path = Field(description="Hugging Face folder of a sequence-classification model, or its URL.")
     external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
@@ -45,8 +45,7 @@ class RewardModelConfig(Section):
     )
     weight: float = Field(
         description="Weight of the model score: score = function score + weight * model score. Without a scoring "
-        "function "
-        "(custom_reward_function.name=null) the score is the unweighted model score."
+        "function (custom_reward_function.name=null) the score is the unweighted model score."
     )
     strategy: Text = Field(description="Engine: a registered name, or package.module:Class.")
     model: RewardModelModelConfig = Field(description="The reward model.")
@@ -104,8 +103,7 @@ class CustomRewardConfig(Section):
     num_workers: int = Field(ge=1, description="Number of scoring processes.")
     on_error: Literal["zero", "drop", "raise"] = Field(
         description="Handling of a sample whose call fails or times out: score 0, drop it from the update, or stop "
-        "the run. "
-        "In validation and camshaft generate drop means zero."
+        "the run. In validation and camshaft generate drop means zero."
     )
 
     def is_named(self) -> bool:

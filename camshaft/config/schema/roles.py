@@ -182,8 +182,7 @@ class RolloutConfig(GeneratorConfig):
 
     lora_weights: Literal["merged", "adapter"] = Field(
         description="Weight sync with model.lora_rank > 0: merged sends all weights with the adapter merged; adapter "
-        "(vllm) "
-        "sends the base model once, then only the adapter."
+        "(vllm) sends the base model once, then only the adapter."
     )
     log_prob_micro_batch_size: int = Field(
         ge=1,

@@ -1,4 +1,4 @@
-"""Options of the built-in rollouts: what `rollout.engine_kwargs` and `tensor_model_parallel_size` may be for each.
+"""Options of the built-in rollouts: schemas of `rollout.engine_kwargs`, and checks of tensor parallelism.
 
 options = ServerOptions.of({"vllm_server_base_url": "http://10.0.0.7:8000"}, world_size=1)
 options.vllm_server_base_url            # ("http://10.0.0.7:8000",), one for each rank
@@ -31,7 +31,7 @@ class OneDeviceOptions(RolloutOptions):
         return cls()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        if tensor_parallel_size > 2:  # 2 is the default, for vllm
+        if tensor_parallel_size > 2:  # the default of 2 is for vllm and ignored here
             yield Conflict(TENSOR_PARALLEL, "the rollout runs on one device", (f"{TENSOR_PARALLEL}=1", "name=vllm"))
 
 
@@ -53,7 +53,7 @@ class SGLangOptions(RolloutOptions):
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
         if tensor_parallel_size > 1 and world_size > 1:
-            message = f"each of the {world_size} ranks has a generator of its own with sglang"
+            message = f"each of the {world_size} ranks has a separate generator with sglang"
             yield Conflict(TENSOR_PARALLEL, message, (f"{TENSOR_PARALLEL}=1",))
 
 

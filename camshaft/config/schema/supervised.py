@@ -58,14 +58,12 @@ class SupervisedTrainerConfig(PlacementConfig):
     max_ckpt_to_keep: int | None = Field(ge=1, description="Number of newest checkpoints to keep; null keeps all.")
     best_metric: Text | None = Field(
         description="Validation metric that selects the best checkpoint, which is kept in addition to the newest "
-        "ones, for "
-        "example val/loss; null for none."
+        "ones, for example val/loss; null for none."
     )
     best_metric_mode: Literal["max", "min"] = Field(description="Direction of best_metric: max or min is better.")
     resume_mode: Literal["auto", "disable"] = Field(
         description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir); disable "
-        "starts from "
-        "model.path."
+        "starts from model.path."
     )
     export_path: Path | None = Field(
         description="Folder for the final model in Hugging Face format; null: <default_local_dir>/huggingface."

@@ -31,8 +31,7 @@ class TrainerConfig(PlacementConfig):
     )
     validation_data_dir: Path | None = Field(
         description="Folder for all responses of each validation, step_<n>.jsonl. null writes the first "
-        "log_val_generations "
-        "responses to <default_local_dir>/validation."
+        "log_val_generations responses to <default_local_dir>/validation."
     )
     rollout_data_dir: Path | None = Field(
         description="Folder for all training responses with their scores, step_<n>.jsonl; null for none."
@@ -51,14 +50,12 @@ class TrainerConfig(PlacementConfig):
     )
     best_metric: Text | None = Field(
         description="Validation metric that selects the best checkpoint, which is kept in addition to the newest "
-        "ones, for "
-        "example val-core/gsm8k/reward/mean; null for none."
+        "ones, for example val-core/gsm8k/reward/mean; null for none."
     )
     best_metric_mode: Literal["max", "min"] = Field(description="Direction of best_metric: max or min is better.")
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
         description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), disable "
-        "starts from "
-        "the model, resume_path resumes from resume_from_path."
+        "starts from the model, resume_path resumes from resume_from_path."
     )
     resume_from_path: Path | None = Field(description="Checkpoint to resume from; read with resume_mode=resume_path.")
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = Field(

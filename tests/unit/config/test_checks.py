@@ -162,7 +162,7 @@ def test_group_estimators_need_several_responses(words, estimator):
                 f"{ACTOR}.strategy=fsdp",
                 "critic.strategy=fsdp",
             ],
-            f"each of the 2 ranks has a generator of its own with sglang. Set {ROLLOUT}.tensor_model_parallel_size=1",
+            f"each of the 2 ranks has a separate generator with sglang. Set {ROLLOUT}.tensor_model_parallel_size=1",
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.tensor_model_parallel_size=2"],
