@@ -13,7 +13,7 @@ two roles leaves an incomplete checkpoint, which is never loaded. Retention remo
 newer one is complete.
 
 Checkpoints are copied to an optional second location. The manager reads from it only if the run has no complete
-checkpoint of its own: then it fetches the newest one.
+local checkpoint: then it fetches the newest one.
 
 The Hugging Face folder of a role is written before the checkpoint is complete and removed together with the role. A run
 does not resume from it, so moving it away leaves the checkpoint complete.

@@ -3,8 +3,8 @@
     camshaft checkpoints checkpoints/demo/tiny
 
     step  state     size    age
-      10  whole   3.4 MB    2 h  best
-      20  whole   3.4 MB  3 min  newest
+      10  intact  3.4 MB    2 h  best
+      20  intact  3.4 MB  3 min  newest
       30  broken  1.1 MB   12 s  'critic' is missing or incomplete
 
 File sizes are compared with the manifests; checksums are verified when a run resumes. Exit status 1 if no checkpoint
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     for step, folder in steps:
         problem = problems[step]
         marks = [word for word, which in (("newest", newest), ("best", best)) if step == which]
-        state = "whole" if problem is None else "broken"
+        state = "intact" if problem is None else "broken"
         age = _age(folder, folder / TRAINER / storage.MANIFEST)
         rows.append((str(step), state, in_words(size_of(folder)), age, ", ".join(marks) or problem or ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -87,7 +87,7 @@ class PortMonitor:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this address, which gloo must be told by name."""
+    """Return the network interface with this address, which gloo expects by name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -5,7 +5,7 @@
 
     score = function score + weight * model score
 
-The interface is that of `RewardManager`. The unweighted contributions are logged as `reward/function/mean` and
+The interface equals that of `RewardManager`. The unweighted contributions are logged as `reward/function/mean` and
 `reward/model/mean`, and are `function` and `model` in the parts of each row for validation.
 """
 

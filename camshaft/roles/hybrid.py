@@ -22,7 +22,7 @@ from camshaft.seat import Seat
 class ActorRolloutRefWorker(Worker):
     """The policy on one device: generation, training, and the reference policy.
 
-    A subclass replaces a part by a class of its own with the class attributes.
+    A subclass replaces a part by setting the class attributes.
     """
 
     actor_class: ClassVar[type[ActorWorker]] = ActorWorker
@@ -62,7 +62,7 @@ class ActorRolloutRefWorker(Worker):
     ) -> DataProto:
         """Generate one response per row and, with `recompute_log_prob`, compute its old log-probs with the actor.
 
-        The trainer computes the old log-probs in a phase of their own, and validation needs none.
+        The trainer computes the old log-probs in a separate phase, and validation needs none.
         """
         generated = self.rollout.generate_sequences(prompts, validate, greedy)
         if not recompute_log_prob:

@@ -91,7 +91,7 @@ def estimate(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) 
 def group_ids(batch: DataProto) -> Tensor:
     """Return the number of each row's group, (B,): rows with the same `uid` share it.
 
-    A row without unmasked tokens was dropped because its reward failed. It forms a group by itself, so that it does not
+    A row without unmasked tokens was dropped because its reward failed. It forms a separate group, so that it does not
     change the statistics of the others.
     """
     scored = (batch.ragged("response_mask").sum() > 0).tolist()

@@ -190,7 +190,7 @@ def parts_follow_seats(harness: ControllerHarness) -> None:
 
 
 def parts_arrive_early(harness: ControllerHarness) -> None:
-    """A part is available while other ranks still compute theirs."""
+    """A part is available while other ranks still compute."""
     with harness.role() as toy:
         pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
         parts: list[tuple[int, list[str]]] = []

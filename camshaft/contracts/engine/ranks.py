@@ -39,7 +39,7 @@ class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
     def problem(
         self, rule: str, engine_class: type[BaseEngine], folder: str, always: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Check the rule of this name; return what is wrong, or None. `folder` and `always` as in `EngineHarness`."""
+        """Check the rule of this name; return the problem, or None. `folder` and `always` as in `EngineHarness`."""
         try:
             if self._checked == RULES_PER_PROCESS:
                 self._end()

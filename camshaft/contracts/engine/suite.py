@@ -394,7 +394,7 @@ def seat_and_shards(harness: EngineHarness) -> None:
 
 def errors_name_the_missing_call(harness: EngineHarness) -> None:
     """Every call before init_model, a step before set_loss_fn, and updates of a forward-only engine are errors that
-    name what is missing."""
+    name the missing call."""
     folder = str(harness.folder / "unused")
     arguments: dict[str, tuple[Any, ...]] = {
         "forward_backward_step": (harness.batch,),

@@ -88,7 +88,7 @@ def replace_norms(model: nn.Module) -> int:
 
 
 def _computes_rms_norm(kind: type) -> bool:
-    """Return True if a module of this class gives the bits of `rms_norm`; names do not tell the variants apart."""
+    """Return True if a module of this class computes bitwise `rms_norm`; class names do not distinguish variants."""
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():  # the model may be on the meta device
         x, weight = torch.randn(3, PROBE_WIDTH, generator=random), torch.randn(PROBE_WIDTH, generator=random)

@@ -8,7 +8,7 @@ bytes that takes longer than the products for a hidden size of some thousands. T
 the backward kernel reads it once and writes it once, in the dtype of the next product.
 
 `logits` (C, V) are contiguous float32 before the division by the temperature. `columns` (C,) int64 are the columns of
-the targets, which may lie outside of the tile. All other tensors are float32. The docstring of `linear_logprob.py`
+the targets, which may be outside the tile. All other tensors are float32. The docstring of `linear_logprob.py`
 defines the mathematics.
 
 Imported only on a GPU: importing Triton is slow, and CPU builds of torch do not include it.
