@@ -64,7 +64,7 @@ def test_the_readme_names_every_engine_and_rollout_that_is_there() -> None:
         assert f"`{name}`" in page, name
 
 
-def test_the_page_on_clusters_shows_the_message_of_a_cluster_that_is_too_small() -> None:
+def test_cluster_page_shows_the_error_of_a_small_cluster() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     actor = PoolSpec("global_pool", 2, 8, "cuda", roles=("actor_rollout_ref",))
     critic = PoolSpec("critic_pool", 1, 4, "cuda", roles=("critic",))

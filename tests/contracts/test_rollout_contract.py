@@ -59,7 +59,7 @@ def test_contract_names_the_rule_that_a_broken_rollout_breaks(broken: type[BaseR
         BY_NAME[CAUGHT_BY[broken]].check(RolloutHarness(broken, scratch))
 
 
-def test_every_rule_has_a_meaning_of_one_line_and_its_own_name() -> None:
+def test_every_rule_has_a_meaning_and_a_unique_name() -> None:
     assert len(BY_NAME) == len(RULES)
     for rule in RULES:
         assert rule.meaning.endswith("."), rule.name

@@ -25,7 +25,7 @@ def unused() -> str:
 
 
 @pytest.mark.parametrize("where", ["argument", "environment"])
-def test_a_cluster_that_does_not_answer_is_an_error_in_bounded_time(
+def test_an_unreachable_cluster_is_an_error_in_bounded_time(
     where: str, unused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "HEAD_SECONDS", 1.0)
@@ -44,7 +44,7 @@ def test_the_address_of_an_api_is_refused_with_what_to_type(address: str, monkey
         start_pools(HERE, "ray")
 
 
-def test_a_cluster_of_this_machine_is_found_where_ray_keeps_its_address(
+def test_a_local_cluster_is_found_by_rays_address_file(
     tmp_path: Path, unused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))

@@ -175,7 +175,7 @@ def test_a_killed_process_is_an_error_and_the_run_goes_on(
 
 
 @pytest.mark.cluster
-def test_a_run_that_is_asked_to_stop_saves_on_its_ranks_and_leaves_nothing(
+def test_a_stopped_run_saves_on_all_ranks_and_leaves_no_process(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"

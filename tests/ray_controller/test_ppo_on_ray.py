@@ -35,7 +35,7 @@ def told(step: Step) -> dict[str, float]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_one_rank_on_ray_is_bit_for_bit_the_run_in_this_process(tmp_path: Path) -> None:
+def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> None:
     here, there = (run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **more}, steps=2) for more in ({}, RAY))
     for ours, theirs in zip(there, here, strict=True):
         assert told(ours) == told(theirs)

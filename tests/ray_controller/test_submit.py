@@ -197,7 +197,7 @@ def test_a_slurm_job_is_a_cluster_of_its_machines(
 
 
 @pytest.mark.cluster
-def test_machines_that_ssh_reaches_are_a_cluster_for_the_length_of_a_run(
+def test_machines_reached_by_ssh_form_a_cluster(
     tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
     words = words_for_scripts(tmp_path)

@@ -69,9 +69,7 @@ def test_what_the_runtime_environment_names_wins_over_what_the_driver_has(machin
 
 
 @pytest.mark.cluster
-def test_the_stack_of_a_rank_that_hangs_comes_from_the_machine_it_is_on(
-    machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
+def test_stack_of_a_hanging_rank_is_read_on_its_machine(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     message, seconds = machines[0].call(failing, "stall", tmp_path / "sign", 4.0)
     assert message.startswith("critic.stall: rank(s) 1 of 2 have not answered for 4.")
     assert "in stall" in message
@@ -80,9 +78,7 @@ def test_the_stack_of_a_rank_that_hangs_comes_from_the_machine_it_is_on(
 
 
 @pytest.mark.cluster
-def test_a_rank_that_is_killed_on_another_machine_is_an_error_within_seconds(
-    machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
+def test_a_rank_killed_on_another_machine_is_a_prompt_error(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     message, seconds = machines[0].call(failing, "kill", tmp_path / "sign")
     assert message.startswith("rank 1 of 2 of critic (process ")
     assert "SIGKILL" in message

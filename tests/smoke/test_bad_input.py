@@ -115,16 +115,14 @@ def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
-def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
-    command: str, words: Callable[..., list[str]], home: Path
-) -> None:
+def test_a_missing_device_is_an_error_before_loading(command: str, words: Callable[..., list[str]], home: Path) -> None:
     run = camshaft(command, *words(home, {"trainer.device": "cuda"}))
     assert (run.status, run.out) == (2, "")
     assert "trainer.device=cpu" in run.err
 
 
 @pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
-def test_a_folder_that_cannot_be_written_is_told_before_anything_is_loaded(
+def test_an_unwritable_folder_is_an_error_before_loading(
     command: str, words: Callable[..., list[str]], home: Path
 ) -> None:
     run = camshaft(command, *words(home, {"trainer.default_local_dir": home / "actor" / "config.json" / "run"}))
@@ -265,7 +263,7 @@ UNLOADABLE: dict[str, tuple[str, list[str]]] = {
 
 
 @pytest.mark.parametrize("case", UNLOADABLE)
-def test_a_reward_that_cannot_be_loaded_ends_the_run_before_it_begins(
+def test_an_unloadable_reward_is_an_error_before_the_run(
     case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body, said = UNLOADABLE[case]
@@ -274,7 +272,7 @@ def test_a_reward_that_cannot_be_loaded_ends_the_run_before_it_begins(
     check(camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})), 1, said)
 
 
-def test_of_a_reward_that_fails_to_import_something_the_users_lines_are_shown(home: Path, tmp_path: Path) -> None:
+def test_a_reward_import_error_shows_the_users_lines(home: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text("import there_is_no_such_module\n")
     run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
     assert run.status == 1

@@ -98,7 +98,7 @@ def test_greedy_responses_are_those_of_transformers(name: str, home: Path, tmp_p
         assert row["responses_log_prob"] == [pytest.approx(total.item(), abs=1e-3)]
 
 
-def test_responses_are_those_of_a_validation_with_the_same_seed_and_sampling(home: Path, tmp_path: Path) -> None:
+def test_responses_match_a_validation_with_the_same_seed(home: Path, tmp_path: Path) -> None:
     assert generate(home, tmp_path / "out.parquet", trainer__seed=7, rollout__temperature=0.5).status == 0
     val = "actor_rollout_ref.rollout.val_kwargs"
     same = {"trainer.seed": 7, f"{val}.n": 2, f"{val}.do_sample": True, f"{val}.temperature": 0.5}
@@ -122,7 +122,7 @@ def test_responses_do_not_depend_on_how_the_work_is_cut(settings: dict[str, Any]
     ]
 
 
-def test_rows_with_long_prompts_can_be_left_out_and_then_their_columns_are_too(home: Path, tmp_path: Path) -> None:
+def test_filtered_overlong_prompts_lose_all_columns(home: Path, tmp_path: Path) -> None:
     texts = ["1+1=", "1+1" * 20, "2+2="]
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": text, "id": i} for i, text in enumerate(texts)])
     refused(generate(home, tmp_path / "out.parquet", data__path=path), "row 1", "rollout.prompt_length=16", status=1)
@@ -216,7 +216,7 @@ def killed_in_call(call: int, words: list[str], hold: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_run_that_was_killed_goes_on_and_its_file_is_that_of_the_undisturbed_run(
+def test_a_killed_run_resumes_with_the_same_output_file(
     call: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = {"rollout.name": holding.NAME, "custom_reward_function.path": even_digits.__file__}
@@ -248,16 +248,14 @@ def parts_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.parts")
 
 
-def test_other_settings_do_not_go_on_from_the_parts_that_are_there(begun: Path, home: Path) -> None:
+def test_changed_settings_do_not_resume_existing_parts(begun: Path, home: Path) -> None:
     run = generate(home, begun, rollout__name=holding.NAME, rollout__temperature=0.5)
     refused(run, "rollout.temperature: 1.0 then, 0.5 now", f"remove {parts_of(begun)}")
     assert parts_of(begun).is_dir()
 
 
 @pytest.mark.slow
-def test_another_model_or_other_prompts_in_the_same_place_do_not_either(
-    begun: Path, home: Path, tmp_path: Path
-) -> None:
+def test_changed_models_or_prompts_do_not_resume_existing_parts(begun: Path, home: Path, tmp_path: Path) -> None:
     other = shutil.copytree(home / "actor", tmp_path / "model")
     same = {"rollout__name": holding.NAME, "model__path": other}
     weights = bytearray((other / "model.safetensors").read_bytes())

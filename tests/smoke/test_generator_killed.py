@@ -29,9 +29,7 @@ RUN: dict[str, Any] = {
 }
 
 
-def test_a_killed_generator_ends_the_run_within_seconds_and_the_run_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold, run, whole = tmp_path / "hold", tmp_path / "run", tmp_path / "whole"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))

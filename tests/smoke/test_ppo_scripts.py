@@ -61,7 +61,7 @@ def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_alone(tmp_path: Path) -> None:
+def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
     done = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"

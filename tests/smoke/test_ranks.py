@@ -62,7 +62,7 @@ def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-def test_gspo_and_dynamic_sampling_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> None:
     # One ratio for a response, whose tokens two ranks share; or each rank has rows of its own.
     changes: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
@@ -80,7 +80,7 @@ def test_gspo_and_dynamic_sampling_do_not_depend_on_the_number_of_ranks(tmp_path
         compare(ranks, alone, rel=1e-6)
 
 
-def test_mismatch_and_its_correction_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
     # A cut distribution, so that the report and the weights are more than rounding, in rows of unequal lengths.
     cut = {
         "actor_rollout_ref.rollout.top_p": 0.6,
@@ -99,7 +99,7 @@ def test_mismatch_and_its_correction_do_not_depend_on_the_number_of_ranks(tmp_pa
 
 
 @pytest.mark.slow
-def test_an_adapter_and_the_model_without_it_as_reference_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_adapter_and_its_reference_do_not_depend_on_ranks(tmp_path: Path) -> None:
     alone = run_ppo(tmp_path, LORA, steps=2)
     compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)
     # The divergence is that from the model under the adapter: nothing at first, then something.
@@ -144,7 +144,7 @@ def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], 
     return recorder.steps, dict(exported.named_parameters())
 
 
-def test_supervised_training_and_its_export_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_supervised_training_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # 16 held-out rows in batches of 6: the last one, of 4, and the others are padded to whole rows per rank.
     adapter = {"model.lora_rank": 4, "data.train_batch_size": 6}
     alone, exported = supervised(tmp_path, strategy="reference", **adapter)
@@ -192,7 +192,7 @@ def lines(run: Path) -> list[str]:
     "async_save",
     [pytest.param(False, id="waiting"), pytest.param(True, id="in the background", marks=pytest.mark.slow)],
 )
-def test_a_run_on_two_ranks_that_was_killed_goes_on_bit_for_bit(
+def test_a_killed_run_on_two_ranks_resumes_bitwise(
     async_save: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, killed = home / "whole", tmp_path / "killed"

@@ -151,7 +151,7 @@ def test_a_supervised_run_that_was_killed_goes_on_bit_for_bit(
     assert AutoTokenizer.from_pretrained(killed / "huggingface")("1+1=")["input_ids"]
 
 
-def test_a_run_that_was_interrupted_says_so_in_a_word_and_goes_on_bit_for_bit(
+def test_an_interrupted_run_reports_it_and_resumes_bitwise(
     command: Command, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -161,7 +161,7 @@ def test_a_run_that_was_interrupted_says_so_in_a_word_and_goes_on_bit_for_bit(
     assert lines(run) == lines(undisturbed)
 
 
-def test_a_run_that_ended_with_an_error_goes_on_bit_for_bit(command: Command, tmp_path: Path) -> None:
+def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
     whole, ended = tmp_path / "whole", tmp_path / "ended"
     ended.mkdir()
     (ended / "stop").write_text("5")
@@ -174,7 +174,7 @@ def test_a_run_that_ended_with_an_error_goes_on_bit_for_bit(command: Command, tm
     assert weights(ended, 6) == weights(whole, 6)
 
 
-def test_a_run_that_goes_on_with_smaller_batches_saves_its_last_step(command: Command, tmp_path: Path) -> None:
+def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
     # 16 of the first 24 rows are done; batches of 4 make 2 more steps of them, and 6 of the second epoch.
     assert camshaft(*command(PPO, tmp_path, total_training_steps=2)).status == 0
     words = command(PPO, tmp_path, total_training_steps="null", save_freq=7)
@@ -207,9 +207,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(
 # -- where a run starts from ----------------------------------------------------------------------
 
 
-def test_disable_starts_afresh_and_what_was_there_is_neither_lost_nor_in_the_way(
-    command: Command, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed, tmp_path / "run")
     again = command(PPO, run, resume_mode="disable", total_training_steps=2, max_actor_ckpt_to_keep=1)
     assert camshaft(*again).status == 0
@@ -232,9 +230,7 @@ def test_resume_path_starts_from_that_step(command: Command, undisturbed: Path, 
     assert weights(tmp_path / "run", 6) == weights(undisturbed, 6)
 
 
-def test_resume_path_back_in_the_same_folder_puts_the_later_steps_aside(
-    command: Command, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_resuming_an_earlier_step_moves_later_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed, tmp_path / "run")
     words = command(PPO, run, resume_mode="resume_path", resume_from_path=run / "global_step_2", save_freq=3)
     assert camshaft(*words).status == 0

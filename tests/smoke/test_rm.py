@@ -146,7 +146,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
     same(run, whole)
 
 
-def test_a_run_that_ended_with_an_error_goes_on_bit_for_bit(whole: Path, home: Path, tmp_path: Path) -> None:
+def test_a_failed_run_resumes_bitwise(whole: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):
         camshaft(*words(home, tmp_path))
@@ -158,7 +158,7 @@ def test_a_run_that_ended_with_an_error_goes_on_bit_for_bit(whole: Path, home: P
 # -- what it has in common with other runs --------------------------------------------------------
 
 
-def test_the_best_step_by_accuracy_is_kept_and_data_may_be_a_folder(home: Path, tmp_path: Path) -> None:
+def test_the_step_with_the_best_accuracy_is_kept(home: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs").mkdir()
     shutil.copy(home / "data" / "preference_train.parquet", tmp_path / "pairs")
     overrides = {

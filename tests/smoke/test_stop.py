@@ -40,9 +40,7 @@ def words(home: Path, run: Path, **more: Any) -> list[str]:
     return ["ppo", *ppo_words(home, {**SHORT, "trainer.default_local_dir": run, **more})]
 
 
-def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, whole = tmp_path / "run", tmp_path / "whole"
     ended = run_until(2, run, words(tmp_path, run), monkeypatch, signal.SIGTERM)
     assert ended.status == 143
@@ -63,7 +61,7 @@ def test_a_run_that_saves_nothing_saves_the_step_in_hand_at_sigterm_and_goes_on_
 @pytest.mark.parametrize(
     ("trainer", "words_of"), [("sft", sft_words), pytest.param("rm", rm_words, marks=pytest.mark.slow)]
 )
-def test_a_supervised_run_ends_at_sigusr1_without_an_export_and_one_that_is_done_takes_no_notice(
+def test_sigusr1_ends_a_supervised_run_without_export(
     trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

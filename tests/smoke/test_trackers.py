@@ -46,9 +46,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     wandb.teardown()  # ends the process that it has beside the run's
 
 
-def test_all_trackers_have_what_the_file_has_and_the_screen_has_a_line_each(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     wanted = {
         "trainer.logger": "[console,jsonl,tensorboard,tracking,mlflow]",
         "trainer.total_training_steps": 2,
@@ -125,7 +123,7 @@ def test_a_run_whose_last_save_fails_in_the_background_has_failed(
 
 
 @pytest.mark.parametrize(("trainer", "words_of"), [("ppo", ppo_words), ("sft", sft_words)])
-def test_a_run_that_was_asked_to_stop_was_killed_and_the_one_that_goes_on_from_it_finishes(
+def test_a_stopped_run_is_killed_and_resumes_to_the_end(
     trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"

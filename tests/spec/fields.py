@@ -201,7 +201,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
         "model.override_config": (f"{_LOADER}::test_override_config_changes_the_model",),
         "model.trust_remote_code": (
-            "tests/unit/checkpoint/test_export.py::test_a_model_with_code_of_its_own_takes_it_along_if_it_is_trusted",
+            "tests/unit/checkpoint/test_export.py::test_trusted_custom_model_code_is_exported",
         ),
         "model.enable_gradient_checkpointing": (f"{_PACKED}::test_gradient_checkpointing_computes_layers_again",),
         "model.gradient_checkpointing_mode": (
@@ -210,7 +210,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "model.use_prefix_grouper": (
             "tests/unit/engine/test_prefix_sharing.py"
-            "::test_the_model_is_given_the_prompt_once_unless_that_is_turned_off",
+            "::test_the_model_computes_a_prompt_once_unless_disabled",
         ),
         "model.random_init": (f"{_LOADER}::test_random_init_depends_on_the_seed_alone",),
         "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
@@ -223,12 +223,12 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "optim.optimizer": (f"{_OPTIMS}::test_a_class_is_given_only_what_it_takes",),
         "optim.override_optimizer_config": (f"{_OPTIMS}::test_overrides_win_and_lists_become_tuples",),
         "optim.lr": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
-        "optim.betas": (f"{_OPTIMS}::test_without_a_name_it_is_adamw_with_all_that_the_config_says",),
+        "optim.betas": (f"{_OPTIMS}::test_the_default_optimizer_is_adamw_with_config_values",),
         "optim.weight_decay": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
         "optim.lr_warmup_steps": (f"{_OPTIMS}::test_warm_up_rises_from_above_zero_to_the_full_rate",),
         "optim.min_lr_ratio": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
         "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_num_cycles_is_the_number_of_cosine_cycles",),
-        "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor",),
+        "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_schedule_decays_from_full_rate_to_minimum",),
         "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
         "grad_clip": (f"{_RULE}[fsdp-norm_is_before_clipping]",),
         "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_configured_dtype",),
@@ -244,10 +244,10 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         **{
             f"options.{name}": (f"{_OPTIONS}::{test}",)
             for test, names in {
-                "test_units_are_the_layers_or_modules_of_a_class_or_of_a_size": (
+                "test_units_are_layers_or_modules_by_class_or_size": (
                     "wrap_policy.transformer_layer_cls_to_wrap", "wrap_policy.min_num_params",
                 ),
-                "test_gathered_weights_are_let_go_of_after_the_forward_pass_or_kept": ("reshard_after_forward",),
+                "test_gathered_weights_are_freed_or_kept_after_forward": ("reshard_after_forward",),
                 "test_the_next_layer_is_asked_for_before_this_one_computes": ("forward_prefetch",),
                 "test_layers_compute_in_the_number_format_that_they_are_told": ("mixed_precision.param_dtype",),
                 "test_gradients_are_summed_in_the_number_format_that_they_are_told": ("mixed_precision.reduce_dtype",),

@@ -24,7 +24,7 @@ _NOTICE = f"{_PLACE}::test_key_without_effect_is_a_warning"
 _HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
 _SCORED = "tests/smoke/test_reward_model.py"
 _DYNAMIC, _PPO_UNIT = (f"tests/unit/trainer/test_{name}.py" for name in ("dynamic", "ppo"))
-_WRITTEN = f"{_PPO_UNIT}::test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all"
+_WRITTEN = f"{_PPO_UNIT}::test_partial_validation_output_is_reported_without_a_shared_folder"
 _BEST = f"{_RUN}::test_best_step_by_the_metric_is_saved"
 _BUFFER = f"{REWARD}.overlong_buffer"
 
@@ -50,7 +50,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "data.val_batch_size": (f"{_RUN}::test_val_batch_size_is_the_size_of_validation_batches",),
     # -- actor, rollout, reference
     "actor_rollout_ref.hybrid_engine": (
-        "tests/unit/config/test_not_yet.py::test_a_value_that_asks_for_a_missing_feature_is_refused_by_name",
+        "tests/unit/config/test_not_yet.py::test_a_value_for_an_unimplemented_feature_is_rejected",
     ),
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
@@ -78,7 +78,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     # -- critic
     f"{CRITIC}.enable": (
-        "tests/unit/config/test_algorithms.py::test_an_estimator_of_ones_own_has_a_critic_if_it_asks_for_one",
+        "tests/unit/config/test_algorithms.py::test_a_custom_estimator_may_request_a_critic",
         "tests/unit/trainer/test_own_algorithms.py::test_the_example_trains",
     ),
     f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_the_critic_must_read_the_actors_token_ids",),
@@ -129,12 +129,12 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_CORRECTION}::test_weights_and_what_is_told_of_them_by_hand",
     ),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (
-        f"{_CORRECTION}::test_normalised_weights_have_mean_one_in_a_run_that_would_else_learn_less",
+        f"{_CORRECTION}::test_normalized_correction_weights_have_mean_one",
     ),
     "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
     "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
     "algorithm.rollout_correction.bypass_mode": (
-        f"{_CORRECTION}::test_with_bypass_mode_the_old_log_probs_are_those_of_the_generator",
+        f"{_CORRECTION}::test_bypass_mode_uses_the_rollout_log_probs",
     ),
     # -- trainer
     **_each(
@@ -160,7 +160,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
     "trainer.val_only": (
         f"{_RUN}::test_key_changes_the_run[trainer.val_only]",
-        f"{_PPO_UNIT}::test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads",
+        f"{_PPO_UNIT}::test_a_standalone_validation_does_not_change_its_run",
     ),
     "trainer.log_val_generations": (_WRITTEN,),
     "trainer.validation_data_dir": (_WRITTEN,),
@@ -174,7 +174,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.best_metric": (_BEST,),
     "trainer.best_metric_mode": (_BEST,),
     "trainer.resume_mode": (
-        f"{_RESUME}::test_disable_starts_afresh_and_what_was_there_is_neither_lost_nor_in_the_way",
+        f"{_RESUME}::test_resume_mode_disable_keeps_earlier_steps_aside",
     ),
     "trainer.resume_from_path": (f"{_RESUME}::test_resume_path_starts_from_that_step",),
     "trainer.use_legacy_worker_impl": (

@@ -150,7 +150,7 @@ _FEATURES: dict[str, Row] = {
     "supervised training on the same engines": (
         "`camshaft sft`.",
         ("tests/unit/trainer/test_sft.py::test_losses_are_those_of_plain_transformers_over_all_trained_tokens",
-         "tests/smoke/test_ranks.py::test_supervised_training_and_its_export_do_not_depend_on_the_number_of_ranks"),
+         "tests/smoke/test_ranks.py::test_supervised_training_does_not_depend_on_the_number_of_ranks"),
     ),
     "an immutable hierarchical config": (
         "Frozen sections that reject unknown keys.",
@@ -181,17 +181,17 @@ _WORKERS: dict[str, Row] = {
         "`DP_COMPUTE_PROTO`. The rollout generates and the actor recomputes the log-probs; in the trainer this is a "
         "separate phase.",
         _role(_TRIO, f"{_ROLES}::test_generation_recomputes_old_log_probs_unless_it_is_told_not_to",
-              f"{_ROLES}::test_log_probs_and_entropy_are_those_of_plain_transformers_at_the_sampling_temperature"),
+              f"{_ROLES}::test_log_probs_and_entropy_match_transformers_at_the_temperature"),
     ),
     f"`{_TRIO}.update_actor(self, data)`": (
         "`DP_COMPUTE_PROTO`. PPO with an entropy bonus and an optional KL loss.",
         _role(_TRIO, f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",
-              f"{_ROLES}::test_an_update_of_the_actor_names_its_metrics_and_moves_the_weights"),
+              f"{_ROLES}::test_an_actor_update_returns_metrics_and_changes_weights"),
     ),
     f"`{_TRIO}.compute_ref_log_prob(self, data)`": (
         "`DP_COMPUTE_PROTO`. Uses a frozen engine, or with LoRA the actor's engine without its adapter.",
         _role(_TRIO, f"{_ROLES}::test_the_reference_stays_where_the_actor_began",
-              f"{_ROLES}::test_with_an_adapter_the_reference_is_the_actors_own_model_without_it"),
+              f"{_ROLES}::test_with_lora_the_reference_is_the_actors_base_model"),
     ),
     f"`{_CRITIC}.init_model(self)`": (
         "`ONE_TO_ALL`. Builds a value model with its optimizer, on any engine.",
@@ -221,7 +221,7 @@ _WORKERS: dict[str, Row] = {
         "A context manager that syncs weights, verifies their checksums, and moves memory between engine and rollout.",
         (f"{_HYBRID}::test_the_rollout_is_woken_given_weights_and_put_to_sleep",
          f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",
-         "tests/unit/reshard/test_faults.py::test_a_fault_on_the_way_is_an_error_that_names_the_weight"),
+         "tests/unit/reshard/test_faults.py::test_a_weight_sync_fault_names_the_weight"),
     ),
     "custom roles": (
         "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` name classes; "
@@ -246,7 +246,7 @@ _WORKERS: dict[str, Row] = {
         "`camshaft ppo` with the same keys and trackers. The module name differs.",
         ("tests/unit/config/test_loader.py::test_the_command_line_of_the_specification_is_accepted",
          "tests/smoke/test_ppo_scripts.py"
-         "::test_the_command_line_of_the_specification_runs_with_other_places_and_sizes_alone"),
+         "::test_the_command_line_of_the_specification_runs"),
     ),
 }  # fmt: skip
 

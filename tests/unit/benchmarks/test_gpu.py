@@ -121,14 +121,14 @@ def test_the_settings_of_the_large_model_are_a_config(tmp_path: Path) -> None:
     assert found.actor_mini_batch() == LARGE.rows == len(gpu_model.rows_of(LARGE, seed=1))
 
 
-def test_the_work_of_an_update_counts_each_row_with_its_own_prompt() -> None:
+def test_update_flops_count_the_prompt_of_each_row() -> None:
     rows = gpu_model.rows_of(TINY, seed=3)
     groups = [roofline.Group(len(p), [len(r)]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
     one_by_one = sum((roofline.evaluation(TINY.shape, [group]) for group in groups), roofline.NOTHING)
     assert gpu_model.work_of(TINY, rows, "bfloat16").operations == pytest.approx(3 * one_by_one.operations)
 
 
-def test_the_bytes_of_generation_are_weights_and_the_keys_and_values_of_real_lengths() -> None:
+def test_generation_bytes_are_weights_plus_kv_of_real_lengths() -> None:
     size, shape = LARGE, LARGE.shape
     weights = shape.weights_of_layers() + shape.hidden * shape.vocab_size
     of_position = 2 * shape.layers * shape.hidden * shape.kv_heads // shape.heads

@@ -41,7 +41,7 @@ def told(learning: Any, seed: int, correct: list[float], algorithm: str = "grpo"
     return learning.Run(task, algorithm, seed, steps, correct, correct, [0.5], 60.0 + seed, 30.0 + seed)
 
 
-def test_a_goal_is_reached_from_the_stated_start_or_below_and_not_from_above(few: Any) -> None:
+def test_a_goal_counts_only_from_at_most_the_stated_start(few: Any) -> None:
     def reached(*correct: float) -> bool:
         return few.reached(few.TASKS["gcd"], told(few, 0, list(correct)))
 
@@ -50,7 +50,7 @@ def test_a_goal_is_reached_from_the_stated_start_or_below_and_not_from_above(few
     assert not reached(0.51, 0.9)
 
 
-def test_the_table_has_mean_least_most_and_how_many_reached_the_goal(few: Any) -> None:
+def test_the_table_has_mean_extremes_and_goal_counts(few: Any) -> None:
     runs = [told(few, 2, [0.4, 0.8]), told(few, 0, [0.4, 0.9]), told(few, 1, [0.4, 0.6])]
     runs.append(told(few, 0, [0.25, 1.0], "gae"))
     _, _, *rows = few.result_table(few.TASKS, runs).splitlines()
@@ -91,9 +91,7 @@ def test_the_mistake_in_spelling_changes_the_ends_alone(learning: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["gcd", "spell_backward"])
-def test_what_is_held_out_is_not_trained_and_six_of_ten_answers_are_mistaken(
-    name: str, few: Any, tmp_path: Path
-) -> None:
+def test_held_out_problems_are_not_trained_and_sixty_percent_err(name: str, few: Any, tmp_path: Path) -> None:
     few.write_problems(name, tmp_path)
     columns = ["prompt", "reward_model"]
     train, heldout = (read_parquet(tmp_path / f"{split}.parquet", columns).rows for split in ("train", "heldout"))
@@ -129,9 +127,7 @@ def test_every_command_has_a_config_that_passes_all_checks(learning: Any, tmp_pa
             assert (config.algorithm.adv_estimator, config.trainer.seed) == (algorithm, 3)
 
 
-def test_what_is_finished_is_not_run_again_until_it_is_asked_for_otherwise(
-    few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_finished_runs_are_not_repeated_by_default(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
     def camshaft(words: list[str], log: Path) -> tuple[float, float]:
@@ -169,6 +165,6 @@ def test_what_is_finished_is_not_run_again_until_it_is_asked_for_otherwise(
     assert ran == ["sft", "ppo", "ppo", "sft", "ppo"]
 
 
-def test_a_run_that_fails_is_told_with_the_end_of_its_log(learning: Any, tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_with_the_end_of_its_log(learning: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"status 2, .*ppo\.log: (.|\n)*no_such_key"):
         learning.camshaft(["ppo", "no_such_key=1"], tmp_path / "ppo.log")

@@ -82,7 +82,7 @@ def test_fallen_ratio_is_measured_twice(
     )
 
 
-def test_a_cell_is_empty_where_a_row_has_no_number_for_it() -> None:
+def test_a_missing_number_is_an_empty_cell() -> None:
     columns = {"side": "{side}", "both": "{a:.1f}, {b:.0%}"}
     rows = [{"side": "one", "a": 1.25, "b": 0.5}, {"side": "two", "a": None, "b": 0.5}]
     assert paired.table(rows, columns).splitlines()[2:] == ["| one | 1.2, 50% |", "| two |  |"]
@@ -90,7 +90,7 @@ def test_a_cell_is_empty_where_a_row_has_no_number_for_it() -> None:
         paired.table([{"side": "three", "a": 1.0}], columns)
 
 
-def test_rows_are_the_seeds_and_half_as_long_as_the_longest_on_average() -> None:
+def test_rows_follow_seeds_and_average_half_the_longest() -> None:
     rows, again = workload.training_rows(512, seed=3), workload.training_rows(512, seed=3)
     assert all(torch.equal(a, b) for a, b in zip(rows.responses, again.responses, strict=True))
     assert len(rows) == workload.PROMPTS * workload.SAMPLES

@@ -48,9 +48,7 @@ def test_a_step_is_all_that_a_loop_does_between_two_rests(steps: Any) -> None:
     assert done == [0, 1]
 
 
-def test_a_loop_that_fails_ends_the_side_and_does_not_keep_it_waiting(
-    steps: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_loop_ends_its_side(steps: Any, capsys: pytest.CaptureFixture[str]) -> None:
     def train() -> None:
         steps.rest()
         raise ValueError("no more memory")
@@ -61,7 +59,7 @@ def test_a_loop_that_fails_ends_the_side_and_does_not_keep_it_waiting(
     assert "ValueError: no more memory" in capsys.readouterr().err
 
 
-def test_the_reward_module_tells_the_share_of_even_ids_at_every_token_and_counts_the_real_ones() -> None:
+def test_reward_module_counts_even_ids_of_real_tokens() -> None:
     even = trl_side.EvenShare()
     even.starts = 2
     ids = torch.tensor([[0, 8, 4, 6, 7, 0], [9, 9, 5, 2, 0, 0]])  # two of a prompt, 0 for padding
@@ -103,7 +101,7 @@ def test_a_careful_step_moves_actor_and_critic_and_leaves_the_reference(tmp_path
     assert all(torch.equal(value, kept[key]) for key, value in loop.reference.state_dict().items())
 
 
-def test_the_settings_with_a_critic_have_critic_reference_and_the_stated_numbers(tmp_path: Path) -> None:
+def test_settings_with_a_critic_match_the_stated_numbers(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, hidden=16, layers=1)
     (tmp_path / "train.parquet").touch()
     found = config(tmp_path, **with_critic(tmp_path))

@@ -20,7 +20,7 @@ def saved(root: Path, *steps: int, best: int | None = None) -> None:
         CheckpointManager(root).save(step, {"actor": role}, {}, {}, best=best)
 
 
-def test_each_step_has_a_line_with_what_can_be_told_of_it(tmp_path: Path) -> None:
+def test_each_step_has_one_line(tmp_path: Path) -> None:
     saved(tmp_path, 5, 10, 20, best=5)
     os.truncate(tmp_path / "global_step_20" / "actor" / "weights.bin", 1_000_000)
     two_hours_ago = time.time() - 7300

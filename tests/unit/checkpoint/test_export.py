@@ -55,7 +55,7 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_large_model_is_written_as_several_files_that_transformers_puts_together(tmp_path) -> None:
+def test_a_large_model_is_exported_as_several_files(tmp_path) -> None:
     source = tiny_folder()
     weights = trained(source)
     third = sum(tensor.nbytes for tensor in weights.values()) // 3
@@ -68,7 +68,7 @@ def test_a_large_model_is_written_as_several_files_that_transformers_puts_togeth
     assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
 
 
-def test_an_error_of_the_rank_that_writes_leaves_no_other_rank_waiting(tmp_path: Path) -> None:
+def test_a_write_error_on_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     taken = []
 
@@ -97,7 +97,7 @@ def test_the_number_format_and_the_changed_config_are_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
-def test_weights_that_are_not_those_of_the_model_are_named_and_nothing_appears(change: str, tmp_path: Path) -> None:
+def test_weights_of_another_model_are_named_and_not_exported(change: str, tmp_path: Path) -> None:
     weights = trained(tiny_folder())
     name = "model.layers.0.mlp.up_proj.weight"
     weights = {(f"wrapped.{n}" if n == name and change == "unknown" else n): w for n, w in weights.items()}
@@ -138,9 +138,7 @@ def test_only_an_older_export_is_replaced(tmp_path: Path) -> None:
     export_hugging_face(weights.items(), source, empty)
 
 
-def test_a_model_with_code_of_its_own_takes_it_along_if_it_is_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trusted_custom_model_code_is_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
     source = Path(shutil.copytree(tiny_folder(), tmp_path / "source"))
     (source / "modeling_mine.py").write_text(
@@ -177,7 +175,7 @@ def engine_with(
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_every_head_is_exported_under_its_own_class_and_gives_the_engines_numbers(
+def test_every_exported_head_reproduces_the_engine(
     head: Literal["causal_lm", "value", "reward"], loader: Any, family: str, tmp_path: Path
 ) -> None:
     engine = engine_with(head, family=family)
@@ -210,7 +208,7 @@ def shifted(engine: SingleDeviceEngine, by: float) -> Any:
     return run
 
 
-def test_numbers_that_differ_from_the_engines_end_the_export_with_the_difference(tmp_path: Path) -> None:
+def test_an_export_with_different_log_probs_fails(tmp_path: Path) -> None:
     engine, source = engine_with("causal_lm"), model_in(tiny_folder())
     for dtype, by, off in (("float32", 0.01, r"[0-9.]+e-0[34], allowed 1e-04"), ("bfloat16", 0.9, "5e-02")):
         with pytest.raises(CheckpointError, match=rf"log_probs of transformers and .* differ by .*{off}"):

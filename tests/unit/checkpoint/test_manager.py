@@ -65,7 +65,7 @@ def test_a_step_that_lost_a_part_is_passed_over(lost: str, tmp_path: Path, caplo
     assert "global_step_2" in caplog.text
 
 
-def test_a_step_that_could_not_be_written_leaves_the_older_one_whatever_is_kept(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_older_step(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1)
     with pytest.raises(OSError, match="no space"):
         manager.save(2, {"actor": role(), "critic": fails}, {}, {"actor": 1, "critic": 1})
@@ -75,7 +75,7 @@ def test_a_step_that_could_not_be_written_leaves_the_older_one_whatever_is_kept(
     assert (tmp_path / LATEST).read_text() == "1"
 
 
-def test_a_step_that_is_written_again_never_counts_with_old_and_new_parts(tmp_path: Path) -> None:
+def test_a_rewritten_step_never_mixes_old_and_new_parts(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path), 1), 2, text="old")
     with pytest.raises(OSError, match="no space"):
         manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
@@ -102,7 +102,7 @@ def test_without_a_number_all_are_kept(tmp_path: Path) -> None:
     assert list(there(tmp_path)) == [1, 2, 3]
 
 
-def test_a_step_that_is_not_whole_is_not_one_of_those_kept(tmp_path: Path) -> None:
+def test_incomplete_steps_do_not_count_for_retention(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path), 1), 2)
     storage.remove(tmp_path / "global_step_2" / "trainer")
     save(manager, 3, actor=2, critic=2)
@@ -111,7 +111,7 @@ def test_a_step_that_is_not_whole_is_not_one_of_those_kept(tmp_path: Path) -> No
     assert list(there(tmp_path)) == [3, 4]
 
 
-def test_what_a_kill_in_mid_write_left_is_swept_away_by_the_next_step(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_write_are_removed_by_the_next_step(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1)
     (tmp_path / "global_step_2" / "actor.unfinished").mkdir(parents=True)
     save(manager, 3)
@@ -131,7 +131,7 @@ def test_steps_of_an_earlier_run_are_move_aside_and_not_lost(tmp_path: Path) -> 
     assert manager.latest() is None
 
 
-def test_a_step_is_opened_by_its_folder_or_an_error_says_what_is_there(tmp_path: Path) -> None:
+def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path / "run"), 2), 4)
     assert CheckpointManager(tmp_path / "other").open(tmp_path / "run" / "global_step_2").step == 2
     with pytest.raises(CheckpointError, match="no checkpoint folder"):
@@ -162,7 +162,7 @@ def test_the_second_place_holds_whole_steps_of_its_own(tmp_path: Path) -> None:
     assert found.step == 1
 
 
-def test_the_second_place_may_be_a_url_and_its_steps_come_back(tmp_path: Path) -> None:
+def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
     manager = CheckpointManager(tmp_path / "run", second="memory://steps/run/")
     try:
@@ -190,7 +190,7 @@ def with_best(manager: CheckpointManager, step: int, best: int | None, keep: int
     manager.save(step, {name: role() for name in BOTH}, {}, dict.fromkeys(BOTH, keep), best=best)
 
 
-def test_the_best_step_stays_beside_the_newest_until_there_is_a_better_one(tmp_path: Path) -> None:
+def test_the_best_step_is_kept_until_a_better_one_exists(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     found = []
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
@@ -234,7 +234,7 @@ def lost(second: str, part: str) -> None:
     storage.remove(f"{second}/{part}")
 
 
-def test_a_run_that_has_no_step_here_fetches_the_newest_whole_one(second: str, tmp_path: Path) -> None:
+def test_a_run_without_local_steps_fetches_the_newest_complete_one(second: str, tmp_path: Path) -> None:
     first = CheckpointManager(tmp_path / "a", second)
     for step in (1, 2, 10, 11):
         save(first, step, text=f"weights of {step}")
@@ -247,7 +247,7 @@ def test_a_run_that_has_no_step_here_fetches_the_newest_whole_one(second: str, t
     assert Path(found.role("critic"), "weights.txt").read_text() == "weights of 10"
 
 
-def test_a_step_that_is_here_is_taken_before_a_newer_one_there(second: str, tmp_path: Path) -> None:
+def test_a_local_step_precedes_a_newer_remote_step(second: str, tmp_path: Path) -> None:
     save(save(CheckpointManager(tmp_path / "a", second), 1), 2)
     save(CheckpointManager(tmp_path / "b"), 1)
     found = CheckpointManager(tmp_path / "b", second).latest()
@@ -255,9 +255,7 @@ def test_a_step_that_is_here_is_taken_before_a_newer_one_there(second: str, tmp_
     assert found.step == 1
 
 
-def test_steps_that_an_earlier_run_left_there_are_not_those_of_a_run_that_began_anew(
-    second: str, tmp_path: Path
-) -> None:
+def test_steps_of_an_earlier_run_do_not_belong_to_a_new_run(second: str, tmp_path: Path) -> None:
     save(CheckpointManager(tmp_path / "a", second), 30)
     save(CheckpointManager(tmp_path / "b", second), 5)
     found = CheckpointManager(tmp_path / "c", second).latest()
@@ -280,7 +278,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     assert "skipped" in caplog.text
 
 
-def test_a_step_written_again_over_a_background_save_has_no_old_part(tmp_path: Path) -> None:
+def test_a_step_rewritten_after_a_background_save_has_no_old_part(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1, text="old")
     manager.save(1, {"actor": role("new"), "critic": lambda *_: None}, {}, {})
     assert there(tmp_path) == {1: ["actor", "trainer"]}
@@ -307,7 +305,7 @@ def test_a_model_folder_stands_in_both_places_before_the_step_counts(tmp_path: P
     assert found.step == 1
 
 
-def test_a_model_folder_goes_with_its_role_even_if_later_steps_have_none(tmp_path: Path) -> None:
+def test_a_model_folder_is_removed_with_its_role(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (1, 2):
         with_export(manager, step, actor=2)
@@ -321,7 +319,7 @@ def test_a_model_folder_goes_with_its_role_even_if_later_steps_have_none(tmp_pat
     assert there(tmp_path) == {4: ["actor", "critic", "trainer"]}
 
 
-def test_no_run_goes_on_from_a_model_folder_so_it_may_be_moved_away(tmp_path: Path) -> None:
+def test_no_run_resumes_from_a_model_folder(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     with_export(manager, 1)
     (tmp_path / "run" / "global_step_1" / "actor_huggingface").rename(tmp_path / "mine")
@@ -330,7 +328,7 @@ def test_no_run_goes_on_from_a_model_folder_so_it_may_be_moved_away(tmp_path: Pa
     assert found.step == 1
 
 
-def test_a_step_that_is_written_again_has_no_model_folder_of_the_first_time(tmp_path: Path) -> None:
+def test_a_rewritten_step_has_no_old_model_folder(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", str(tmp_path / "second"))
     with_export(manager, 1)
     save(manager, 1)
@@ -341,7 +339,7 @@ def test_a_step_that_is_written_again_has_no_model_folder_of_the_first_time(tmp_
 # -- a role that writes in the background ---------------------------------------------------------
 
 
-def test_an_older_step_stays_until_every_role_of_the_newer_one_is_there(tmp_path: Path) -> None:
+def test_an_older_step_stays_until_the_newer_is_complete(tmp_path: Path) -> None:
     written: list[str] = []  # what the background has been told and not done
 
     def later(local: str, second: str | None) -> None:

@@ -55,7 +55,7 @@ def test_what_goes_together_passes(words, more):
     load_ppo([*words, *more])
 
 
-def test_an_estimator_of_ones_own_has_a_critic_if_it_asks_for_one(words):
+def test_a_custom_estimator_may_request_a_critic(words):
     own = [*words, "algorithm.adv_estimator=my.module:mine"]
     assert not load_ppo(own).needs_critic()
     assert load_ppo([*own, "critic.enable=true"]).needs_critic()

@@ -82,19 +82,19 @@ def test_a_dict_that_holds_both_names_differently_is_an_error():
         from_container({"algorithm": {"gemma": 0.9, "gamma": 1.0}}, PPOConfig)
 
 
-def test_a_wrong_value_under_an_older_name_is_told_under_the_new_one(words):
+def test_errors_under_a_deprecated_name_show_the_new_name(words):
     with pytest.raises(ConfigError, match=r"algorithm\.gamma = 7\n.*<= 1"):
         load_ppo([*words, "algorithm.gemma=7"])
 
 
-def test_the_older_global_micro_batch_size_is_a_key_of_its_own(words, warnings):
+def test_the_deprecated_global_micro_batch_size_is_a_separate_key(words, warnings):
     config = load_ppo([*words, "actor_rollout_ref.actor.ppo_micro_batch_size=32"])
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size == 32
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None
     assert not warnings.messages
 
 
-def test_the_table_leads_to_keys_that_exist_from_names_that_do_not():
+def test_the_alias_table_maps_unknown_names_to_keys():
     known = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
     assert all(key in known and alias not in known for alias, key in ALIASES.items())
     assert all(key in known for key in VALUE_ALIASES)

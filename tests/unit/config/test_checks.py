@@ -20,7 +20,7 @@ def _error(words, load=load_ppo) -> str:
 # -- batch arithmetic -----------------------------------------------------------------------------
 
 
-def test_a_batch_that_is_not_whole_mini_batches_is_told_with_the_sum(words):
+def test_an_indivisible_batch_shows_the_arithmetic(words):
     # 1000 x 4 = 4000 sequences; a mini-batch is 256 x 4 = 1024; 4000 = 3 x 1024 + 928.
     # 768 = 3 x 256 and 1024 = 4 x 256 would fit; 250 is the largest divisor of 1000 that is not above 256.
     text = _error([*words, "data.train_batch_size=1000", f"{ROLLOUT}.n=4"])
@@ -38,7 +38,7 @@ def test_the_critics_mini_batch_is_checked_by_itself_where_it_differs(words):
     load_ppo([*words, "critic.ppo_mini_batch_size=100", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
-def test_a_mini_batch_larger_than_the_batch_is_told_with_what_to_type(words):
+def test_a_mini_batch_above_the_batch_size_is_an_error(words):
     text = _error([*words, "data.train_batch_size=32"])
     assert f"Set {ACTOR}.ppo_mini_batch_size=32" in text
 
@@ -122,7 +122,7 @@ def test_a_run_needs_prompts_for_one_iteration(words):
     assert "data.train_batch_size=1024" in _error([*words, "data.train_max_samples=1000"])
 
 
-def test_micro_batch_per_rank_prefers_the_newer_key_and_splits_the_older():
+def test_per_rank_micro_batch_prefers_the_newer_key():
     assert micro_batch_per_rank(3, 64, 8) == 3
     assert micro_batch_per_rank(None, 64, 8) == 8
     with pytest.raises(ConfigError, match="64 do not split evenly over 7 ranks"):
@@ -244,7 +244,7 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.do_sample=false"], f"Set {ROLLOUT}.do_sample=true."),
     ],
 )
-def test_a_correction_that_cannot_be_made_is_told_with_what_to_type(words, more, expected):
+def test_an_impossible_correction_is_an_error_with_a_fix(words, more, expected):
     text = _error([*words, *more])
     assert "1 error in the config" in text
     assert expected in text
@@ -314,7 +314,7 @@ def test_data_may_be_a_folder_a_pattern_or_a_url(words, tmp_path):
     assert "no file matches" in _error([*words, f"data.train_files='{tmp_path}/*.parq'"])
 
 
-def test_a_relative_path_is_told_with_the_folder_it_was_looked_for_in(words, tmp_path, monkeypatch):
+def test_a_missing_relative_path_is_shown_with_its_folder(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])
 

@@ -117,7 +117,7 @@ def test_validation_samples_in_its_own_way(words):
     assert sampling(config, validate=True) == train | {"temperature": 0, "top_k": -1, "do_sample": False}
 
 
-def test_one_clip_ratio_sets_both_sides_and_each_side_can_be_set(words):
+def test_clip_ratio_sets_both_sides_unless_overridden(words):
     def clip(*more: str) -> tuple[float, float]:
         return load_ppo([*words, *more]).actor_rollout_ref.actor.clip_range()
 
@@ -142,7 +142,7 @@ def test_mini_batches_per_rank_count_sequences(words):
     assert config.critic_mini_batch_per_rank(Topology(8)) == 64
 
 
-def test_the_tokenizer_and_the_order_of_data_have_defaults_of_their_own(words, tmp_path):
+def test_tokenizer_and_data_order_have_separate_defaults(words, tmp_path):
     config = load_ppo([*words, "trainer.seed=3"])
     assert (config.tokenizer_path(), config.data_seed()) == (f"{tmp_path}/model", 3)
     config = load_ppo([*words, f"data.tokenizer={tmp_path}", "data.seed=0"])
@@ -165,7 +165,7 @@ def test_a_supervised_engine_is_told_the_same_things(sft_words):
     assert (by_tokens.micro_batch_size, by_tokens.max_tokens, by_tokens.infer_max_tokens) == (None, 8192, 8192)
 
 
-def test_a_reward_model_that_is_trained_may_have_a_new_head_and_one_that_scores_may_not(words, sft_words):
+def test_only_a_trained_reward_model_may_have_a_new_head(words, sft_words):
     engine = rm_engine(load_rm([*sft_words, "data.micro_batch_size_per_gpu=3"]), total_steps=10)
     assert (engine.model.head, engine.model.new_head) == ("reward", True)
     assert (engine.micro_batch_size, engine.infer_micro_batch_size) == (3, 3)

@@ -171,7 +171,7 @@ def test_a_word_without_a_key_is_told(word, words):
     assert f"in {word}\n" in _error([*words, word])
 
 
-def test_a_key_at_the_wrong_level_is_told_with_the_right_one(words):
+def test_a_key_at_the_wrong_level_suggests_the_right_one(words):
     assert "Did you mean actor_rollout_ref.actor.optim.lr?" in _error([*words, "actor_rollout_ref.actor.lr=1e-6"])
 
 
@@ -388,7 +388,7 @@ def test_jobs_of_a_sweep_may_not_share_a_folder_of_checkpoints(words, capfd):
     assert (status, len(configs)) == (0, 4)
 
 
-def test_a_folder_named_after_the_experiment_is_parted_by_the_name_of_the_experiment(words, capfd):
+def test_a_sweep_varies_the_folder_by_experiment_name(words, capfd):
     sweep = ["-m", *words, "actor_rollout_ref.actor.optim.lr=1e-6,1e-5"]
     assert _run(sweep) == (2, [])
     typed = "trainer.experiment_name=lr_${actor_rollout_ref.actor.optim.lr}"
@@ -398,7 +398,7 @@ def test_a_folder_named_after_the_experiment_is_parted_by_the_name_of_the_experi
     assert (status, names) == (0, ["lr_1e-06", "lr_1e-05"])
 
 
-def test_jobs_of_a_sweep_may_not_share_the_folder_of_the_finished_model(sft_words, capfd):
+def test_sweep_jobs_may_not_share_the_export_folder(sft_words, capfd):
     sweep = ["-m", *sft_words, "trainer.seed=1,2", "trainer.experiment_name=${trainer.seed}", "trainer.export_path=out"]
     assert _run(sweep, SFTConfig) == (2, [])
     assert "2 jobs of this sweep would write to trainer.export_path=out" in capfd.readouterr().err

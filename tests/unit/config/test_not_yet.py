@@ -21,7 +21,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("custom_reward_function.path=s3://bucket/reward.py", "accept a URL"),
     ],
 )
-def test_a_value_that_asks_for_a_missing_feature_is_refused_by_name(words, word, instead):
+def test_a_value_for_an_unimplemented_feature_is_rejected(words, word, instead):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, word])
     text = str(caught.value)

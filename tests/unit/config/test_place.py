@@ -15,7 +15,7 @@ def test_all_roles_share_the_global_pool(words: list[str]) -> None:
     assert config.trainer.backend() == "local"
 
 
-def test_a_role_on_a_pool_of_its_own_has_the_ranks_of_that_pool(words: list[str]) -> None:
+def test_a_role_on_a_separate_pool_uses_its_ranks(words: list[str]) -> None:
     pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c"]
     config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=2", *pool])
     assert config.topology() == Topology(2, 1)

@@ -38,7 +38,7 @@ def test_without_enable_nothing_of_it_is_looked_at(words):
     assert (config.needs_function(), config.needs_reward_engine(), config.needs_raw_chat()) == (True, False, False)
 
 
-def test_the_engine_is_told_a_forward_only_model_with_a_reward_head(on, tmp_path):
+def test_the_reward_engine_is_forward_only_with_a_reward_head(on, tmp_path):
     engine = reward_engine(load_ppo([*on, f"+{MODEL}.override_config.attention_dropout=0.0"]), Topology(8))
     assert (engine.model.path, engine.model.head, engine.optim) == (f"{tmp_path}/rm", "reward", None)
     assert engine.model.override_config == {"attention_dropout": 0.0}
@@ -71,7 +71,7 @@ def test_messages_are_kept_where_the_model_reads_them_or_somebody_asks(on, words
     assert load_ppo([*words, "data.return_raw_chat=true"]).needs_raw_chat()
 
 
-def test_a_reward_model_can_do_without_a_function_and_nothing_else_can(on, words):
+def test_only_reward_model_runs_may_lack_a_reward_function(on, words):
     assert load_ppo(on).needs_function()
     assert not load_ppo([*on, "custom_reward_function.name=null"]).needs_function()
     assert load_ppo([*words, "custom_reward_function.name=null"]).needs_function()
@@ -147,6 +147,6 @@ def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
     assert "must be the tokenizer of the responses" in text
 
 
-def test_of_a_class_of_ones_own_nothing_is_asked_but_its_name(on):
+def test_only_the_name_of_a_custom_class_is_checked(on):
     own = ["reward_model.worker_cls=my_pkg.judge:Judge", f"{MODEL}.path=/nowhere", "reward_model.strategy=mine"]
     assert not load_ppo([*on, *own]).needs_reward_engine()

@@ -89,7 +89,7 @@ def test_activations_cannot_be_offloaded_either(words):
     assert "Set critic.strategy=fsdp" in text
 
 
-def test_a_reference_that_follows_the_actor_is_told_in_one_word_with_it(words):
+def test_a_reference_with_the_actors_layout_is_reported_once(words):
     words = [*words, "algorithm.use_kl_in_reward=true"]
     text = _error([*words, f"{ACTOR}.use_torch_compile=true"])
     assert "1 error in the config" in text
@@ -199,7 +199,7 @@ def test_options_of_an_engine_are_checked_by_its_schema(words):
     assert "unknown option; there are none." in text
 
 
-def test_option_with_a_key_of_its_own_is_rejected_in_engine_kwargs(words, sft_words):
+def test_options_with_their_own_key_are_rejected_in_engine_kwargs(words, sft_words):
     text = _error([*words, f"{ACTOR}.strategy=fsdp", f"+{ACTOR}.engine_kwargs.param_offload=true"])
     assert "1 error in the config" in text
     assert f"duplicates {ACTOR}.fsdp_config.param_offload. Set that key instead." in text
@@ -283,7 +283,7 @@ def _typed(prefix: str) -> list[str]:
     return [f"{prefix}.{name}={value}" for name, value in EVERYTHING.items()]
 
 
-def test_every_option_of_the_sharded_engine_has_a_key_for_each_trained_model(words, sft_words):
+def test_every_sharded_engine_option_has_config_keys(words, sft_words):
     actor = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", f"{ACTOR}.checkpoint.async_save=true"]
     actor += [f"{MODEL}.enable_activation_offload=true", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
     config = load_ppo(_on(words, 8, *actor))
@@ -325,7 +325,7 @@ def test_the_defaults_of_the_keys_are_those_of_the_engine(words):
         assert FSDPOptions.of(options) == FSDPOptions()
 
 
-def test_the_reference_takes_over_layout_numbers_and_compilation_and_none_of_training(words):
+def test_the_reference_inherits_layout_dtypes_and_compilation_only(words):
     more = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", "algorithm.use_kl_in_reward=true"]
     more.append(f"{ACTOR}.ulysses_sequence_parallel_size=2")
     ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more)), Topology(8)).options)
@@ -431,7 +431,7 @@ def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
     ],
 )
 @pytest.mark.parametrize("size", ["ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"])
-def test_an_exact_kl_needs_a_reference_that_is_laid_out_like_the_actor(words, switch, key, size):
+def test_exact_kl_needs_the_actors_layout_for_the_reference(words, switch, key, size):
     cut, other = f"{ACTOR}.{size}=2", f"{REF}.{size}=1"
     load_ppo(_on(words, 4, switch, f"{key}=full", cut, f"{REF}.{size}=2"))
     text = _error(_on(words, 4, switch, f"{key}=full", cut, other))

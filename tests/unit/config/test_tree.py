@@ -33,7 +33,7 @@ def test_a_mapping_of_the_users_own_is_a_leaf():
     }
 
 
-def test_a_dotted_name_in_a_file_is_a_path_but_not_inside_the_users_own_mapping():
+def test_dotted_names_are_paths_except_inside_user_mappings():
     tree = {"a.b": 1, "a": {"c": 2, 3: 4}, "own": {"x.y": 5, 6: 7}}
     assert nested(tree, ["own"]) == {"a": {"b": 1, "c": 2, "3": 4}, "own": {"x.y": 5, 6: 7}}
 

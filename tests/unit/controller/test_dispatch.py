@@ -82,14 +82,14 @@ def test_a_registered_function_is_still_itself():
 # -- the plain modes ---------------------------------------------------------------------------------
 
 
-def test_one_to_all_gives_all_ranks_the_same_and_returns_what_rank_zero_did():
+def test_one_to_all_sends_the_same_and_returns_rank_zero():
     calls = scatter(Dispatch.ONE_TO_ALL, CROSSED, ("x",), {"k": 1})
     assert calls == [(("x",), {"k": 1})] * 4
     assert gather(Dispatch.ONE_TO_ALL, CROSSED, ["a", "b", "c", "d"]) == "a"
     assert [result_slot(Dispatch.ONE_TO_ALL, seat) for seat in CROSSED] == [0, None, None, None]
 
 
-def test_one_to_all_does_not_split_a_batch_or_a_list_of_as_many_entries_as_ranks():
+def test_one_to_all_does_not_split_batches_or_lists():
     batch = numbered(4)
     calls = scatter(Dispatch.ONE_TO_ALL, FLAT, (batch, [1, 2]), {})
     assert all(call is not None and call[0][0] is batch and call[0][1] == [1, 2] for call in calls)
@@ -107,7 +107,7 @@ def test_all_to_all_takes_and_returns_one_entry_per_rank():
     assert [result_slot(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
 
 
-def test_all_to_all_refuses_what_is_not_a_list_with_an_entry_per_rank():
+def test_all_to_all_needs_a_list_with_one_entry_per_rank():
     with pytest.raises(
         BatchError, match="argument 0 must be a list with one entry for each of 2 ranks; got a list of 3"
     ):
@@ -139,7 +139,7 @@ def test_every_batch_is_split_and_every_other_argument_goes_to_all():
     assert second[1]["beta"] is None
 
 
-def test_one_rank_gets_the_very_batch_and_gives_back_the_very_result():
+def test_one_rank_receives_and_returns_the_same_objects():
     batch = numbered(3)
     (call,) = scatter(DP, ALONE, (batch,), {})
     assert call is not None
@@ -147,7 +147,7 @@ def test_one_rank_gets_the_very_batch_and_gives_back_the_very_result():
     assert gather(DP, ALONE, [batch]) is batch
 
 
-def test_rows_that_do_not_divide_are_an_error_that_does_the_sum():
+def test_indivisible_rows_show_the_arithmetic():
     with pytest.raises(BatchError, match=r"argument 0 has 5 rows.*2 data-parallel ranks \(5 = 2 x 2 \+ 1\)") as caught:
         scatter(DP, FLAT, (numbered(5),), {})
     assert "pad_to_divisor(2)` adds 1 rows" in str(caught.value)
@@ -166,7 +166,7 @@ def test_an_empty_batch_goes_through():
     assert len(gather(DP, FLAT, results)) == 0
 
 
-def test_results_are_merged_in_the_order_of_dp_rank_with_the_meta_info_of_dp_rank_zero_and_of_each():
+def test_results_are_merged_in_the_order_of_dp_rank():
     low, high = numbered(4, of="low").reorder([0, 1]), numbered(4, of="high").reorder([2, 3])
     merged = gather(DP, CROSSED, [None, high, "not looked at", low])
     assert merged["row"].tolist() == [0, 1, 2, 3]
@@ -203,7 +203,7 @@ def test_a_metric_returned_by_a_lone_rank_is_an_error_too():
         ([Seat(), Seat()], "rank 0 of 2 has a seat that does not match"),
     ],
 )
-def test_seats_that_do_not_cover_the_batch_once_are_an_error_before_anything_runs(seats: list[Seat], said: str):
+def test_seats_must_cover_the_batch_exactly_once(seats: list[Seat], said: str):
     with pytest.raises(BatchError, match=said):
         scatter(DP, seats, (numbered(2),), {})
     with pytest.raises(BatchError, match=said):

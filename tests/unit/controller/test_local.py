@@ -74,7 +74,7 @@ def test_nothing_is_left_when_the_driver_forgets_to_shut_down(tmp_path: Path):
         assert still_running(pids, 5) == []
 
 
-def test_an_interrupt_on_the_driver_ends_the_ranks_and_is_an_interrupt(tmp_path: Path):
+def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
     driver, pids = start_driver(tmp_path, "toy.stall(1)")
     with driver:
         assert len(pids) == 4
@@ -86,7 +86,7 @@ def test_an_interrupt_on_the_driver_ends_the_ranks_and_is_an_interrupt(tmp_path:
 
 
 @pytest.mark.alone
-def test_a_start_takes_less_than_a_second_once_the_fork_server_runs():
+def test_starting_a_pool_from_the_fork_server_takes_under_a_second():
     seconds = []
     for _ in range(3):
         started = time.monotonic()

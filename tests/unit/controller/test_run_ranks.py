@@ -32,7 +32,7 @@ def threads() -> int:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_function_of_a_test_module_runs_on_every_rank_of_a_group(world_size: int):
+def test_run_ranks_runs_a_function_on_every_rank(world_size: int):
     assert run_ranks(sum_over_ranks, world_size, 1.5) == [(rank, 1.5 * world_size) for rank in range(world_size)]
 
 

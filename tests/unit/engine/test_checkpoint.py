@@ -170,7 +170,7 @@ def write_module(folder: str) -> list[bool]:
     return same + [torch.equal(full(state[i][key]), full(found[i][key])) for i in state for key in state[i]]
 
 
-def test_tensor_parallel_and_sharded_modules_come_back_and_fit_a_plain_one(tmp_path: Path) -> None:
+def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     assert run_ranks(write_module, 4, folder) == [[True] * (4 + 4 * 3)] * 4
 
@@ -299,7 +299,7 @@ def write_with_little_room(folder: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_without_room_is_named_on_every_rank_and_the_older_one_stays(rank: int, tmp_path: Path) -> None:
+def test_a_full_disk_names_the_rank_and_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     run_ranks(write, 2, str(folder), "1d")
     (folder / "older").touch()

@@ -45,7 +45,7 @@ def test_no_two_micro_batches_would_fit_into_one_budget_by_far(lengths: list[int
 
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(12, 30))
-def test_the_count_is_the_fewest_that_an_exhaustive_search_finds_or_one_more(lengths: list[int], budget: int) -> None:
+def test_the_count_is_at_most_one_above_the_optimum(lengths: list[int], budget: int) -> None:
     assert len(plan_micro_batches(torch.tensor(lengths), None, budget)) - fewest(lengths, budget) in (0, 1)
 
 
@@ -109,7 +109,7 @@ def test_a_long_row_counts_as_more_than_its_tokens() -> None:
 
 
 @given(LENGTHS, st.integers(30, 80), st.integers(1, 8) | st.none(), st.integers(0, 50))
-def test_more_micro_batches_for_the_sake_of_other_ranks_keep_every_limit(
+def test_additional_micro_batches_respect_all_limits(
     lengths: list[int], budget: int, size: int | None, more: int
 ) -> None:
     alone = plan_micro_batches(torch.tensor(lengths), size, budget)

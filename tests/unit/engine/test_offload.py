@@ -68,7 +68,7 @@ def test_nothing_moves_where_nothing_rests(monkeypatch: pytest.MonkeyPatch) -> N
         assert parts.moves == []
 
 
-def test_an_inner_block_leaves_to_the_outer_one_what_that_has_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_blocks_leave_loaded_parts_to_the_outer_block(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         parts, module, optimizer = _made(("optimizer",), monkeypatch)
         _step(parts, module, optimizer)

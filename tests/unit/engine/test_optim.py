@@ -25,7 +25,7 @@ def test_cosine_goes_from_the_full_rate_to_the_floor() -> None:
     assert [rate(optim, k) for k in range(6)] == pytest.approx(expected)
 
 
-def test_linear_goes_in_a_straight_line_from_the_full_rate_to_the_floor() -> None:
+def test_linear_schedule_decays_from_full_rate_to_minimum() -> None:
     optim = OptimConfig(
         lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=2, total_training_steps=6, min_lr_ratio=0.25
     )
@@ -82,7 +82,7 @@ def built(**optim: Any) -> torch.optim.Optimizer:
     return build_optimizer([torch.nn.Parameter(torch.ones(2, 2))], OptimConfig(**optim))
 
 
-def test_without_a_name_it_is_adamw_with_all_that_the_config_says() -> None:
+def test_the_default_optimizer_is_adamw_with_config_values() -> None:
     optimizer = built(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.25)
     assert type(optimizer) is torch.optim.AdamW
     told = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": None, "fused": True}
@@ -99,7 +99,7 @@ def test_a_class_is_given_only_what_it_takes(name: str) -> None:
     assert "betas" not in optimizer.defaults
 
 
-def test_a_class_that_is_no_adam_is_asked_for_lists_of_tensors() -> None:
+def test_other_optimizer_classes_use_foreach() -> None:
     assert built(optimizer="RMSprop").defaults["foreach"] is True
 
 
@@ -236,5 +236,5 @@ def local_part(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def test_a_number_on_one_rank_that_is_not_finite_stops_the_step_on_all() -> None:
+def test_a_non_finite_gradient_on_one_rank_skips_the_step_everywhere() -> None:
     assert run_ranks(one_bad_number, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4

@@ -78,7 +78,7 @@ def test_a_plan_keeps_prefix_groups_within_the_budget_together(data: st.DataObje
 
 
 @pytest.mark.parametrize(("share", "computed"), [(True, 7), (False, 12)])
-def test_the_model_is_given_the_prompt_once_unless_that_is_turned_off(tmp_path, share: bool, computed: int) -> None:
+def test_the_model_computes_a_prompt_once_unless_disabled(tmp_path, share: bool, computed: int) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden=16))
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path, use_prefix_grouper=share)))
     engine.init_model()
@@ -95,7 +95,7 @@ def test_the_model_is_given_the_prompt_once_unless_that_is_turned_off(tmp_path, 
     [{"attention_dropout": 0.1}, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}],
     ids=["dropout", "window"],
 )
-def test_models_in_which_rows_do_not_share_a_prompt_compute_it_for_each(tmp_path, changes) -> None:
+def test_models_without_prefix_sharing_compute_each_prompt(tmp_path, changes) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden=16, **changes))
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path)))
     engine.init_model()

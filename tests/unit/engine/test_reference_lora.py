@@ -143,7 +143,7 @@ def test_an_engine_without_adapter_says_so() -> None:
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-def test_a_checkpoint_holds_what_is_trained_and_training_goes_on_from_it(head: str, tmp_path: Path) -> None:
+def test_a_checkpoint_restores_trained_weights_and_training(head: str, tmp_path: Path) -> None:
     straight = engine(head)
     expected = train(straight, steps=4)
     made = engine(head)

@@ -115,13 +115,13 @@ def test_counts_are_summed_over_ranks_before_the_loss_sees_them() -> None:
     assert float(loss) == pytest.approx(16 / 3)
 
 
-def test_nothing_to_count_gives_a_loss_of_zero_and_no_division_by_zero() -> None:
+def test_a_batch_without_counted_tokens_has_zero_loss() -> None:
     _, loss, ctx = linear().run(batch_of(1, 1), None, mean_log_prob)
     assert float(loss) == 0.0
     assert ctx["num_tokens"] == 1.0
 
 
-def test_a_rank_with_fewer_rows_than_micro_batches_keeps_step_and_adds_nothing() -> None:
+def test_a_rank_with_few_rows_runs_empty_micro_batches() -> None:
     ran: list[int] = []
 
     def watch(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:

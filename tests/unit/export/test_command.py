@@ -109,7 +109,7 @@ def test_what_two_ranks_have_written_is_put_together(tmp_path: Path) -> None:
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(step / "actor"))
 
 
-def test_weights_are_rounded_once_to_the_number_format_that_is_asked_for(tmp_path: Path) -> None:
+def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     done(run, tmp_path / "out", "--dtype", "bfloat16")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -157,7 +157,7 @@ def test_an_adapter_in_bfloat16_is_the_rounded_one(tmp_path: Path) -> None:
         assert torch.equal(theirs[f"base_model.model.{name.replace('.default.', '.')}"], rounded), name
 
 
-def test_a_run_is_exported_by_its_folder_with_the_tokenizer_it_had(tmp_path: Path) -> None:
+def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
     tokenizer = Path(shutil.copytree(tiny_folder(), tmp_path / "tokenizer"))
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
@@ -252,7 +252,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     done(none / "global_step_3" / "actor", tmp_path / "out")
 
 
-def test_nothing_is_replaced_but_an_older_export_and_that_only_when_told_so(tmp_path: Path) -> None:
+def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()

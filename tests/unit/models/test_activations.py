@@ -157,7 +157,7 @@ class Watched:
 
 
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
-def test_activations_move_and_parameters_do_not_and_gradients_are_the_same_bits(recomputing: str) -> None:
+def test_activation_offload_keeps_gradients_bitwise(recomputing: str) -> None:
     model = packed(**RECOMPUTING[recomputing])
     run(model).backward()
     expected = gradients(model)
@@ -173,7 +173,7 @@ def test_activations_move_and_parameters_do_not_and_gradients_are_the_same_bits(
     assert watched.parameters_seen
 
 
-def test_what_is_saved_stays_right_when_the_original_changes_or_is_a_view() -> None:
+def test_saved_tensors_are_independent_of_later_changes() -> None:
     x = torch.randn(40, 40, requires_grad=True)
     for view in (lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 3:]):
         with offloaded_activations("cpu", at_least=1):
@@ -230,7 +230,7 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
-def test_a_model_that_fsdp_shards_keeps_its_gradients_and_its_gathered_layers(recomputing: str) -> None:
+def test_sharded_models_keep_gradients_and_gathered_layers(recomputing: str) -> None:
     for equal, moved, parameters in run_ranks(sharded_gradients, 2, source(), recomputing):
         assert equal
         assert moved >= 3 * sum(LENGTHS) * 64 * 4

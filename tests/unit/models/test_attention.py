@@ -104,7 +104,7 @@ class SquareMasks(TorchDispatchMode):
         return result
 
 
-def test_a_packed_call_builds_no_mask_of_all_tokens_by_all_tokens():
+def test_a_packed_call_builds_no_quadratic_mask():
     folder = tiny_folder("mistral", hidden=16, sliding_window=8, intermediate=16)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED)
     lengths = [16] * 16
@@ -184,7 +184,7 @@ def test_slots_decode_token_by_token_what_a_whole_forward_gives():
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
 
 
-def test_no_mask_without_packing_is_an_error_and_not_attention_to_the_future():
+def test_no_mask_without_packing_is_an_error():
     model = AutoModelForCausalLM.from_pretrained(tiny_folder(), attn_implementation=PACKED)
     with pytest.raises(EngineError, match="received no_mask"):
         model(tiny_rows([4])[0][None], attention_mask=no_mask("cpu"))
@@ -205,7 +205,7 @@ def test_a_packed_batch_of_two_rows_is_an_error():
         ("indices", "sparse"),
     ],
 )
-def test_what_a_layer_asks_for_and_packed_cannot_do_is_refused_by_name(argument: str, words: str):
+def test_unsupported_layer_arguments_are_named(argument: str, words: str):
     query = torch.zeros(1, 2, 3, 4)
     with pytest.raises(EngineError, match=words):
         packed_attention(LAYER, query, query, query, None, **{argument: 30.0})

@@ -76,7 +76,7 @@ def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> Non
     torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_neighbours_of_equal_length_and_children_of_one_prefix_share_a_call() -> None:
+def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
     runs, prefixes = kernel_calls(Packing((4, 2, 2, 3, 4, 5), (None, 0, 0, 0, None, 4)))
     assert runs == [(1, 4), (2, 2), (1, 3), (1, 4), (1, 5)]
     assert prefixes == [(slice(4, 11), slice(0, 4)), (slice(15, 20), slice(11, 15))]

@@ -82,7 +82,7 @@ def test_gradcheck_in_float64():
     )
 
 
-def test_without_entropy_there_is_none_and_log_probs_are_the_same_bits():
+def test_skipping_entropy_keeps_log_probs_bitwise():
     hidden, weight, _, targets = inputs(torch.float32)
     alone, nothing = linear_logprob(hidden, weight, targets)
     both, _ = linear_logprob(hidden, weight, targets, need_entropy=True)
@@ -154,7 +154,7 @@ def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
     assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
 
 
-def test_the_gradient_of_half_a_weight_is_added_up_in_float32_a_tile_at_a_time():
+def test_gradient_of_a_half_precision_weight_accumulates_in_float32():
     rows, wide, vocabulary, tile = 96, 50, 500, Tile(32, 100)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (

@@ -71,7 +71,7 @@ def test_the_random_state_of_the_caller_is_left_alone():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_new_value_head_is_drawn_from_the_seed_and_the_rest_is_read(caplog, monkeypatch):
+def test_a_new_value_head_depends_on_the_seed(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     folder = tiny_folder()
     first, same, other = (weights(load(folder, seed=seed, head="value")) for seed in (3, 3, 4))
@@ -257,9 +257,7 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("gemma2", True)])
-def test_stored_weights_are_those_of_the_files_each_once_whether_or_not_it_can_be_packed(
-    family: str, tied: bool
-) -> None:
+def test_stored_weights_equal_the_files_and_appear_once(family: str, tied: bool) -> None:
     folder = tiny_folder(family, tie_word_embeddings=tied)
     found, held = list(stored_weights(EngineModel(path=str(folder)))), load_file(folder / "model.safetensors")
     assert len(found) == len(dict(found))

@@ -252,7 +252,7 @@ def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
     assert (mine - log_probs(load(lora=None))).abs().mean() > 0.3
 
 
-def test_a_model_on_the_meta_device_takes_an_adapter_and_its_weights_later():
+def test_a_meta_device_model_supports_adapters():
     # as a sharded engine does: a skeleton first, then weights under the same names
     whole, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
     stir(whole.hf)
@@ -346,7 +346,7 @@ def test_half_precision_weights_are_merged_in_float32():
     assert (error <= exact.abs() * 2**-8).all()  # half a step of bfloat16
 
 
-def test_without_an_adapter_weights_are_live_and_inside_disable_adapter_those_of_the_base():
+def test_weights_inside_disable_adapter_equal_the_base():
     bare = load(lora=None).hf
     parameters = dict(bare.named_parameters())
     assert all(tensor.data_ptr() == parameters[name].data_ptr() for name, tensor in merged_weights(bare))
@@ -408,7 +408,7 @@ def test_a_value_model_may_begin_with_the_adapter_of_a_policy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_and_shapes_of_an_adapter_are_known_from_the_plain_model(family: str):
+def test_adapter_shapes_match_an_adapted_model(family: str):
     lora = LORA.model_copy(update={"exclude_modules": ("0.self_attn.q_proj",)})
     hf = load(family, lora=lora).hf
     assert adapter_shapes(load(family, lora=None).hf, lora) == {n: tuple(w.shape) for n, w in adapter_weights(hf)}
@@ -483,7 +483,7 @@ def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
 # -- without PEFT, and in shards ----------------------------------------------------------------------
 
 
-def test_models_without_an_adapter_do_not_import_peft_and_a_missing_peft_is_one_sentence():
+def test_peft_is_imported_only_for_adapters():
     code = f"""
 import sys
 sys.modules["peft"] = None                     # import peft: ModuleNotFoundError

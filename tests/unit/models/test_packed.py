@@ -183,7 +183,7 @@ def test_scores_are_those_of_the_sequence_classification_model(tmp_path):
     assert got.shape == (len(LENGTHS),)
 
 
-def test_scores_of_a_half_precision_model_are_not_rounded_to_half_precision():
+def test_half_precision_models_return_full_precision_scores():
     model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "bfloat16", "cpu", 0)
     scores = model(*inputs(), ("scores",))["scores"]
     assert scores.dtype == torch.float32
@@ -276,7 +276,7 @@ def test_models_that_would_come_out_wrong_are_refused_by_name(family: str, extra
         load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
 
 
-def test_a_family_that_drops_the_packing_arguments_is_an_error_and_not_a_wrong_number():
+def test_a_model_that_drops_packing_arguments_is_an_error():
     model = load_model(EngineModel(path=str(tiny_folder("nemotron", hidden=32))), "float32", "cpu", 0)
     with pytest.raises(EngineError, match="this model family drops them"):
         model(*inputs(), ("log_probs",))

@@ -187,12 +187,12 @@ def three_ranks(folder: str) -> None:
     on_each_rank(folder, "causal_lm", LENGTHS, wanted(LENGTHS), False)
 
 
-def test_heads_that_do_not_divide_are_an_error_in_the_call_as_well():
+def test_indivisible_heads_are_an_error_in_the_call():
     with pytest.raises(EngineError, match="sequence-parallel size 3 does not divide 4 query heads"):
         run_ranks(three_ranks, 3, folder_of("qwen2"))
 
 
-def test_a_chunk_without_the_exchange_is_an_error_and_not_a_wrong_number():
+def test_a_chunk_without_exchange_is_an_error():
     model = model_of(folder_of("qwen2"), "causal_lm")
     inputs = packed_kwargs(Packing([6, 4]), "cpu")
     inputs["position_ids"] = inputs["position_ids"][:, :5]

@@ -129,9 +129,7 @@ def change(engine: BaseEngine) -> None:
         (HoldsMore, f"{NAME}_too: in the rollout, but never sent"),
     ],
 )
-def test_a_fault_on_the_way_is_an_error_that_names_the_weight(
-    broken: type[TorchRollout], told: str, engine: BaseEngine
-) -> None:
+def test_a_weight_sync_fault_names_the_weight(broken: type[TorchRollout], told: str, engine: BaseEngine) -> None:
     rollout = broken(RolloutEngineConfig(model_path=str(tiny_folder())))
     with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")

@@ -117,7 +117,7 @@ class Moving(SingleDeviceEngine):
 
 
 @pytest.mark.parametrize(("keeps", "dtype"), [(True, "float32"), (True, "bfloat16"), (False, "float32")])
-def test_the_engine_puts_its_parameters_away_unless_the_rollout_may_have_kept_them(keeps: bool, dtype: str) -> None:
+def test_the_engine_offloads_parameters_unless_the_rollout_shares_them(keeps: bool, dtype: str) -> None:
     engine, rollout = Moving(EngineConfig(model=EngineModel(path=str(tiny_folder())))), Watched(dtype=dtype)
     engine.init_model()
     rollout.keeps_tensors, engine.calls = keeps, rollout.calls
@@ -129,7 +129,7 @@ def test_the_engine_puts_its_parameters_away_unless_the_rollout_may_have_kept_th
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_free_memory_is_given_back_before_a_rollout_with_an_allocator_of_its_own_wakes_up(
+def test_cached_memory_is_released_before_an_external_rollout_wakes(
     keeps: bool, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rollout = Watched()
@@ -146,7 +146,7 @@ def test_the_rollout_sleeps_after_an_error_too(engine: BaseEngine) -> None:
     assert rollout.calls[-1] == "sleep"
 
 
-def test_the_first_error_is_told_if_the_rollout_cannot_sleep_after_it(engine: BaseEngine) -> None:
+def test_the_first_error_is_raised_if_sleep_fails_too(engine: BaseEngine) -> None:
     class Stuck(Watched):
         def sleep(self) -> None:
             raise RolloutError("it is stuck")

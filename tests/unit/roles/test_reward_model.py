@@ -103,7 +103,7 @@ def test_scores_do_not_depend_on_micro_batches(cut: dict[str, Any], home: Path) 
 
 
 @pytest.mark.parametrize("pads_with", [0, 2], ids=["its own pad token", "the token that ends a turn"])
-def test_the_last_token_is_that_of_transformers_also_where_a_response_ends_with_the_pad_token(
+def test_last_token_matches_transformers_for_responses_ending_with_pad(
     pads_with: int, home: Path, tmp_path: Path
 ) -> None:
     folder = make_tiny_reward_model(tmp_path / "rm", pad_token_id=pads_with)
@@ -124,14 +124,14 @@ def test_the_last_token_is_that_of_transformers_also_where_a_response_ends_with_
     assert torch.allclose(found[:2], without, atol=1e-4) == (pads_with == end)
 
 
-def test_of_too_long_a_row_the_beginning_is_left_out_and_that_is_counted(home: Path) -> None:
+def test_overlong_rows_are_truncated_on_the_left_and_counted(home: Path) -> None:
     batch = batch_of(rows(3, 5, 2), rows(4, 6, 1, seed=1))
     found = built(config_of(home, reward_model__max_length=7)).compute_rm_score(batch)
     assert found["rm_truncated"].tolist() == [False, True, False]
     close(found["rm_scores"].sum(), plain_scores(home / "same", [row[-7:] for row in plain_rows(batch)]))
 
 
-def test_without_a_limit_of_its_own_a_row_may_be_as_long_as_prompt_and_response(home: Path) -> None:
+def test_row_limit_defaults_to_prompt_plus_response_length(home: Path) -> None:
     assert config_of(home).longest_scored() == 16 + 8
     assert config_of(home, reward_model__max_length=9).longest_scored() == 9
 
@@ -194,7 +194,7 @@ def test_a_templated_conversation_that_is_too_long_keeps_its_end(home: Path) -> 
     close(found["rm_scores"].sum(), plain_scores(home / "other", [row[-limit:] for row in wanted]))
 
 
-def test_a_token_that_begins_all_sequences_stays_where_the_beginning_is_cut(home: Path, tmp_path: Path) -> None:
+def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None:
     folder = make_tiny_reward_model(tmp_path / "rm", template="{{ bos_token }}" + NEWLINE)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     tokenizer.bos_token = "0"
@@ -240,14 +240,14 @@ def test_a_model_without_a_head_for_scores_is_an_error(home: Path) -> None:
         built(config_of(home, reward_model__model__path=home / "actor"))
 
 
-def test_a_tokenizer_without_a_template_is_an_error_before_the_model_is_loaded(home: Path, tmp_path: Path) -> None:
+def test_a_missing_chat_template_is_an_error_before_loading(home: Path, tmp_path: Path) -> None:
     folder = make_tiny_reward_model(tmp_path / "rm", template="")
     (folder / "model.safetensors").unlink()
     with pytest.raises(EngineError, match=r"has no chat template.*input_tokenizer=null"):
         built(config_of(home, "other", reward_model__model__path=folder))
 
 
-def test_a_template_that_refuses_a_conversation_is_an_error_with_its_row(home: Path, tmp_path: Path) -> None:
+def test_a_chat_template_error_names_the_row(home: Path, tmp_path: Path) -> None:
     folder = make_tiny_reward_model(tmp_path / "rm", template="{{ raise_exception('no thanks') }}")
     worker = built(config_of(home, "other", reward_model__model__path=folder))
     with pytest.raises(BatchError, match=r"row 0: .*no thanks"):

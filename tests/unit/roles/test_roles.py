@@ -74,7 +74,7 @@ def plain_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[
 # -- what roles share -----------------------------------------------------------------------------
 
 
-def test_a_sequence_is_prompt_and_response_with_outputs_wanted_of_what_the_policy_chose() -> None:
+def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
     batch = DataProto.from_dict(
         {
             "prompts": Ragged.from_rows([[1, 2], [3]]),
@@ -92,7 +92,7 @@ def test_a_sequence_is_prompt_and_response_with_outputs_wanted_of_what_the_polic
 # -- actor ----------------------------------------------------------------------------------------
 
 
-def test_log_probs_and_entropy_are_those_of_plain_transformers_at_the_sampling_temperature(home: Path) -> None:
+def test_log_probs_and_entropy_match_transformers_at_the_temperature(home: Path) -> None:
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
     found, batch = actor.compute_log_prob(batch_of()), batch_of()
@@ -114,7 +114,7 @@ BASIC = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "grad_norm", "
     ],
     ids=["clipped", "with KL", "with entropy"],
 )
-def test_an_update_of_the_actor_names_its_metrics_and_moves_the_weights(
+def test_an_actor_update_returns_metrics_and_changes_weights(
     overrides: dict[str, Any], more: set[str], home: Path
 ) -> None:
     actor = ActorWorker(config_of(home, **overrides), Topology(1), STEPS)
@@ -174,7 +174,7 @@ def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: 
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-5, msg=name)
 
 
-def test_an_update_of_more_rows_than_a_step_needs_the_old_log_probs(home: Path) -> None:
+def test_updates_with_several_steps_need_old_log_probs(home: Path) -> None:
     actor = ActorWorker(config_of(home, data__train_batch_size=4), Topology(1), STEPS)
     actor.init_model()
     with pytest.raises(BatchError, match=r"12 rows are more than one mini-batch of 4 rows; call compute_log_prob"):
@@ -256,7 +256,7 @@ def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
     torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_with_an_adapter_the_reference_is_the_actors_own_model_without_it(home: Path) -> None:
+def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
     lora = {"actor_rollout_ref__model__lora_rank": 4, "algorithm__use_kl_in_reward": True}
     worker = ActorRolloutRefWorker(config_of(home, **lora), Topology(1), STEPS)
     worker.init_model()

@@ -55,7 +55,7 @@ def test_temperature_zero_or_do_sample_off_is_greedy() -> None:
     assert not SamplingParams(4, temperature=0.1, top_k=0).greedy
 
 
-def test_each_row_may_grow_to_max_tokens_or_to_max_model_len() -> None:
+def test_rows_are_limited_by_max_tokens_and_max_model_len() -> None:
     prompts = Ragged.from_rows([[1] * 3, [1] * 9, [1] * 6])
     assert mute(max_model_len=10).limits(prompts, SamplingParams(4), 50).tolist() == [4, 1, 4]
 

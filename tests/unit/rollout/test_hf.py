@@ -64,7 +64,7 @@ def test_what_the_folder_recommends_for_chatting_is_not_used(harness: RolloutHar
     assert torch.equal(wanted.responses.values, found.responses.values)
 
 
-def test_metrics_count_padding_and_finished_rows_as_the_work_that_they_are(harness: RolloutHarness) -> None:
+def test_metrics_count_padding_and_finished_rows_as_work(harness: RolloutHarness) -> None:
     # Prompts of 4 and 9 tokens are two rows of 9; limits of 5 tokens and, by max_model_len, of 2: of the four steps
     # after the first token the second row needs one.
     case = harness.case(max_model_len=11)

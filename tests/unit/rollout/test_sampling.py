@@ -149,7 +149,7 @@ def test_scores_that_are_no_numbers_give_log_probs_that_are_none(size: int) -> N
     assert (tokens < size).all()
 
 
-def test_greedy_takes_the_first_of_the_likeliest_and_its_log_prob_at_temperature_one() -> None:
+def test_greedy_takes_the_first_argmax_with_log_prob_at_temperature_one() -> None:
     tokens, log_probs = greedy(torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.2, 0.1, 0.1, 0.6]]).log())
     assert tokens.tolist() == [1, 3]
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.4, 0.6]))

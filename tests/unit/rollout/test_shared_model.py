@@ -136,7 +136,7 @@ def test_modules_built_by_other_threads_keep_their_weights() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_a_sequence_ends_with_any_token_that_the_folder_calls_an_end(tmp_path: Path) -> None:
+def test_all_end_tokens_of_the_model_folder_end_a_row(tmp_path: Path) -> None:
     make_tiny_model(tmp_path)
     (tmp_path / "generation_config.json").unlink()
     assert borrowed(tmp_path).stop_ids == (2,)

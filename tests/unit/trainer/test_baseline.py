@@ -70,9 +70,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_a_prompt_whose_greedy_response_fails_is_left_out_where_failures_are_dropped(
-    tmp_path: Path, seen: list[DataProto]
-) -> None:
+def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, seen: list[DataProto]) -> None:
     reward = tmp_path / "reward.py"
     words = {**REMAX, "custom_reward_function.path": reward, "custom_reward_function.on_error": "drop"}
     reward.write_text(REWARD.format(OF_TEXT))

@@ -39,7 +39,7 @@ def test_without_a_metric_nothing_is_the_best() -> None:
     assert best.step is None
 
 
-def test_the_best_so_far_is_remembered_unless_something_else_is_looked_for() -> None:
+def test_the_best_value_is_reset_when_the_metric_changes() -> None:
     best = BestStep("x", "max")
     best.offer({"x": 0.75}, 4)
     state = json.loads(json.dumps(best.state_dict()))

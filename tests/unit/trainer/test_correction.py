@@ -176,7 +176,7 @@ def test_weights_of_a_cut_distribution_are_the_mass_that_was_kept(home: Path) ->
     assert step.metrics["actor/pg_loss"] == pytest.approx(plain.metrics["actor/pg_loss"], abs=1e-6)
 
 
-def test_normalised_weights_have_mean_one_in_a_run_that_would_else_learn_less(home: Path) -> None:
+def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
     token = correcting(rollout_is="token")
     (small,) = run_ppo(home, {**TOP_P, **token}, steps=1)
     (whole,) = run_ppo(home, {**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True}, steps=1)
@@ -197,7 +197,7 @@ def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) 
     assert step.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
 
 
-def test_with_bypass_mode_the_old_log_probs_are_those_of_the_generator(home: Path) -> None:
+def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
     """Generated in bfloat16 and learned in float32: how far they are apart is what the loss tells, by transformers."""
     keys = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)

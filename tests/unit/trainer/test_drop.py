@@ -88,7 +88,7 @@ def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) 
         assert not gone.any()
 
 
-def test_a_prompt_without_a_baseline_is_left_out_with_all_its_responses(home: Path) -> None:
+def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     plain = batch_of(torch.Generator().manual_seed(0))
     baselines = torch.tensor([torch.nan] * 4 + [2.5] * 4)
     batch = with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (5,)))
@@ -171,7 +171,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
-def test_a_run_counts_and_lists_what_it_drops_and_learns_from_the_rest(
+def test_a_run_counts_dropped_rows_and_trains_on_the_others(
     tmp_path: Path, estimator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])

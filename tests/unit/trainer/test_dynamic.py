@@ -70,7 +70,7 @@ def draw(loader: StatefulLoader, policy: Policy, config: PPOConfig) -> tuple[lis
     return [int(row[0]) for row in batch["prompts"].rows()], metrics.values
 
 
-def test_prompts_that_differ_are_kept_with_all_their_responses_until_there_are_enough(config_with) -> None:
+def test_informative_prompts_keep_all_responses_until_the_batch_is_full(config_with) -> None:
     loader, policy = loader_of(20), Policy({1, 6, 7, 9})
     kept, metrics = draw(loader, policy, config_with())
     assert kept == [1, 1, 6, 6, 7, 7]
@@ -93,7 +93,7 @@ def test_prompts_behind_the_last_one_that_was_needed_come_again(config_with) -> 
     assert loader.state_dict()["position"] == 9
 
 
-def test_the_last_step_is_filled_from_one_more_epoch_and_then_the_data_are_through(config_with) -> None:
+def test_the_last_step_is_filled_from_the_next_epoch(config_with) -> None:
     loader = loader_of(8)
     kept, _ = draw(loader, Policy({1, 5}), config_with())
     assert kept[::2] == [1, 5, 1]
@@ -111,12 +111,12 @@ def test_too_many_batches_are_an_error_that_says_what_to_type(config_with) -> No
     draw(loader_of(20), Policy({1, 4, 5}), config_with(**changes))
 
 
-def test_data_without_a_single_prompt_that_differs_are_an_error_and_not_an_endless_loop(config_with) -> None:
+def test_data_without_an_informative_prompt_are_an_error(config_with) -> None:
     with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* the data has no more prompts"):
         draw(loader_of(20), Policy(set()), config_with())
 
 
-def test_what_must_differ_is_the_shaped_score_the_score_or_a_number_of_the_results() -> None:
+def test_dynamic_sampling_compares_shaped_score_score_or_a_result() -> None:
     found = result([1.0, 2.0], [{"acc": 1.0}, {}])
     shaped = replace(found, token_level_scores=found.token_level_scores.map(lambda values: values - 0.5))
     assert filter_values(shaped, "seq_reward").tolist() == [0.5, 1.5]
@@ -140,7 +140,7 @@ def test_responses_that_were_dropped_make_no_difference() -> None:
     assert differs([-1.0, 0.0, -1.0, -2.0, 0.0, -2.0], (1, 4), 2) == [False, True, False]
 
 
-def test_a_prompt_that_differs_by_a_response_that_was_dropped_is_not_kept(config_with) -> None:
+def test_dropped_responses_do_not_make_a_prompt_informative(config_with) -> None:
     class Failing(Policy):
         """Of prompt 1, which would differ, the second response has no score."""
 
@@ -162,7 +162,7 @@ def test_a_prompt_that_differs_by_a_response_that_was_dropped_is_not_kept(config
 RUN = {**DAPO, "data.train_max_samples": 24, "trainer.total_epochs": 2, "trainer.save_freq": 1}
 
 
-def test_a_run_trains_on_prompts_that_differ_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_dynamic_sampling_resumes_bitwise(tmp_path: Path) -> None:
     def run(name: str, steps: int, resume: str) -> list[dict[str, float]]:
         there = {"trainer.default_local_dir": tmp_path / name, "trainer.resume_mode": resume}
         return [deterministic(step.metrics) for step in run_ppo(tmp_path, {**RUN, **there}, steps=steps)]

@@ -68,7 +68,7 @@ def test_a_response_passes_from_a_score_on(tmp_path: Path) -> None:
     assert found["val-core/a/reward/best@4/mean"] == 1
 
 
-def test_rows_of_one_text_are_one_question_where_their_prompts_are_the_same(tmp_path: Path) -> None:
+def test_rows_with_equal_prompts_are_one_question(tmp_path: Path) -> None:
     asked = [[{"role": "user", "content": text}] for text in ("p", "q")]
     given = [
         ("a", asked[0], "1"),
@@ -113,7 +113,7 @@ def test_what_generate_wrote_has_the_scores_that_generate_gave(tmp_path: Path) -
     assert "the file already exists" in camshaft("generate", *generate_words(tmp_path, words)).err
 
 
-def test_a_response_that_cannot_be_scored_counts_as_zero_and_is_told(tmp_path: Path) -> None:
+def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(HEAD + "    return float(solution_str)\n")
     path = write_parquet(tmp_path / "r.parquet", [row("a", ["1", "one"], "")])
     function = {"custom_reward_function__path": tmp_path / "mine.py", "custom_reward_function__name": "compute_score"}

@@ -30,7 +30,7 @@ def two_rows(**more: Any) -> DataProto:
     return DataProto.from_dict(columns | more)
 
 
-def test_metrics_speak_of_rows_and_of_the_tokens_that_the_policy_chose() -> None:
+def test_metrics_count_rows_and_policy_tokens() -> None:
     found = batch_metrics(two_rows(entropy=floats([1, 99, 2], [6])))
     expected = {
         "critic/score/mean": 2, "critic/score/max": 3, "critic/score/min": 1,
@@ -84,7 +84,7 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_calls_of_one_step_are_put_together_by_what_their_numbers_are() -> None:
+def test_metrics_of_several_calls_are_combined_by_kind() -> None:
     first = {"timing_s/gen": 1.0, "rollout/decode_steps": 3, "reward/errors": 1.0, "reward/acc/mean": 0.5}
     second = {"timing_s/gen": 2.0, "rollout/decode_steps": 4, "reward/errors": 2.0, "perf/sync_peak_memory_bytes": 7}
     assert over_calls([first | {"perf/sync_peak_memory_bytes": 9}, second | {"reward/acc/mean": 1.0}]) == {
@@ -122,7 +122,7 @@ def test_a_phase_is_timed_and_what_a_worker_tells_is_kept() -> None:
     assert found["perf/throughput"] == pytest.approx(10 / found["timing_s/step"])
 
 
-def test_what_ranks_measure_by_themselves_is_put_together_and_what_they_agree_on_is_not() -> None:
+def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
     told = [
         {
             "rollout/response_tokens": 10.0,

@@ -53,7 +53,7 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("key", list(OWN)[:2])
-def test_one_that_is_not_there_is_an_error_before_a_model_is_loaded(key: str, tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error_before_loading(key: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="module my_algorithms has no 'nothing'"):
         run_ppo(tmp_path, {**OWN, key: "my_algorithms:nothing"}, steps=1)
 

@@ -49,7 +49,7 @@ def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_with_one_update_computes_the_old_log_probs_in_it(
+def test_a_single_update_computes_its_old_log_probs(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     once = {
@@ -104,7 +104,7 @@ def test_responses_of_every_validation_and_every_step_are_written_down(tmp_path:
             assert row["score"] == pytest.approx(own)
 
 
-def test_how_much_of_a_validation_is_written_is_said_where_there_is_no_folder_for_all(tmp_path: Path) -> None:
+def test_partial_validation_output_is_reported_without_a_shared_folder(tmp_path: Path) -> None:
     none = {"trainer.val_before_train": True, "trainer.validation_data_dir": "null"}
     run_ppo(tmp_path, none, steps=1)
     assert not (tmp_path / "run" / "validation").exists()
@@ -131,7 +131,7 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
         assert exported.apply_chat_template(said, tokenize=False) == "<1>"
 
 
-def test_a_validation_alone_changes_nothing_of_the_run_whose_model_it_reads(tmp_path: Path) -> None:
+def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     words = {
         "trainer.total_training_steps": 2,

@@ -147,7 +147,7 @@ def test_other_rows_and_another_model_are_refused(home: Path, tmp_path: Path) ->
         run(home, {"actor_rollout_ref.model.lora_rank": 2}, saves_to=tmp_path)
 
 
-def test_a_run_whose_folder_is_lost_goes_on_from_the_second_place(tmp_path: Path) -> None:
+def test_a_run_without_its_folder_resumes_from_the_remote_copy(tmp_path: Path) -> None:
     second = {"trainer.default_hdfs_dir": f"file://{tmp_path / 'second'}"}
     first = run(tmp_path, second)
     there = {**second, "trainer.default_local_dir": tmp_path / "elsewhere"}

@@ -13,7 +13,7 @@ def test_every_row_of_every_step_has_a_seed_of_its_own() -> None:
     assert len(seeds.unique()) == len(seeds) == 4 * 6 * 5000
 
 
-def test_rows_that_are_drawn_later_in_a_step_go_on_where_the_others_ended() -> None:
+def test_later_rows_of_a_step_continue_the_seed_sequence() -> None:
     both = [sampling_seeds(3, 5, 10), sampling_seeds(3, 5, 6, first=10)]
     assert torch.equal(torch.cat(both), sampling_seeds(3, 5, 16))
 
@@ -39,6 +39,6 @@ def test_the_largest_seed_of_the_config_fits() -> None:
     torch.Generator().manual_seed(shuffle_seed(LARGEST, 2**20 - 1))
 
 
-def test_mini_batches_are_shuffled_differently_at_each_step_and_by_each_seed() -> None:
+def test_mini_batch_order_depends_on_step_and_seed() -> None:
     found = {shuffle_seed(seed, step) for seed in (0, 1, 2, LARGEST) for step in range(1, 2000)}
     assert len(found) == 4 * 1999

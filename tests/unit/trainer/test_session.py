@@ -27,13 +27,11 @@ def loader() -> StatefulLoader:
 
 
 @pytest.mark.parametrize(("asked", "steps"), [(None, 6), (4, 4), (6, 6)])
-def test_a_run_is_as_long_as_it_is_told_or_as_the_data(asked: int | None, steps: int, trainer: TrainerConfig) -> None:
+def test_run_length_is_total_steps_or_the_data(asked: int | None, steps: int, trainer: TrainerConfig) -> None:
     assert run_length(trainer.model_copy(update={"total_training_steps": asked}), loader()) == steps
 
 
-def test_a_run_that_is_told_more_steps_than_the_data_have_says_so(
-    trainer: TrainerConfig, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_more_steps_than_data_is_reported(trainer: TrainerConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert run_length(trainer.model_copy(update={"total_training_steps": 50}), loader()) == 6
     assert "total_training_steps=50" in caplog.text
     assert "after 6 (trainer.total_epochs=3 of 2 steps)" in caplog.text
@@ -87,7 +85,7 @@ def test_trackers_are_told_the_config_without_its_secrets(tmp_path: Path, monkey
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there_is_an_error_of_the_config(trainer: TrainerConfig) -> None:
+def test_a_missing_device_is_a_config_error(trainer: TrainerConfig) -> None:
     with (
         pytest.raises(ConfigError, match=r"trainer\.device=cpu"),
         session(trainer.model_copy(update={"device": "cuda"})),
@@ -95,7 +93,7 @@ def test_a_device_that_is_not_there_is_an_error_of_the_config(trainer: TrainerCo
         pass
 
 
-def test_a_device_that_torch_does_not_know_is_an_error_of_the_config(trainer: TrainerConfig) -> None:
+def test_an_unknown_device_is_a_config_error(trainer: TrainerConfig) -> None:
     wrong = trainer.model_copy(update={"device": "toaster"})
     with pytest.raises(ConfigError, match=r"device=toaster is not a device of this torch build"), session(wrong):
         pass
@@ -109,7 +107,7 @@ def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
         pass
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_of_the_config(trainer: TrainerConfig, tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_config_error(trainer: TrainerConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     taken = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match="is not writable"), session(taken):

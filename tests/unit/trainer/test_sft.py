@@ -60,7 +60,7 @@ def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> No
         trainer_of(tmp_path, **{"trainer.export_path": tmp_path / "out"})
 
 
-def test_a_checkpoint_has_its_model_folder_if_asked_and_loses_it_with_its_step(tmp_path: Path) -> None:
+def test_the_model_folder_is_optional_and_removed_with_its_step(tmp_path: Path) -> None:
     contents = {"checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "trainer.max_ckpt_to_keep": 1}
     trainer = trainer_of(tmp_path, **contents)
     batch = next(iter(trainer.loader))

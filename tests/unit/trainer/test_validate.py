@@ -108,7 +108,7 @@ def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
     assert len(found) == 3 * (2 + 2 * 3)
 
 
-def test_a_response_that_could_not_be_scored_counts_as_nothing_and_has_no_answer() -> None:
+def test_an_unscored_response_counts_as_zero_without_an_answer() -> None:
     rows = [scored("0", 1.0, "a", acc=1.0), scored("0", 0.0, None), scored("0", 0.0, None)]
     found = at_n_metrics(rows)
     assert found["val-core/math/acc/mean@3"] == pytest.approx(1 / 3)

@@ -24,7 +24,7 @@ def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
     return losses, float(torch.rand(()))
 
 
-def test_dropout_repeats_with_the_seed_and_differs_between_ranks_with_other_rows(tmp_path: Path) -> None:
+def test_dropout_depends_on_seed_and_data_parallel_rank(tmp_path: Path) -> None:
     runs = [run_ranks(_dropout, 2, str(tmp_path / name), {}) for name in ("a", "b")]
     assert runs[0] == runs[1]
     assert runs[0][0][1] != runs[0][1][1]
@@ -95,7 +95,7 @@ def test_a_divergence_in_bfloat16_is_from_what_the_other_model_said(tmp_path: Pa
     )
 
 
-def test_what_a_model_needs_on_the_host_is_not_sent_to_the_device() -> None:
+def test_host_arguments_are_not_sent_to_the_device() -> None:
     """By the function with which FSDP moves the arguments of a model."""
     moved, _ = _to_kwargs((torch.ones(2), Untouched(torch.ones(2))), {}, torch.device("meta"), False)
     seen, kept = moved[0]

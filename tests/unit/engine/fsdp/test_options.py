@@ -47,7 +47,7 @@ def units(engine: FSDPEngine) -> set[str]:
     return {name for name, module in engine.module.named_modules() if isinstance(module, FSDPModule)}
 
 
-def test_units_are_the_layers_or_modules_of_a_class_or_of_a_size(tmp_path: Path) -> None:
+def test_units_are_layers_or_modules_by_class_or_size(tmp_path: Path) -> None:
     plain = units(built(tmp_path)[1])
     assert {name.rpartition(".")[2] for name in plain} == {"", "0", "1"}
     by_class = units(built(tmp_path, wrap_policy={"transformer_layer_cls_to_wrap": "Qwen2MLP"})[1])
@@ -57,7 +57,7 @@ def test_units_are_the_layers_or_modules_of_a_class_or_of_a_size(tmp_path: Path)
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_gathered_weights_are_let_go_of_after_the_forward_pass_or_kept(tmp_path: Path, reshard: bool) -> None:
+def test_gathered_weights_are_freed_or_kept_after_forward(tmp_path: Path, reshard: bool) -> None:
     harness, engine = built(tmp_path, reshard_after_forward=reshard)
     seen: list[bool] = []
     stepped(harness, engine, lambda: seen.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))

@@ -127,7 +127,7 @@ def test_a_second_generation_records_nothing(harness: RolloutHarness) -> None:
     assert count(case) == before
 
 
-def test_more_rows_than_ever_before_are_recorded_anew_and_fewer_are_not(harness: RolloutHarness) -> None:
+def test_only_larger_batches_are_captured_again(harness: RolloutHarness) -> None:
     case, few = harness.case(max_num_seqs=16), harness.prompts(3, 4, 5)
     first = right(case, few)
     right(case, many(harness))
@@ -295,7 +295,7 @@ def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, f
     assert steps is None or isinstance(steps.graph_capture, CUDAGraphCapture)
 
 
-def test_on_a_cpu_the_list_of_operators_is_used_whatever_is_told(folder: Path) -> None:
+def test_selective_checkpointing_on_a_cpu_uses_the_operator_list(folder: Path) -> None:
     harness = RolloutHarness(TorchRollout, folder)
     case, plain = harness.case(enforce_eager=False), harness.case()
     rollout: Any = case.rollout

@@ -139,7 +139,7 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
             assert not now[:, :, LENGTH_MULTIPLE:].any()
 
 
-def test_of_some_live_slots_only_these_and_the_last_one_are_kept() -> None:
+def test_growing_keeps_live_slots_and_the_last_slot() -> None:
     """A request for 5 slots in a cache of 6: the last one of its own is slot 4."""
     slots = filled(6, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
@@ -226,7 +226,7 @@ def test_clear_frees_all() -> None:
     assert slots.num_slots == slots.length == 0
 
 
-def test_a_window_that_a_layer_does_not_pass_on_is_refused_by_name() -> None:
+def test_an_ignored_sliding_window_is_rejected() -> None:
     config = Gemma3TextConfig(
         num_hidden_layers=2, sliding_window=16, layer_types=["sliding_attention", "full_attention"]
     )

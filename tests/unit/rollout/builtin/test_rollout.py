@@ -72,7 +72,7 @@ def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarn
         assert tokens.tolist() == response.tolist()
 
 
-def test_equal_prompts_with_equal_seeds_get_equal_responses_and_others_do_not(harness: RolloutHarness) -> None:
+def test_responses_are_equal_only_for_equal_prompts_and_seeds(harness: RolloutHarness) -> None:
     prompts = harness.prompts(4).select([0, 0, 0])
     out = (
         harness.case().rollout.generate_sequences(prompts, SamplingParams(12), torch.tensor([8, 9, 8])).responses.rows()
@@ -111,7 +111,7 @@ def test_weights_of_another_dtype_are_copies(harness: RolloutHarness) -> None:
     assert torch.equal(before.log_probs.values, after.log_probs.values)
 
 
-def test_weights_that_are_no_numbers_are_an_error_and_leave_no_trace(harness: RolloutHarness) -> None:
+def test_non_finite_weights_are_an_error_without_side_effects(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     broken = [(name, weight.detach() * float("nan")) for name, weight in case.weights()]
     case.rollout.load_weights(broken)
@@ -148,7 +148,7 @@ def test_metrics_count_the_work_of_a_call(harness: RolloutHarness) -> None:
         }
 
 
-def test_a_slot_is_used_again_as_soon_as_its_row_has_ended(harness: RolloutHarness) -> None:
+def test_a_slot_is_reused_when_its_row_ends(harness: RolloutHarness) -> None:
     # Rows end after one to sixteen tokens; waiting for the longest of each four would take far more steps.
     prompts = harness.prompts(*[3] * 32)
     sampling = SamplingParams(16, stop_token_ids=tuple(range(3, 23)))
@@ -205,7 +205,7 @@ def tokenizer_of_bytes(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
-def test_a_stop_string_ends_rows_by_their_text_and_spares_the_rest(tmp_path: Path, max_num_seqs: int) -> None:
+def test_a_stop_string_ends_only_matching_rows(tmp_path: Path, max_num_seqs: int) -> None:
     harness = RolloutHarness(TorchRollout, tmp_path)
     harness.case("llama", {"vocab_size": 11, "tie_embeddings": False})
     (folder,) = (path.parent for path in tmp_path.rglob("config.json"))
@@ -276,7 +276,7 @@ def test_rotary_frequencies_that_do_not_grow_yet_are_fine() -> None:
     )
 
 
-def test_a_window_that_the_model_keeps_to_itself_is_refused_by_name(harness: RolloutHarness) -> None:
+def test_a_hidden_sliding_window_is_rejected(harness: RolloutHarness) -> None:
     case = harness.case("phimoe", {"sliding_window": 8, "num_local_experts": 4})
     with pytest.raises(RolloutError, match="layer 0 of phimoe has a sliding window of 8 tokens"):
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(2))

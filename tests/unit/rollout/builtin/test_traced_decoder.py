@@ -118,7 +118,7 @@ def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: R
     assert len(calls) > MIN_STEPS
 
 
-def test_a_list_that_does_not_agree_with_the_model_is_not_used(
+def test_a_tensor_list_that_disagrees_with_the_model_is_ignored(
     harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wrong(x: Tensor, eps: float) -> Tensor:
