@@ -19,7 +19,7 @@ PAIRS = {"data/preferences", "trainer/rm"}
 """Who alone knows the columns of pairs of answers; `tests/unit/trainer/test_rm.py` looks at those."""
 
 
-def test_a_step_writes_the_columns_of_the_table_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[DataProto] = []
     plain = ppo.batch_metrics
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])

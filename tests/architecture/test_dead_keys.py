@@ -198,7 +198,7 @@ def test_every_key_is_read_by_something(schema: type[Section], reader: Reader) -
 
 
 @pytest.mark.parametrize("kind", [EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig])
-def test_every_field_that_an_engine_is_told_is_read_by_one(kind: type[BaseModel], reader: Reader) -> None:
+def test_every_engine_field_is_read_by_an_engine(kind: type[BaseModel], reader: Reader) -> None:
     unread = [name for name in kind.model_fields if not is_read(reader, kind, name)]
     assert unread == []
 
@@ -283,7 +283,7 @@ def test_keys_that_nothing_reads_are_found() -> None:
     }
 
 
-def test_a_key_is_found_dead_where_only_its_namesake_is_read() -> None:
+def test_a_key_is_dead_if_only_its_namesake_is_read() -> None:
     more = CODE + "\ndef also(config: Root):\n    critic = config.critic\n    return rate_of(critic.optim)\n"
     assert set(made_up(more)) == {"actor.optim.forgotten", "critic.optim.forgotten", "critic.epochs"}
     more += "\ndef last(critic: Critic, optim: Optim):\n    return critic.epochs, optim.forgotten\n"

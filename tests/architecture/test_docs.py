@@ -21,12 +21,12 @@ from camshaft.tracking.names import reference_page as reference_of_metrics
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_reference_of_keys_is_the_one_that_the_schema_writes() -> None:
+def test_the_config_page_is_generated_from_the_schema() -> None:
     written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert written == reference_page(), "run: make docs"
 
 
-def test_the_reference_of_metrics_is_the_one_that_the_table_writes() -> None:
+def test_the_metrics_page_is_generated_from_the_table() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == reference_of_metrics(), "run: make docs"
 
@@ -72,7 +72,7 @@ def test_cluster_page_shows_the_error_of_a_small_cluster() -> None:
     assert str(shortage([actor, critic], [Node("10.0.0.1", has, has), Node("10.0.0.2", has, has)])) in page
 
 
-def test_the_page_on_clusters_names_every_variable_that_is_carried_over() -> None:
+def test_the_cluster_page_lists_every_forwarded_variable() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     names = re.findall("[A-Z]+", FORWARDED.pattern)
     assert "NCCL" in names

@@ -88,7 +88,7 @@ def test_every_part_of_the_package_has_its_level() -> None:
     assert {part_of(path) for path in modules()} - {"__init__"} <= known
 
 
-def test_lower_never_imports_higher_and_neighbours_do_not_import_each_other() -> None:
+def test_packages_import_lower_layers_only() -> None:
     wrong = []
     for path in modules():
         here = part_of(path)
@@ -116,7 +116,7 @@ def test_a_library_is_imported_in_its_home_only(library: str) -> None:
     assert not strangers, f"{library} is imported outside {HOMES[library]}: {strangers}"
 
 
-def test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only() -> None:
+def test_roles_and_reshard_import_only_engine_and_rollout_interfaces() -> None:
     facades = {"camshaft.engine", "camshaft.engine.base", "camshaft.rollout", "camshaft.rollout.base"}
     wrong = []
     for path in modules():

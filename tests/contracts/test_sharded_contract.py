@@ -69,27 +69,27 @@ def test_sharded_engine_keeps_rule(ranks: RuleRanks, layout: Layout, rule: str, 
 
 
 @pytest.mark.parametrize(("pair", "words"), REFUSED.items(), ids=lambda value: "+".join(value) if value else "")
-def test_a_pair_that_does_not_go_together_is_refused_at_construction(pair: tuple[str, str], words: str) -> None:
+def test_incompatible_options_are_rejected_at_construction(pair: tuple[str, str], words: str) -> None:
     fields = together(*pair)
     model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
     with pytest.raises(EngineError, match=words):
         engine_class("fsdp2")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
 
 
-def test_an_unknown_option_is_refused_with_the_nearest_one() -> None:
+def test_an_unknown_option_is_rejected_with_the_nearest_one() -> None:
     config = EngineConfig(model=EngineModel(path="models/tiny"), options={"fsdp_sise": 2})
     with pytest.raises(EngineError, match="did you mean 'fsdp_size'"):
         engine_class("fsdp2")(config)
 
 
-def test_a_wrong_value_is_refused_with_its_key() -> None:
+def test_a_wrong_value_is_rejected_with_its_key() -> None:
     config = EngineConfig(model=EngineModel(path="m"), options={"mixed_precision": {"param_dtype": "float8"}})
     with pytest.raises(EngineError, match=r"mixed_precision\.param_dtype='float8'"):
         engine_class("fsdp2")(config)
 
 
 @pytest.mark.parametrize("feature", ["tp2", "lora", "offload", "offload_policy", "compiled"])
-def test_the_older_wrapper_refuses_what_it_cannot_do(feature: str) -> None:
+def test_the_older_wrapper_rejects_what_it_cannot_do(feature: str) -> None:
     fields = together(feature)
     model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
     with pytest.raises(EngineError, match=r"strategy=fsdp1 does not support .*\. Set strategy=fsdp2"):

@@ -66,7 +66,7 @@ def test_run_reproduces_its_golden_metrics(name: str, tmp_path: Path) -> None:
             assert ours[key] == wanted, f"step {step}: {key}"
 
 
-def test_the_same_run_twice_is_the_same_to_the_last_bit(tmp_path: Path) -> None:
+def test_two_equal_runs_are_bitwise_equal(tmp_path: Path) -> None:
     assert metrics_of("ppo_tiny", tmp_path / "a") == metrics_of("ppo_tiny", tmp_path / "b")
 
 

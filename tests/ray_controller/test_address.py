@@ -38,7 +38,7 @@ def test_an_unreachable_cluster_is_an_error_in_bounded_time(
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])
-def test_the_address_of_an_api_is_refused_with_what_to_type(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_api_address_is_rejected_with_a_fix(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=r"<host>:<port>.*ray job submit"):
         start_pools(HERE, "ray")

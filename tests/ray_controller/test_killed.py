@@ -153,7 +153,7 @@ def command(pid: int) -> list[str]:
     ("kind", "seed"),
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.cluster) for case in CASES],
 )
-def test_a_killed_process_is_an_error_and_the_run_goes_on(
+def test_a_killed_reward_process_does_not_end_the_run(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -175,9 +175,7 @@ def test_a_killed_process_is_an_error_and_the_run_goes_on(
 
 
 @pytest.mark.cluster
-def test_a_stopped_run_saves_on_all_ranks_and_leaves_no_process(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)
     process = start("-m", "camshaft", *words(home, run), "trainer.save_freq=-1")

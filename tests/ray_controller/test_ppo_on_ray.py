@@ -51,7 +51,7 @@ def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, alone: tuple[Pat
 
 
 @pytest.mark.usefixtures("cluster")
-def test_two_ranks_on_ray_are_bit_for_bit_two_local_ranks(tmp_path: Path) -> None:
+def test_two_ray_ranks_match_two_local_ranks_bitwise(tmp_path: Path) -> None:
     local, there = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
     for ours, theirs in zip(there, local, strict=True):
         assert told(ours) == told(theirs)

@@ -255,7 +255,7 @@ def test_the_manifest_has_the_fields_of_a_ray_job() -> None:
     assert all(isinstance(value, str) for value in environment_of_job["env_vars"].values())
 
 
-def test_the_manifest_asks_for_the_machines_that_the_run_asks_for() -> None:
+def test_the_manifest_requests_the_machines_of_the_run() -> None:
     spec = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
     command, run, *words = spec["entrypoint"].split()
     assert [command, run] == ["camshaft", "ppo"]

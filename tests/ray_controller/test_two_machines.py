@@ -24,7 +24,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
     return home, run_ppo(home, SHUFFLED, steps=2)
 
 
-def test_one_rank_on_each_of_two_machines_gives_the_same_numbers(alone: tuple[Path, list[Step]]) -> None:
+def test_two_machines_give_the_same_numbers(alone: tuple[Path, list[Step]]) -> None:
     home, steps = alone
     with two_machines():
         compare(run_ppo(home, LAYOUT, steps=2), steps, rel=1e-6)
@@ -55,7 +55,7 @@ def test_machines_with_networks_of_their_own_give_the_same_numbers(
     compare(machines[0].call(run_ppo, home, LAYOUT, 2), steps, rel=1e-6)
 
 
-def test_each_rank_knows_its_machine_and_the_interface_to_the_others(machines: tuple[Machine, Machine]) -> None:
+def test_each_rank_has_its_node_and_network_interface(machines: tuple[Machine, Machine]) -> None:
     found = machines[0].call(places)
     assert sorted(host for host, *_ in found) == ["one", "two"]
     assert sorted(place.address for _, place, _ in found) == sorted(machine.address for machine in machines)
@@ -64,7 +64,7 @@ def test_each_rank_knows_its_machine_and_the_interface_to_the_others(machines: t
 
 
 @pytest.mark.cluster
-def test_what_the_runtime_environment_names_wins_over_what_the_driver_has(machines: tuple[Machine, Machine]) -> None:
+def test_runtime_environment_variables_override_the_drivers(machines: tuple[Machine, Machine]) -> None:
     assert machines[0].call(chosen) == ["of the runtime environment"] * 2
 
 
@@ -87,9 +87,7 @@ def test_a_rank_killed_on_another_machine_is_a_prompt_error(machines: tuple[Mach
 
 
 @pytest.mark.cluster
-def test_a_machine_that_is_cut_off_is_an_error_within_seconds(
-    machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
+def test_a_disconnected_machine_is_an_error_within_seconds(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     """The last one here: the cluster is broken after it."""
     head, worker = machines
     sign = tmp_path / "sign"

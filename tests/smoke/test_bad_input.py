@@ -90,7 +90,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_config_is_one_error_that_says_what_to_type(case: str, home: Path) -> None:
+def test_an_invalid_config_is_one_error_with_a_fix(case: str, home: Path) -> None:
     overrides, said = WRONG[case]
     check(camshaft("ppo", *ppo_words(home, overrides)), 2, said)
 
@@ -291,7 +291,7 @@ BAD_CALLS = {
 
 
 @pytest.mark.parametrize("outcome", [*BAD_CALLS, "invalid text"])
-def test_a_call_that_misbehaves_costs_its_sample_and_never_the_run(outcome: str, home: Path, tmp_path: Path) -> None:
+def test_a_misbehaving_reward_call_costs_only_its_sample(outcome: str, home: Path, tmp_path: Path) -> None:
     body = BAD_CALLS.get(outcome, "return 'very good'")
     # Rows come in order: in each batch of 8 every other one is bad, the others are worth 1.
     code = f"{HEAD}    if extra_info['index'] % 2:\n        {body}\n    return {{'score': 1.0, 'mine': 3.0}}\n"
@@ -318,7 +318,7 @@ def test_a_call_that_misbehaves_costs_its_sample_and_never_the_run(outcome: str,
         assert metrics["reward/mine/mean"] == 3.0
 
 
-def test_with_on_error_raise_a_bad_call_is_the_one_error(home: Path, tmp_path: Path) -> None:
+def test_on_error_raise_raises_the_first_error(home: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(f"{HEAD}    raise KeyError('my table')\n")
     run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
     assert run.status == 1

@@ -153,7 +153,7 @@ def shown(run: Run) -> dict[str, str]:
     return {row[0]: row[1] for row in cells if len(row) == 2 and "@" in row[0]}
 
 
-def test_scores_are_those_of_the_function_and_their_means_are_shown(home: Path, tmp_path: Path) -> None:
+def test_scores_come_from_the_function_with_their_means(home: Path, tmp_path: Path) -> None:
     run = generate(home, tmp_path / "out.parquet", custom_reward_function__path=even_digits.__file__)
     assert run.status == 0, run.err
     found = rows(tmp_path / "out.parquet")
@@ -368,7 +368,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_command_is_one_error_that_says_what_to_type(case: str, home: Path) -> None:
+def test_an_unknown_command_is_one_error_with_a_fix(case: str, home: Path) -> None:
     overrides, said = WRONG[case]
     refused(camshaft("generate", *generate_words(home, overrides)), *said)
     assert not (home / "out.parquet").exists()
@@ -381,7 +381,7 @@ def test_a_missing_prompt_column_is_named_with_the_nearest(home: Path, tmp_path:
     assert generate(home, tmp_path / "out.parquet", data__path=path, data__prompt_key="prompts").status == 0
 
 
-def test_files_that_do_not_fit_below_each_other_are_an_error(home: Path, tmp_path: Path) -> None:
+def test_files_with_incompatible_columns_are_an_error(home: Path, tmp_path: Path) -> None:
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": PROMPT, "id": 1}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": PROMPT, "id": "x"}])
     refused(generate(home, tmp_path / "out.parquet", data__path=f"[{a},{b}]"), "do not fit below each other", status=1)

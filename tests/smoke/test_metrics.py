@@ -102,7 +102,7 @@ def test_what_other_parts_know_by_name_is_in_the_table() -> None:
         find(name)
 
 
-def test_a_metric_is_explained_and_an_unknown_one_has_its_nearest() -> None:
+def test_an_unknown_metric_suggests_the_nearest() -> None:
     told = camshaft("metrics", "explain", "val-core/openai/gsm8k/acc/maj@8/mean")
     assert (told.status, told.out.splitlines()[0]) == (0, "val-core/<source>/{reward,acc}/{best,maj}@<n>/mean")
     wrong = camshaft("metrics", "explain", "actor/ppo_lk")

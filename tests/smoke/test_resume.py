@@ -129,7 +129,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(
     assert weights(killed, 6) == weights(whole, 6)
 
 
-def test_a_supervised_run_that_was_killed_goes_on_bit_for_bit(
+def test_a_killed_supervised_run_resumes_bitwise(
     command: Command, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -46,7 +46,7 @@ def scored_by(home: Path, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_function_and_model_score_together_and_as_much_on_two_ranks(home: Path) -> None:
+def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
     asked = {**PLAIN, **scored_by(home, weight=0.5)}
     (step,) = run_ppo(home, asked, steps=1)
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
@@ -118,7 +118,7 @@ def test_what_is_wrong_is_one_error(overrides: dict[str, str], status: int, said
     assert "Traceback" not in run.err
 
 
-def test_rows_that_no_function_knows_are_told_of_the_model_alone(home: Path) -> None:
+def test_rows_without_a_function_use_only_the_reward_model(home: Path) -> None:
     table = parquet.read_table(home / "data" / "train.parquet")
     place = table.column_names.index("data_source")
     unknown = home / "unknown.parquet"

@@ -219,7 +219,7 @@ def test_what_is_wrong_is_one_error(overrides: dict[str, Any], status: int, said
     assert "Traceback" not in run.err
 
 
-def test_a_classifier_of_several_labels_is_refused(home: Path, tmp_path: Path) -> None:
+def test_a_classifier_of_several_labels_is_rejected(home: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, hidden=32)
     AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).save_pretrained(tmp_path)
     run = camshaft("rm", *rm_words(home, {"model.path": tmp_path}))

@@ -95,7 +95,7 @@ def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypat
     assert still_running(sent, 10) == []
 
 
-def test_before_the_first_step_a_signal_ends_a_run_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     process = start("-m", "camshaft", *words(tmp_path, tmp_path / "run"))
     process.send_signal(signal.SIGTERM)

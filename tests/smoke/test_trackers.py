@@ -107,7 +107,7 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
     ("trainer", "words_of", "role"),
     [("ppo", ppo_words, ActorRolloutRefWorker), ("sft", sft_words, SupervisedWorker)],
 )
-def test_a_run_whose_last_save_fails_in_the_background_has_failed(
+def test_a_failed_background_save_fails_the_run(
     trainer: str, words_of: Callable[..., list[str]], role: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @functools.wraps(role.wait_for_checkpoint)

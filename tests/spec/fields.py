@@ -206,7 +206,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "model.enable_gradient_checkpointing": (f"{_PACKED}::test_gradient_checkpointing_computes_layers_again",),
         "model.gradient_checkpointing_mode": (
             "tests/unit/models/test_activations.py"
-            "::test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice",
+            "::test_selective_checkpointing_recomputes_no_matrix_product",
         ),
         "model.use_prefix_grouper": (
             "tests/unit/engine/test_prefix_sharing.py"
@@ -250,7 +250,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
                 "test_gathered_weights_are_freed_or_kept_after_forward": ("reshard_after_forward",),
                 "test_the_next_layer_is_asked_for_before_this_one_computes": ("forward_prefetch",),
                 "test_layers_compute_in_the_number_format_that_they_are_told": ("mixed_precision.param_dtype",),
-                "test_gradients_are_summed_in_the_number_format_that_they_are_told": ("mixed_precision.reduce_dtype",),
+                "test_gradients_are_reduced_in_the_configured_dtype": ("mixed_precision.reduce_dtype",),
                 "test_what_rests_in_host_memory_is_what_was_asked_for": (
                     "param_offload", "grad_offload", "optimizer_offload",
                 ),
@@ -272,7 +272,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_rows_than_max_num_seqs",),
         "max_num_batched_tokens": (
-            "tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included",
+            "tests/unit/rollout/test_hf.py::test_padded_prompt_tokens_of_a_part_respect_the_limit",
         ),
         "max_model_len": (f"{_GENERATES}[torch-max_model_len_ends_a_row]",),
         "engine_kwargs": (f"{_BORROWED}::test_engine_kwargs_are_for_other_generators",),

@@ -87,7 +87,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     # -- scores
     f"{REWARD}.enable": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
     f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
-    f"{REWARD}.weight": (f"{_SCORED}::test_function_and_model_score_together_and_as_much_on_two_ranks",),
+    f"{REWARD}.weight": (f"{_SCORED}::test_combined_scores_do_not_depend_on_ranks",),
     f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_class_of_ones_own_scores",),
     "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
@@ -98,7 +98,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{REWARD}.model.input_tokenizer": (
         "tests/unit/roles/test_reward_model.py::test_scores_are_the_logits_of_transformers_on_the_same_ids",
         "tests/unit/roles/test_reward_model.py"
-        "::test_the_conversation_goes_through_the_reward_models_own_template_and_tokenizer",
+        "::test_reward_input_uses_the_reward_models_template_and_tokenizer",
     ),
     "custom_reward_function.path": (f"{_REWARDS}::test_path_and_name_select_the_function",),
     "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_select_the_function",),
@@ -122,7 +122,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         (_ADAPTIVE,),
     ),
     "algorithm.filter_groups.max_num_gen_batches": (
-        f"{_DYNAMIC}::test_too_many_batches_are_an_error_that_says_what_to_type",
+        f"{_DYNAMIC}::test_too_many_batches_are_an_error_with_a_fix",
     ),
     "algorithm.rollout_correction.rollout_is": (f"{_CORRECTION}::test_the_first_loss_is_the_weighted_mean_advantage",),
     "algorithm.rollout_correction.rollout_is_threshold": (

@@ -33,7 +33,7 @@ def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ..
 _ENGINE_METHODS: dict[str, Row] = {
     "__init__(self, config)": (
         "Validates the `EngineConfig`; a class without one of the methods cannot be constructed.",
-        ("tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_fails_at_construction_and_by_name",),
+        ("tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_cannot_be_constructed",),
     ),
     "init_model(self)": (
         "Builds model, optimizer and schedule; collective. Any other call before it raises an error that names it.",
@@ -126,7 +126,7 @@ _FEATURES: dict[str, Row] = {
     "sequence parallelism": (
         "Ulysses: ranks share the tokens of a micro-batch.",
         (f"{_SHARDED}[sp2-step_equals_oracle]",
-         "tests/unit/models/test_sequence.py::test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks"),
+         "tests/unit/models/test_sequence.py::test_log_probs_and_gradients_do_not_depend_on_ranks"),
     ),
     "dynamic batch size": (
         "Sizes micro-batches by tokens; the budget is a hard limit.",
@@ -144,7 +144,7 @@ _FEATURES: dict[str, Row] = {
     ),
     "roles independent of engines": (
         "Roles import only the facade, and no code outside the registry compares backend names.",
-        ("tests/architecture/test_imports.py::test_roles_and_reshard_see_the_facades_of_engine_and_rollout_only",
+        ("tests/architecture/test_imports.py::test_roles_and_reshard_import_only_engine_and_rollout_interfaces",
          "tests/architecture/test_imports.py::test_no_backend_name_is_compared_outside_the_registry"),
     ),
     "supervised training on the same engines": (
@@ -180,7 +180,7 @@ _WORKERS: dict[str, Row] = {
     f"`{_TRIO}.generate_sequences(self, prompts)`": (
         "`DP_COMPUTE_PROTO`. The rollout generates and the actor recomputes the log-probs; in the trainer this is a "
         "separate phase.",
-        _role(_TRIO, f"{_ROLES}::test_generation_recomputes_old_log_probs_unless_it_is_told_not_to",
+        _role(_TRIO, f"{_ROLES}::test_generation_recomputes_old_log_probs_unless_disabled",
               f"{_ROLES}::test_log_probs_and_entropy_match_transformers_at_the_temperature"),
     ),
     f"`{_TRIO}.update_actor(self, data)`": (
@@ -202,7 +202,7 @@ _WORKERS: dict[str, Row] = {
     ),
     f"`{_CRITIC}.update_critic(self, data)`": (
         "`DP_COMPUTE_PROTO`. The clipped value loss.",
-        _role(_CRITIC, f"{_ROLES}::test_an_update_of_the_critic_names_its_metrics_and_comes_closer",
+        _role(_CRITIC, f"{_ROLES}::test_a_critic_update_returns_metrics_and_reduces_the_loss",
               "tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run"),
     ),
     f"`{_RM}.init_model(self)`": (

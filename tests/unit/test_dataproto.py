@@ -111,7 +111,7 @@ def test_reading_a_missing_column_gives_the_same_error():
         DataProto()["values"]
 
 
-def test_ragged_refuses_another_kind():
+def test_ragged_rejects_another_kind():
     with pytest.raises(BatchError, match="'score' must have one value per token, but is Tensor"):
         batch_of().ragged("score")
 
@@ -256,7 +256,7 @@ def test_chunk_gives_equal_parts_or_says_what_to_do():
         batch_of().chunk(0)
 
 
-def test_concat_refuses_parts_that_differ():
+def test_concat_rejects_parts_that_differ():
     with pytest.raises(BatchError, match="no parts"):
         DataProto.concat([])
     with pytest.raises(BatchError, match=r"differ in columns \['score'\]"):

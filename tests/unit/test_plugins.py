@@ -74,7 +74,7 @@ def test_nothing_near_no_guess():
 
 
 @pytest.mark.parametrize("target", ["json:JSONEncoder", "json:loads"])
-def test_another_kind_of_thing_is_refused(target):
+def test_another_kind_of_thing_is_rejected(target):
     with pytest.raises(ConfigError, match="is not a JSONDecoder class"):
         plugins.load(target, KNOWN, GROUP, json.JSONDecoder)
 

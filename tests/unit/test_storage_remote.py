@@ -82,7 +82,7 @@ def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, na
     storage.copy_folder(remote, str(tmp_path / "back"))
 
 
-def test_names_that_lead_out_of_the_folder_are_refused(tmp_path: Path, remote: str) -> None:
+def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: str) -> None:
     told = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
     fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(told).encode())
     with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*not inside the folder"):
@@ -176,6 +176,6 @@ def test_without_fsspec_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.M
         storage.copy_folder(str(tmp_path / "x"), "memory://bucket/x")
 
 
-def test_from_one_url_to_another_is_refused() -> None:
+def test_from_one_url_to_another_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="one of the two must be a local path"):
         storage.copy_folder("memory://a/x", "memory://b/x")

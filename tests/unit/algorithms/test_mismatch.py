@@ -134,7 +134,7 @@ def test_weights_are_detached_and_finite_whatever_differs():
         assert found[:2].log().tolist() == pytest.approx([-20, 20], rel=1e-5)
 
 
-def test_an_unknown_level_is_refused():
+def test_an_unknown_level_is_rejected():
     with pytest.raises(ValueError, match="use token or sequence"):
         importance_weights(*FLAT, level="turn", threshold=2.0)
 
@@ -205,7 +205,7 @@ def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
                 assert keeps == (low <= size <= high), (rule, value)
 
 
-def test_a_rule_that_does_not_exist_is_refused():
+def test_a_rule_that_does_not_exist_is_rejected():
     for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
         with pytest.raises(ValueError, match="unknown rejection rule"):
             accepted(*FLAT, rule, (0.5, 2.0))

@@ -51,7 +51,7 @@ def test_fewer_rows_than_groups_leave_empty_groups_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("costs", "count"), [([1.0], 0), ([], 0), ([1.0, -1.0], 2)])
-def test_what_makes_no_sense_is_refused(costs: list[float], count: int) -> None:
+def test_what_makes_no_sense_is_rejected(costs: list[float], count: int) -> None:
     with pytest.raises(ValueError, match="karmarkar_karp"):
         karmarkar_karp(costs, count)
 

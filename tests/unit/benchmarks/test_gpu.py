@@ -82,7 +82,7 @@ def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str
         (["--device", "cpu", "--set", "x"], "--set takes KEY=VALUE"),
     ],
 )
-def test_a_word_that_is_not_known_is_refused(arguments: list[str], told: str) -> None:
+def test_a_word_that_is_not_known_is_rejected(arguments: list[str], told: str) -> None:
     done = started("--model", "tiny", *arguments)
     assert done.returncode == 2
     assert told in done.stderr
@@ -211,7 +211,7 @@ def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> N
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_wait_that_cuda_refuses_is_told(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_a_wait_that_cuda_rejects_is_told(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     plain = ActorWorker._loss
@@ -233,7 +233,7 @@ def test_a_wait_that_cuda_refuses_is_told(job: gpu_parts.Job, monkeypatch: pytes
     assert modes == ["error", "default"] * (1 if waits else passes)
 
 
-def test_an_update_on_cuda_is_timed_until_the_device_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_update_time_on_cuda_includes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: calls.append(name))
@@ -245,7 +245,7 @@ def test_an_update_on_cuda_is_timed_until_the_device_is_done(monkeypatch: pytest
     assert (told["loss"], told["peak_gib"]) == (1.0, 3.0)
 
 
-def test_the_page_has_every_goal_and_names_tests_that_there_are() -> None:
+def test_the_page_has_every_goal_and_existing_tests() -> None:
     page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     for part, goal in gpu.GOALS.items():

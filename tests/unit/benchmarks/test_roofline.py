@@ -62,7 +62,7 @@ def test_generation_is_counted_by_hand() -> None:
     assert both.bytes == 4 * (numbers + 2 * 3 * 4 + 8 * 3)
 
 
-def test_half_precision_halves_what_passes_read_and_nothing_of_the_optimizers() -> None:
+def test_half_precision_halves_bytes_of_passes_only() -> None:
     weights = LAYERS + 40
     assert roofline.evaluation(SHAPE, [GROUP], number=2).bytes == 2 * (weights + 2 * HIDDEN)
     assert roofline.generation(SHAPE, [GROUP], number=2).bytes == roofline.generation(SHAPE, [GROUP]).bytes / 2
@@ -119,7 +119,7 @@ def test_smaller_mini_batches_read_and_write_the_weights_more_often() -> None:
 
 
 @pytest.mark.parametrize(("work", "bound"), [(Work(30e9, 1e9), "operations"), (Work(1e9, 30e9), "bytes")])
-def test_the_line_of_a_result_names_both_shares_and_the_bound(work: Work, bound: str) -> None:
+def test_a_result_line_has_both_shares_and_the_bound(work: Work, bound: str) -> None:
     found = roofline.reached(work, 2.0, Rates(threads=1, matmul=60e9, copy=20e9))
     assert found["of_matmul_rate"] == pytest.approx(work.operations / 120e9)
     assert found["of_copy_rate"] == pytest.approx(work.bytes / 40e9)

@@ -27,12 +27,12 @@ def steps(tmp_path: Path) -> Any:
     return trl_side.Steps(tmp_path)
 
 
-def test_an_environment_that_is_missing_is_told_with_what_makes_it(tmp_path: Path) -> None:
+def test_a_missing_environment_names_its_make_target(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"there is no .*/no-such/bin/python: `make trl` makes no-such"):
         ppo_step.interpreter("no-such")
 
 
-def test_a_step_is_all_that_a_loop_does_between_two_rests(steps: Any) -> None:
+def test_a_step_spans_two_consecutive_pauses(steps: Any) -> None:
     done = []
 
     def train() -> None:
@@ -86,7 +86,7 @@ def test_the_value_loss_of_the_careful_loop_by_hand(tmp_path: Path, monkeypatch:
     assert float(critic.loss(rows)) == pytest.approx((2.25 + 1.0) / 2)
 
 
-def test_a_careful_step_moves_actor_and_critic_and_leaves_the_reference(tmp_path: Path) -> None:
+def test_a_step_changes_actor_and_critic_but_not_the_reference(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, hidden=16, layers=1)
     torch.manual_seed(0)
     loop = careful_ppo.CarefulPPO(tmp_path, learning_rate=1e-3)

@@ -39,7 +39,7 @@ def test_each_step_has_one_line(tmp_path: Path) -> None:
     assert lines[2][-1] == "'actor' is missing or incomplete"
 
 
-def test_a_run_without_a_whole_step_is_told_by_the_status(tmp_path: Path) -> None:
+def test_a_run_without_an_intact_step_sets_the_exit_status(tmp_path: Path) -> None:
     saved(tmp_path, 5)
     storage.remove(tmp_path / "global_step_5" / "trainer")
     assert camshaft("checkpoints", str(tmp_path)).status == 1

@@ -108,7 +108,7 @@ def test_weights_of_another_model_are_named_and_not_exported(change: str, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_weight_that_is_another_one_in_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_weight_in_the_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights, name = trained(tiny_folder()), "model.layers.0.mlp.up_proj.weight"
 
     def careless(tensors: dict[str, Tensor], *args: Any, **more: Any) -> None:
@@ -189,7 +189,7 @@ def test_every_exported_head_reproduces_the_engine(
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-def test_a_run_that_goes_on_finds_the_random_state_it_had(head: Literal["causal_lm", "value"], tmp_path: Path) -> None:
+def test_export_preserves_the_random_state(head: Literal["causal_lm", "value"], tmp_path: Path) -> None:
     engine = engine_with(head)
     before = torch.get_rng_state()
     export_hugging_face(engine.named_weights(), engine.config.model, tmp_path / "out", check=Probe(engine.infer_batch))

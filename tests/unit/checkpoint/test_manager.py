@@ -38,7 +38,7 @@ def there(root: Path) -> dict[int, list[str]]:
     return {step: sorted(path.name for path in folder.iterdir()) for step, folder in storage.step_folders(root)}
 
 
-def test_the_latest_is_the_newest_step_with_its_state_and_roles(tmp_path: Path) -> None:
+def test_the_latest_step_has_its_state_and_all_roles(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     assert manager.latest() is None
     for step in (9, 10):
@@ -111,14 +111,14 @@ def test_incomplete_steps_do_not_count_for_retention(tmp_path: Path) -> None:
     assert list(there(tmp_path)) == [3, 4]
 
 
-def test_leftovers_of_a_killed_write_are_removed_by_the_next_step(tmp_path: Path) -> None:
+def test_the_next_step_removes_leftovers_of_a_killed_write(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1)
     (tmp_path / "global_step_2" / "actor.unfinished").mkdir(parents=True)
     save(manager, 3)
     assert list(there(tmp_path)) == [1, 3]
 
 
-def test_steps_of_an_earlier_run_are_move_aside_and_not_lost(tmp_path: Path) -> None:
+def test_steps_of_an_earlier_run_are_moved_aside(tmp_path: Path) -> None:
     manager = save(save(save(CheckpointManager(tmp_path), 2), 4), 6)
     manager.move_aside(after=2)
     assert list(there(tmp_path)) == [2]
@@ -201,7 +201,7 @@ def test_the_best_step_is_kept_until_a_better_one_exists(tmp_path: Path) -> None
     assert (tmp_path / BEST).read_text() == "5"
 
 
-def test_the_best_step_before_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+def test_the_previous_best_step_stays_until_replaced(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     with_best(manager, 1, best=1)
     behind: list[str] = []
@@ -255,7 +255,7 @@ def test_a_local_step_precedes_a_newer_remote_step(second: str, tmp_path: Path) 
     assert found.step == 1
 
 
-def test_steps_of_an_earlier_run_do_not_belong_to_a_new_run(second: str, tmp_path: Path) -> None:
+def test_a_new_run_ignores_steps_of_an_earlier_run(second: str, tmp_path: Path) -> None:
     save(CheckpointManager(tmp_path / "a", second), 30)
     save(CheckpointManager(tmp_path / "b", second), 5)
     found = CheckpointManager(tmp_path / "c", second).latest()
@@ -263,7 +263,7 @@ def test_steps_of_an_earlier_run_do_not_belong_to_a_new_run(second: str, tmp_pat
     assert found.step == 5
 
 
-def test_a_second_place_without_steps_is_a_run_from_the_start(second: str, tmp_path: Path) -> None:
+def test_an_empty_remote_copy_starts_a_new_run(second: str, tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "a", second).latest() is None
     save(CheckpointManager(tmp_path / "b", second), 5)  # the fixture has something to remove
 
@@ -278,7 +278,7 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     assert "skipped" in caplog.text
 
 
-def test_a_step_rewritten_after_a_background_save_has_no_old_part(tmp_path: Path) -> None:
+def test_a_step_rewritten_after_a_background_save_is_clean(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1, text="old")
     manager.save(1, {"actor": role("new"), "critic": lambda *_: None}, {}, {})
     assert there(tmp_path) == {1: ["actor", "trainer"]}
@@ -292,7 +292,7 @@ def with_export(manager: CheckpointManager, step: int, export: Write | None = No
     manager.save(step, {name: role() for name in BOTH}, {}, keep, {"actor": export or role("export")})
 
 
-def test_a_model_folder_stands_in_both_places_before_the_step_counts(tmp_path: Path) -> None:
+def test_a_model_folder_is_copied_before_the_step_counts(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", str(tmp_path / "second"))
     with_export(manager, 1)
     for root in ("run", "second"):

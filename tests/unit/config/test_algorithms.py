@@ -32,7 +32,7 @@ BUFFER = "reward_model.overlong_buffer"
         ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Set {BUFFER}.len=128"),
     ],
 )
-def test_what_does_not_go_together_is_told_with_what_to_type(words, more, told):
+def test_incompatible_settings_are_errors_with_a_fix(words, more, told):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, *more])
     text = str(caught.value)

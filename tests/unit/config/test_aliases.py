@@ -37,7 +37,7 @@ def warnings(caplog):
         ("actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.rollout.dtype", "bfloat16"),
     ],
 )
-def test_an_older_name_sets_the_new_key_and_is_told_once(words, warnings, word, key, value):
+def test_a_deprecated_name_sets_the_key_with_one_notice(words, warnings, word, key, value):
     config = load_ppo([*words, word])
     assert get(config.model_dump(), key) == value
     assert len(warnings.messages) == 1

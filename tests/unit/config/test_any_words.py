@@ -175,7 +175,7 @@ def wrong(schema: Any, words: list[str], **where: str) -> str | None:
 
 @share(0.4)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_word_makes_a_config_or_an_error_that_names_it(data: st.DataObject, schema: Any, right) -> None:
+def test_any_argument_gives_a_config_or_an_error_naming_it(data: st.DataObject, schema: Any, right) -> None:
     typed = data.draw(words_of(schema))
     message = wrong(schema, [*right[schema], typed.word])
     assert message is None or named(typed, message)

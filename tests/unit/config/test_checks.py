@@ -31,7 +31,7 @@ def test_an_indivisible_batch_shows_the_arithmetic(words):
     assert f"data.train_batch_size=768 or 1024, or {ACTOR}.ppo_mini_batch_size=250" in text
 
 
-def test_the_critics_mini_batch_is_checked_by_itself_where_it_differs(words):
+def test_a_different_critic_mini_batch_is_checked_separately(words):
     text = _error([*words, "critic.ppo_mini_batch_size=100"])
     assert "critic.ppo_mini_batch_size = 100" in text
     assert "1024 = 10 x 100 + 24" in text
@@ -78,7 +78,7 @@ def test_a_mini_batch_must_split_evenly_over_ranks(words):
     load_ppo(_on(words, 8))
 
 
-def test_a_mini_batch_splits_over_ranks_with_rows_of_their_own(words):
+def test_a_mini_batch_splits_over_data_parallel_ranks(words):
     # 12 ranks, of which 4 compute each row together, are 3 groups; 512 = 3 x 170 + 2.
     shared = (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ROLLOUT}.n=2", *PER_GPU)
     text = _error(_on(words, 12, *shared, "critic.ulysses_sequence_parallel_size=3"))
@@ -301,7 +301,7 @@ def test_what_is_not_on_disk_is_told_with_its_key(words, word):
     assert "not found" in text
 
 
-def test_a_limit_of_prompt_ids_that_are_not_read_is_told(words):
+def test_a_limit_for_unread_prompt_ids_is_a_notice(words):
     assert "has no effect without data.prompt_id_key" in _error([*words, "data.max_prompt_id_length=8"])
     load_ppo([*words, "data.max_prompt_id_length=8", "data.prompt_id_key=index"])
 
@@ -319,7 +319,7 @@ def test_a_missing_relative_path_is_shown_with_its_folder(words, tmp_path, monke
     assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])
 
 
-def test_a_name_on_the_hub_is_told_how_to_fetch_it(words):
+def test_a_hub_name_is_an_error_with_the_download_command(words):
     text = _error([*words, "actor_rollout_ref.model.path=some-org/some-model"])
     assert "hf download some-org/some-model --local-dir models/some-model" in text
 
@@ -328,7 +328,7 @@ def test_a_folder_without_a_model_is_told(words, tmp_path):
     assert "config.json" in _error([*words, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
-def test_the_critics_files_do_not_matter_where_there_is_no_critic(words):
+def test_critic_files_are_ignored_without_a_critic(words):
     load_ppo([*words, "critic.model.path=/nowhere", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
@@ -372,7 +372,7 @@ def test_a_supervised_run_needs_no_validation(sft_words):
 
 
 @pytest.mark.parametrize("name", ["torch", "hf"])
-def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
+def test_options_of_a_generator_are_rejected_where_it_takes_none(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
     with pytest.raises(ConfigError, match=r"the rollout takes no options\. Omit the key"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
@@ -384,7 +384,7 @@ def test_options_of_a_generator_are_refused_where_it_takes_none(words, name):
 
 
 @pytest.mark.parametrize("key", [f"{ACTOR}.checkpoint.save_contents", "critic.checkpoint.save_contents"])
-def test_a_checkpoint_without_what_a_run_goes_on_from_is_refused(key: str, words):
+def test_a_checkpoint_without_resume_state_is_rejected(key: str, words):
     text = _error([*words, f"{key}=[model,hf_model]"])
     assert "1 error in the config" in text
     assert f"{key} = " in text
@@ -394,7 +394,7 @@ def test_a_checkpoint_without_what_a_run_goes_on_from_is_refused(key: str, words
     load_ppo([*words, f"{key}=[model,optimizer,extra,hf_model]"])
 
 
-def test_unknown_contents_of_a_checkpoint_are_refused_with_those_there_are(words, sft_words):
+def test_unknown_checkpoint_contents_list_the_valid_ones(words, sft_words):
     text = _error([*words, f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf]"])
     assert "must be a list of model, optimizer, extra, hf_model" in text
     with pytest.raises(ConfigError) as caught:
@@ -404,5 +404,5 @@ def test_unknown_contents_of_a_checkpoint_are_refused_with_those_there_are(words
         load_sft([*sft_words, "checkpoint.save_contents=[optimizer,extra]"])
 
 
-def test_a_critic_that_is_not_built_is_not_checked_for_contents(words):
+def test_contents_of_an_unbuilt_critic_are_not_checked(words):
     load_ppo([*words, "critic.checkpoint.save_contents=[]", "algorithm.adv_estimator=reinforce_plus_plus"])

@@ -31,7 +31,7 @@ def test_older_batch_sizes_are_shared_between_ranks(words):
     assert (critic.micro_batch_size, critic.infer_micro_batch_size) == (16, 16)
 
 
-def test_batch_sizes_per_gpu_win_and_do_not_depend_on_ranks(words):
+def test_per_gpu_batch_sizes_take_precedence(words):
     config = load_ppo(
         [
             *words,

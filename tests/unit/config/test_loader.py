@@ -51,7 +51,7 @@ def test_a_path_needs_no_quotes_of_its_own(words, name, tmp_path):
     assert configs[0].data.train_files == (str(file),)
 
 
-def test_a_value_that_needs_quotes_is_told_how_to_get_them(words, capfd):
+def test_a_value_without_quotes_shows_the_quoted_form(words, capfd):
     status, _ = _run([*words, "trainer.experiment_name=caf\u00e9#1"])
     assert status == 2
     assert "\"key='value'\"" in capfd.readouterr().err
@@ -150,7 +150,7 @@ def test_a_dict_is_laid_over_the_defaults(words):
     assert again == whole
 
 
-def test_loading_inside_a_program_that_uses_hydra_leaves_its_state_alone(words):
+def test_loading_a_config_preserves_hydras_global_state(words):
     with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         load_ppo(words)
         with pytest.raises(hydra.errors.MissingConfigException):
@@ -242,7 +242,7 @@ def test_everything_wrong_is_told_at_once(words):
     assert "custom_reward_function.path = /nowhere/reward.py" in text
 
 
-def test_a_problem_that_rests_on_a_wrong_value_is_left_out(words):
+def test_problems_caused_by_an_invalid_value_are_omitted(words):
     text = _error([*words, "data.train_batch_size=many"])
     assert "1 error in the config" in text
 
@@ -289,7 +289,7 @@ LIBRARIES = "process, server, sglang, vllm"
         ("update_weights_bucket_megabytes=8", "vllm", "process, server, sglang"),
     ],
 )
-def test_a_key_that_the_rollout_does_not_read_is_a_warning(words, leaf, name, readers, caplog):
+def test_a_key_that_the_rollout_ignores_is_a_warning(words, leaf, name, readers, caplog):
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
@@ -338,7 +338,7 @@ def test_a_wrong_config_is_one_message_and_status_2(words, capfd):
 
 
 @pytest.mark.parametrize("word", ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c"])
-def test_what_hydra_refuses_is_one_message_and_status_2(words, word, capfd):
+def test_what_hydra_rejects_is_one_message_and_status_2(words, word, capfd):
     status, _ = _run([*words, word])
     _, err = capfd.readouterr()
     assert status == 2
@@ -376,7 +376,7 @@ def test_a_sweep_runs_the_job_once_per_combination(words, tmp_path, monkeypatch)
     assert list(here.iterdir()) == []
 
 
-def test_jobs_of_a_sweep_may_not_share_a_folder_of_checkpoints(words, capfd):
+def test_sweep_jobs_may_not_share_a_checkpoint_folder(words, capfd):
     sweep = ["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", "trainer.default_local_dir=out"]
     status, configs = _run(sweep)
     assert (status, configs) == (2, [])
@@ -411,7 +411,7 @@ def test_equal_jobs_of_a_sweep_are_told_apart_by_nobody(words, capfd):
     assert "these jobs have equal configs" in capfd.readouterr().err
 
 
-def test_no_job_of_a_sweep_starts_if_one_config_is_wrong(words, capfd):
+def test_an_invalid_config_stops_the_sweep_before_any_job(words, capfd):
     status, configs = _run([*words, "trainer.seed=1,-2", "--multirun"])
     assert (status, configs) == (2, [])
     assert "trainer.seed = -2" in capfd.readouterr().err

@@ -65,7 +65,7 @@ def test_what_is_there_and_what_third_parties_bring_passes(words, word):
 
 
 @pytest.mark.parametrize("section", [f"{ACTOR}.fsdp_config", "critic.model.fsdp_config"])
-def test_pure_bfloat16_training_is_refused_with_the_keys_of_mixed_precision(words, section):
+def test_pure_bfloat16_training_suggests_mixed_precision(words, section):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, f"{ACTOR}.strategy=fsdp", f"{section}.model_dtype=bfloat16"])
     text = str(caught.value)
@@ -83,7 +83,7 @@ def test_one_cause_is_told_once(words):
     assert "The same applies to critic.strategy" in text
 
 
-def test_supervised_runs_refuse_the_same(sft_words):
+def test_supervised_runs_reject_the_same(sft_words):
     with pytest.raises(ConfigError) as caught:
         load_sft([*sft_words, "strategy=megatron", "fsdp_config.model_dtype=bfloat16"])
     text = str(caught.value)

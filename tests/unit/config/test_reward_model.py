@@ -64,7 +64,7 @@ def test_the_specifications_name_of_the_smallest_unit_is_taken(on):
     assert load_ppo(words).reward_model.model.fsdp_config.wrap_policy.min_num_params == 9
 
 
-def test_messages_are_kept_where_the_model_reads_them_or_somebody_asks(on, words):
+def test_messages_are_kept_only_if_needed(on, words):
     assert load_ppo(on).needs_raw_chat()  # the default has a tokenizer of the policy
     assert not load_ppo([*on, f"{INPUT}=null"]).needs_raw_chat()
     assert not load_ppo([*on, "data.return_raw_input_ids=true"]).needs_raw_chat()

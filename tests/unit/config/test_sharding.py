@@ -97,7 +97,7 @@ def test_a_reference_with_the_actors_layout_is_reported_once(words):
     assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
 
 
-def test_computing_in_the_number_format_of_the_weights_asks_for_nothing(words):
+def test_compute_in_the_weights_dtype_needs_no_mixed_precision(words):
     load_ppo([*words, f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32"])
 
 
@@ -233,7 +233,7 @@ def test_capabilities_of_the_registry_are_those_of_the_classes():
         assert rollout_class(name).capabilities is backend.capabilities
 
 
-def test_the_reference_that_takes_over_the_actors_layout_is_told_once(words):
+def test_a_reference_with_the_actors_layout_gives_one_notice(words):
     more = ["algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
     assert "1 error in the config" in _error(_on(words, 8, *more))
     text = _error(_on(words, 8, *more[:1], f"{REF}.fsdp_config.fsdp_size=3"))
@@ -403,7 +403,7 @@ def test_an_adapter_is_asked_for_by_its_rank(words, tmp_path):
     assert (actor.lora, actor.gradient_checkpointing_mode) == (None, "selective")
 
 
-def test_a_generator_is_told_of_an_adapter_that_comes_by_itself(words):
+def test_a_rollout_config_contains_a_separate_adapter(words):
     adapter = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{ROLLOUT}.name=vllm", *BY_ITSELF]
     assert rollout_engine(load_ppo([*words, *adapter])).lora == _lora(load_ppo([*words, *adapter]))
     assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.lora_weights=merged"])).lora is None
@@ -412,7 +412,7 @@ def test_a_generator_is_told_of_an_adapter_that_comes_by_itself(words):
     )
 
 
-def test_with_an_adapter_the_reference_is_no_model_of_its_own(words):
+def test_with_lora_the_reference_is_not_a_second_model(words):
     config = load_ppo([*words, "algorithm.use_kl_in_reward=true", f"{MODEL}.lora_rank=4"])
     assert (config.needs_reference(), config.needs_reference_model()) == (True, False)
     shared = (f"{MODEL}.lora_rank=4", "algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=2")

@@ -107,7 +107,7 @@ def test_all_to_all_takes_and_returns_one_entry_per_rank():
     assert [result_slot(Dispatch.ALL_TO_ALL, seat) for seat in CROSSED] == [0, 1, 2, 3]
 
 
-def test_all_to_all_needs_a_list_with_one_entry_per_rank():
+def test_all_to_all_needs_one_entry_per_rank():
     with pytest.raises(
         BatchError, match="argument 0 must be a list with one entry for each of 2 ranks; got a list of 3"
     ):
@@ -129,7 +129,7 @@ def test_model_parallel_neighbours_read_the_same_rows():
     assert calls[0] is calls[1]  # one object, so that it is sent as one message
 
 
-def test_every_batch_is_split_and_every_other_argument_goes_to_all():
+def test_only_batches_are_split_over_ranks():
     first, second = scatter(DP, FLAT, (numbered(2), [1, 2]), {"other": numbered(4), "beta": None})
     assert first is not None
     assert second is not None
@@ -188,7 +188,7 @@ def test_other_results_are_an_error_that_says_what_to_return(results: list[objec
         gather(DP, FLAT, results)
 
 
-def test_a_metric_returned_by_a_lone_rank_is_an_error_too():
+def test_a_metric_from_a_single_rank_is_an_error():
     with pytest.raises(BatchError, match="float on rank 0"):
         gather(DP, ALONE, [0.5])
 

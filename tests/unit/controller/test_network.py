@@ -9,7 +9,7 @@ from camshaft.controller import network
 from camshaft.controller.network import PortMonitor
 
 
-def test_a_closed_port_is_reported_and_an_open_one_is_not():
+def test_only_a_closed_port_is_reported():
     with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as leaving:
         monitor = PortMonitor()
         monitor.add("the one that stays", *there.getsockname())

@@ -39,7 +39,7 @@ def arrived(inbox: Inbox) -> list[Any]:
     return found
 
 
-def test_answers_keep_their_order_and_a_death_is_told_after_them(answers: list[Future[Any]]) -> None:
+def test_results_precede_the_report_of_a_death(answers: list[Future[Any]]) -> None:
     inbox: Inbox = queue.SimpleQueue()
     link = on_ray.ActorProcess(RankInfo(3, 4, "cpu", 60.0), {}, inbox, PortMonitor())
     answers[0].set_result([b"at once"])

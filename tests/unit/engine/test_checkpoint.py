@@ -221,7 +221,7 @@ def test_a_damaged_file_is_named_on_every_rank(spoil: Callable[[Path], None], tm
     assert f"model/{victim.name}" in said[0]
 
 
-def test_another_model_is_refused_by_the_names_that_differ(tmp_path: Path) -> None:
+def test_another_model_is_rejected_by_the_names_that_differ(tmp_path: Path) -> None:
     tensors = whole()
     tensors["more"] = tensors.pop("half")
     tensors["norm.weight"] = torch.zeros(9)
@@ -246,7 +246,7 @@ def adamw_state(optimizer: Callable[..., Any] = torch.optim.AdamW) -> State:
     return State.of({"p": parameter}, made, {"p": parameter}, {}, {})
 
 
-def test_an_optimizer_of_another_class_is_refused_by_both_names(tmp_path: Path) -> None:
+def test_an_optimizer_of_another_class_is_rejected_by_both_names(tmp_path: Path) -> None:
     save(adamw_state(), tmp_path / "ckpt")
     parameter = torch.nn.Parameter(torch.zeros(3))
     other = torch.optim.NAdam([parameter])
@@ -255,7 +255,7 @@ def test_an_optimizer_of_another_class_is_refused_by_both_names(tmp_path: Path) 
     assert not parameter.any()
 
 
-def test_state_of_what_is_not_trained_here_is_refused(tmp_path: Path) -> None:
+def test_state_of_what_is_not_trained_here_is_rejected(tmp_path: Path) -> None:
     save(adamw_state(), tmp_path / "ckpt")
     frozen, trained = torch.nn.Parameter(torch.zeros(3), requires_grad=False), torch.nn.Parameter(torch.zeros(3))
     other = torch.optim.AdamW([trained])
@@ -299,7 +299,7 @@ def write_with_little_room(folder: str, rank: int) -> str:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_full_disk_names_the_rank_and_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> None:
+def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     run_ranks(write, 2, str(folder), "1d")
     (folder / "older").touch()
@@ -473,7 +473,7 @@ def die_on_rank_one(folder: str) -> None:
         saves.wait()
 
 
-def test_a_rank_that_dies_in_mid_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
+def test_a_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path: Path) -> None:
     save(numbers(1.0), tmp_path / "ckpt")
     with pytest.raises((WorkerError, CheckpointError)):
         run_ranks(die_on_rank_one, 2, str(tmp_path / "ckpt"))

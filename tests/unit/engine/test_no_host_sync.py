@@ -107,7 +107,7 @@ def test_no_micro_batch_without_gradients_waits(home: Path, there: str, monkeypa
     assert len(calls) == ROWS // 2
 
 
-def test_an_update_waits_as_often_however_many_micro_batches_it_has(home: Path, there: str) -> None:
+def test_synchronizations_do_not_depend_on_micro_batches(home: Path, there: str) -> None:
     counted: dict[int, Counter[str]] = {}
     for size in (ROWS, 2, 1):
         actor = actor_of(home, {}, micro_batch=size)

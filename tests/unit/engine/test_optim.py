@@ -35,7 +35,7 @@ def test_linear_schedule_decays_from_full_rate_to_minimum() -> None:
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
-def test_a_rate_that_goes_down_needs_the_length_of_the_run(shape: Literal["cosine", "linear"]) -> None:
+def test_a_decaying_rate_needs_the_run_length(shape: Literal["cosine", "linear"]) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optim = OptimConfig(lr=1.0, lr_scheduler_type=shape)
     with pytest.raises(EngineError, match=f"{shape} needs optim.total_training_steps"):
@@ -72,7 +72,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     assert weight.tolist() == [2.0, 1.0]
 
 
-def test_a_step_without_gradients_is_refused() -> None:
+def test_a_step_without_gradients_is_rejected() -> None:
     optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], OptimConfig())
     with pytest.raises(EngineError, match="no gradient"):
         clip_and_step(optimizer, 1.0)
@@ -103,7 +103,7 @@ def test_other_optimizer_classes_use_foreach() -> None:
     assert built(optimizer="RMSprop").defaults["foreach"] is True
 
 
-def test_an_argument_of_another_kind_under_our_name_keeps_its_default() -> None:
+def test_unrelated_arguments_of_the_same_name_keep_defaults() -> None:
     optimizer = built(optimizer="Adafactor", lr=0.5, eps=1e-3)
     assert optimizer.defaults["eps"] == (None, 1e-3)
     assert optimizer.defaults["lr"] == 0.5
@@ -130,7 +130,7 @@ def test_overrides_win_and_lists_become_tuples() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_refused_with_what_to_type(optim: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_is_rejected_with_a_fix(optim: dict[str, Any], said: str) -> None:
     with pytest.raises(EngineError, match=said):
         built(**optim)
 
@@ -141,7 +141,7 @@ def test_an_optimizer_that_does_not_take_these_parameters_says_why() -> None:
     assert type(built(optimizer="Muon")) is torch.optim.Muon
 
 
-def test_frozen_parameters_stay_out_and_all_frozen_is_refused() -> None:
+def test_frozen_parameters_stay_out_and_all_frozen_is_rejected() -> None:
     free, frozen = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1), requires_grad=False)
     assert build_optimizer([frozen, free], OptimConfig()).param_groups[0]["params"] == [free]
     with pytest.raises(EngineError, match="nothing to train"):
@@ -153,7 +153,7 @@ class WantsLoss(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_class_of_somebody_else_that_wants_the_loss_is_refused() -> None:
+def test_an_optimizer_class_that_needs_the_loss_is_rejected() -> None:
     with pytest.raises(EngineError, match="requires a closure that computes the loss"):
         built(optimizer=f"{__name__}:WantsLoss")
 
@@ -236,5 +236,5 @@ def local_part(tensor: torch.Tensor | None) -> torch.Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def test_a_non_finite_gradient_on_one_rank_skips_the_step_everywhere() -> None:
+def test_a_non_finite_gradient_on_one_rank_skips_all() -> None:
     assert run_ranks(one_bad_number, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4

@@ -107,7 +107,7 @@ def test_the_reference_policy_is_the_actor_without_its_adapter() -> None:
     assert not torch.equal(infer(made), trained)
 
 
-def test_weights_go_out_merged_under_the_names_of_the_plain_model() -> None:
+def test_merged_weights_have_the_base_models_names() -> None:
     made = engine()
     train(made)
     plain = AutoModelForCausalLM.from_pretrained(folder())

@@ -71,12 +71,12 @@ def test_without_a_loss_mask_all_tokens_but_the_first_count() -> None:
     assert as_batch(batch_of(3, 1, 2))["loss_mask"].values.tolist() == [False, True, True, False, False, True]
 
 
-def test_a_loss_on_the_first_token_is_refused() -> None:
+def test_a_loss_on_the_first_token_is_rejected() -> None:
     with pytest.raises(BatchError, match="first token"):
         as_batch(batch_of(2, 2, mask=[0, 1, 1, 1]))
 
 
-def test_a_padded_mapping_without_attention_mask_is_refused() -> None:
+def test_a_padded_mapping_without_attention_mask_is_rejected() -> None:
     with pytest.raises(BatchError, match="attention_mask"):
         as_batch({"input_ids": torch.zeros(2, 3)})
 
@@ -170,7 +170,7 @@ def test_other_keys_of_a_context_are_kept() -> None:
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
-def test_a_temperature_that_is_not_positive_is_refused(bad: float) -> None:
+def test_a_temperature_that_is_not_positive_is_rejected(bad: float) -> None:
     with pytest.raises(EngineError, match="temperature"):
         call_context({"temperature": bad}, "causal_lm")
 

@@ -25,7 +25,7 @@ def shared_results() -> tuple[list[int], list[int], list[int]]:
     return first, on_every_rank(group, lambda: rank * 10), ran
 
 
-def test_rank_zero_acts_alone_and_all_know_what_came_of_it() -> None:
+def test_the_result_of_rank_zero_reaches_all_ranks() -> None:
     found = run_ranks(shared_results, WORLD)
     assert [(first, each) for first, each, _ in found] == [([0, 7], [0, 10, 20])] * WORLD
     assert [ran for _, _, ran in found] == [[0], [], []]

@@ -128,7 +128,7 @@ def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-def test_a_merged_adapter_gives_what_peft_gives_with_the_adapter_alone(head: str, tmp_path: Path) -> None:
+def test_a_merged_adapter_matches_peft(head: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     run_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))
     done(step / "actor", tmp_path / "merged")
@@ -192,7 +192,7 @@ def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
         assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / name), weights)
 
 
-def test_a_model_that_was_moved_is_named_on_the_command_line(tmp_path: Path) -> None:
+def test_a_moved_model_is_given_on_the_command_line(tmp_path: Path) -> None:
     source = Path(shutil.copytree(tiny_folder(), tmp_path / "source"))
     state = {"tokenizer": str(source)}
     run = saved(tmp_path / "run", EngineModel(path=str(source), lora=LoRAConfig(rank=4)), state=state)
@@ -269,7 +269,7 @@ def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None
     assert not (tmp_path / "empty" / "of_the_first").exists()
 
 
-def test_what_the_checkpoint_cannot_give_is_refused_with_what_to_type(tmp_path: Path) -> None:
+def test_unavailable_checkpoint_contents_are_errors_with_a_fix(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     assert "leave out --adapter" in export(run, tmp_path / "out", "--adapter").err
     assert "is not a size; use for example 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err

@@ -90,7 +90,7 @@ def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
     return result, sum(event.self_cpu_memory_usage for event in events)
 
 
-def test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twice() -> None:
+def test_selective_checkpointing_recomputes_no_matrix_product() -> None:
     kept, backward = {}, {}
     for name, changes in RECOMPUTING.items():
         model = packed(**changes)
@@ -108,7 +108,7 @@ def test_selective_keeps_less_than_everything_and_computes_no_matrix_product_twi
     assert backward["full"] >= backward["none"] + 3 * 7
 
 
-def test_a_model_without_checkpointing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_checkpointing_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     model = packed()
     monkeypatch.setattr(type(model.hf), "supports_gradient_checkpointing", False)
     with pytest.raises(EngineError, match="does not support gradient checkpointing"):

@@ -179,7 +179,7 @@ def test_a_temperature_that_is_not_above_zero_is_an_error(temperature: float):
         linear_logprob(hidden, weight, targets, temperature=temperature)
 
 
-def test_second_derivatives_are_refused_and_not_silently_wrong():
+def test_second_derivatives_are_rejected_and_not_silently_wrong():
     hidden, weight, _, targets = inputs()
     squares = linear_logprob(hidden, weight, targets)[0].square().sum()
     gradient = torch.autograd.grad(squares, hidden, create_graph=True)[0]

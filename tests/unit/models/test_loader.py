@@ -136,7 +136,7 @@ def test_an_unknown_override_names_the_nearest_key():
         load(tiny_folder(), override_config={"zzz": 1})
 
 
-def test_an_override_that_the_config_refuses_is_told_with_its_reason():
+def test_a_rejected_override_shows_its_reason():
     with pytest.raises(EngineError, match=r"(?s)override_config.*hidden_size.*many"):
         load(tiny_folder(), override_config={"hidden_size": "many"})
 

@@ -209,7 +209,7 @@ def test_targets_that_match_nothing_are_an_error(config: dict[str, Any], words: 
         load(lora=LoRAConfig(rank=2, **config))
 
 
-def test_only_the_adapter_is_trainable_and_a_value_head_beside_it():
+def test_only_adapter_and_value_head_are_trainable():
     trained = {name for name, p in load().hf.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 14
     assert all(".lora_A.default." in name or ".lora_B.default." in name for name in trained)
@@ -231,7 +231,7 @@ def test_the_beginning_depends_on_the_seed_alone():
     assert not torch.equal(first, begun(8))
 
 
-def test_the_beginning_is_drawn_from_the_range_that_peft_draws_from():
+def test_a_new_adapter_uses_pefts_initial_range():
     tensors = dict(adapter_weights(load().hf))
     # U(-1/sqrt(in), 1/sqrt(in)): the default of nn.Linear
     largest = {name: tensor.abs().max() * tensor.shape[1] ** 0.5 for name, tensor in tensors.items() if "_A." in name}
@@ -268,7 +268,7 @@ def test_a_meta_device_model_supports_adapters():
     assert torch.equal(bones(*inputs(), ("values",))["values"], whole(*inputs(), ("values",))["values"])
 
 
-def test_a_second_adapter_is_refused():
+def test_a_second_adapter_is_rejected():
     with pytest.raises(EngineError, match="already has an adapter"):
         add_adapter(load().hf, LORA, 0)
 
@@ -276,7 +276,7 @@ def test_a_second_adapter_is_refused():
 # -- without the adapter ------------------------------------------------------------------------------
 
 
-def test_the_base_model_without_its_adapter_is_exact_and_comes_back():
+def test_disable_adapter_restores_the_exact_base_model():
     model, base = load().train(), log_probs(load(lora=None))
     stir(model.hf)
     adapted, trained = log_probs(model), [p.requires_grad for p in model.hf.parameters()]
@@ -398,7 +398,7 @@ def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
     assert torch.equal(merged["score.weight"], model.hf.score.weight)
 
 
-def test_a_value_model_may_begin_with_the_adapter_of_a_policy(tmp_path: Path):
+def test_a_value_model_may_start_from_a_policy_adapter(tmp_path: Path):
     stored = peft_folder(tmp_path)
     config = LORA.model_copy(update={"adapter_path": str(stored)})
     value, policy = load(head="value", lora=config), load(lora=config)

@@ -164,7 +164,7 @@ def test_values_are_those_of_the_token_classification_model(tmp_path):
     assert got.std() > 0.1
 
 
-def test_values_have_no_dropout_of_the_classification_head_in_train_mode():
+def test_value_heads_have_no_dropout_in_train_mode():
     model = packed(head="value")
     calm = model(*inputs(), ("values",))["values"]
     model.train()
@@ -270,7 +270,7 @@ def test_misshapen_inputs_are_an_error():
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )
-def test_models_that_would_come_out_wrong_are_refused_by_name(family: str, extra: dict[str, Any], words: str):
+def test_models_that_would_come_out_wrong_are_rejected(family: str, extra: dict[str, Any], words: str):
     folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
     with pytest.raises(EngineError, match=words):
         load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
@@ -282,13 +282,13 @@ def test_a_model_that_drops_packing_arguments_is_an_error():
         model(*inputs(), ("log_probs",))
 
 
-def test_a_model_with_another_attention_implementation_is_refused():
+def test_a_model_with_another_attention_implementation_is_rejected():
     plain = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation="sdpa")
     with pytest.raises(EngineError, match=f"built with attn_implementation='sdpa'; build it with '{PACKED}'"):
         PackedModel(plain, "causal_lm")
 
 
-def test_a_head_that_does_not_fit_is_refused():
+def test_a_head_that_does_not_fit_is_rejected():
     causal = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation=PACKED)
     with pytest.raises(EngineError, match="no layer called 'score' or 'classifier'"):
         PackedModel(causal, "value")

@@ -87,7 +87,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("family", MODELS)
-def test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks(family: str, size: int):
+def test_log_probs_and_gradients_do_not_depend_on_ranks(family: str, size: int):
     folder = str(tiny_folder(family, **{"hidden": 32, "initializer_range": 0.1, **MODELS[family]}))
     expected = numbers(model_of(folder, "causal_lm"), LENGTHS, wanted(LENGTHS))
     assert expected[0]["log_probs"].std() > 0.05
@@ -143,7 +143,7 @@ def engine_step(folder: str) -> dict[str, Ragged]:
         return dict(engine.infer_batch(batch))
 
 
-def test_a_step_of_an_engine_gets_whole_rows_on_every_rank():
+def test_every_rank_passes_full_rows_to_an_engine_step():
     folder = folder_of("qwen2")
     (alone,) = run_ranks(engine_step, 1, folder)
     for found in run_ranks(engine_step, 2, folder):
@@ -168,14 +168,14 @@ def test_attention_dropout_acts_in_train_mode():
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def test_heads_that_do_not_divide_are_refused_by_name():
+def test_heads_that_do_not_divide_are_rejected():
     config = AutoConfig.from_pretrained(folder_of("qwen2"))
     check_heads(config, 4)
     with pytest.raises(EngineError, match="size 3 does not divide the 4 query heads of this qwen2 model;"):
         check_heads(config, 3)
 
 
-def test_a_rotary_embedding_that_looks_at_the_longest_position_is_refused():
+def test_length_dependent_rotary_embeddings_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(num_attention_heads=4, rope_parameters=rope)
     check_heads(config, 1)

@@ -118,7 +118,7 @@ class Drops(Keeps):
         super().load_adapter((name, weight) for name, weight in weights if name != A)
 
 
-def test_a_hand_over_that_failed_is_begun_anew_with_the_base(engine: BaseEngine) -> None:
+def test_a_failed_weight_sync_restarts_with_the_base(engine: BaseEngine) -> None:
     rollout = Drops()
     for _ in range(2):
         with pytest.raises(RolloutError, match=rf"{A}: missing in the rollout"), rollout_mode(engine, rollout):
@@ -126,7 +126,7 @@ def test_a_hand_over_that_failed_is_begun_anew_with_the_base(engine: BaseEngine)
     assert rollout.calls == ["base", "adapter"] * 2
 
 
-def test_a_base_that_did_not_stay_as_it_was_is_named(engine: BaseEngine) -> None:
+def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
     rollout = Keeps()
     with rollout_mode(engine, rollout):
         pass

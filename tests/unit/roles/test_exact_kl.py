@@ -122,7 +122,7 @@ def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> No
     ],
     ids=["weights", "adapter", "adapter on ranks"],
 )
-def test_the_loss_is_the_divergence_of_the_weights_before_the_update(more: dict[str, Any], tmp_path: Path) -> None:
+def test_the_kl_loss_uses_the_weights_before_the_update(more: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**LOSS, **ONE_UPDATE, **more}, steps=2)
     assert first.metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
     wanted = plain_kl(tmp_path, first.actor, second)
@@ -152,7 +152,7 @@ def test_ranks_learn_the_same_from_it(more: dict[str, Any], home: Path, learned_
     assert learned_alone[-1].metrics["actor/kl_loss"] > 1e-5
 
 
-def test_an_actor_that_nobody_gives_the_reference_says_what_it_lacks(home: Path) -> None:
+def test_an_actor_without_its_reference_is_an_error(home: Path) -> None:
     config = ppo_config(home, LOSS)
     actor = ActorWorker(config, config.topology(), 1)
     actor.init_model()

@@ -167,7 +167,7 @@ def chats() -> list[Any]:
 
 
 @pytest.mark.parametrize("kept", ["messages", "text", "ids"])
-def test_the_conversation_goes_through_the_reward_models_own_template_and_tokenizer(kept: str, home: Path) -> None:
+def test_reward_input_uses_the_reward_models_template_and_tokenizer(kept: str, home: Path) -> None:
     config = config_of(home, "other", reward_model__max_length=80)
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
     columns = {

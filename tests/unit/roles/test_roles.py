@@ -155,7 +155,7 @@ def test_presharded_rows_are_trained_in_their_order(home: Path) -> None:
 
 
 @pytest.mark.parametrize(("loss", "mode"), [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
-def test_an_update_of_one_step_finds_the_old_log_probs_itself(home: Path, loss: str, mode: str) -> None:
+def test_a_single_step_update_computes_old_log_probs(home: Path, loss: str, mode: str) -> None:
     keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
     keys = {f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()}
     # Adam makes a step of lr out of a gradient of 1e-10, which rounding leaves of none; not with this eps.
@@ -217,7 +217,7 @@ def test_values_are_those_of_plain_transformers(home: Path) -> None:
         torch.testing.assert_close(values, logits[len(prompt) - 1 : -1] * mask, rtol=1e-4, atol=1e-5)
 
 
-def test_an_update_of_the_critic_names_its_metrics_and_comes_closer(home: Path) -> None:
+def test_a_critic_update_returns_metrics_and_reduces_the_loss(home: Path) -> None:
     critic = CriticWorker(config_of(home, critic__ppo_epochs=3), Topology(1), STEPS)
     critic.init_model()
     batch = learnable(values=critic.compute_values(batch_of()).ragged("values"))
@@ -291,7 +291,7 @@ def prompts() -> DataProto:
     return DataProto.from_dict({"prompts": rows(3, 5, 2, 4), "sampling_seed": torch.arange(4)})
 
 
-def test_generation_recomputes_old_log_probs_unless_it_is_told_not_to(worker: ActorRolloutRefWorker) -> None:
+def test_generation_recomputes_old_log_probs_unless_disabled(worker: ActorRolloutRefWorker) -> None:
     found = worker.generate_sequences(prompts())
     again = worker.compute_log_prob(prompts().union(DataProto(found.columns)))
     assert torch.equal(found["old_log_probs"].values, again["old_log_probs"].values)
@@ -308,7 +308,7 @@ def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRef
     assert [row.tolist() for row in other] != [row.tolist() for row in first]
 
 
-def test_responses_end_at_the_limit_or_with_the_end_of_sequence(worker: ActorRolloutRefWorker) -> None:
+def test_responses_end_at_the_limit_or_at_eos(worker: ActorRolloutRefWorker) -> None:
     found = worker.generate_sequences(prompts())
     ends = [int(row[-1]) for row in found["responses"].rows()]
     end = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM).config.eos_token_id

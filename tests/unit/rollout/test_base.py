@@ -44,7 +44,7 @@ def mute(**config: Any) -> Mute:
         ({"stop": ("###", "")}, "stop must be a tuple of non-empty strings, got"),
     ],
 )
-def test_impossible_sampling_is_refused_with_its_value(wrong: dict[str, Any], told: str) -> None:
+def test_impossible_sampling_is_rejected_with_its_value(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(RolloutError, match=told):
         SamplingParams(**{"max_tokens": 4, **wrong})
 
@@ -82,7 +82,7 @@ def test_calls_without_seeds_are_numbered() -> None:
 
 
 @pytest.mark.parametrize("seeds", [torch.arange(4), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)])
-def test_seeds_that_are_not_one_integer_per_row_are_refused(seeds: torch.Tensor) -> None:
+def test_seeds_that_are_not_one_integer_per_row_are_rejected(seeds: torch.Tensor) -> None:
     with pytest.raises(RolloutError, match=r"seeds must be int64 of shape \(3,\)"):
         mute().seeds_of_call(3, seeds)
 

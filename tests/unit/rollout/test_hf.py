@@ -24,7 +24,7 @@ def test_a_part_holds_no_more_rows_than_max_num_seqs(harness: RolloutHarness) ->
     assert parts(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_a_part_holds_no_more_prompt_tokens_than_allowed_padding_included(harness: RolloutHarness) -> None:
+def test_padded_prompt_tokens_of_a_part_respect_the_limit(harness: RolloutHarness) -> None:
     # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 goes alone.
     rollout = harness.case(max_num_batched_tokens=12).rollout
     assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
@@ -79,7 +79,7 @@ def test_metrics_count_padding_and_finished_rows_as_work(harness: RolloutHarness
     }
 
 
-def test_weights_that_are_no_numbers_are_an_error_for_greedy_too(harness: RolloutHarness) -> None:
+def test_non_finite_weights_are_an_error_for_greedy_too(harness: RolloutHarness) -> None:
     case = harness.case()
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(Exception, match="not finite"):

@@ -141,7 +141,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("size", [10, 2000])
-def test_scores_that_are_no_numbers_give_log_probs_that_are_none(size: int) -> None:
+def test_non_finite_scores_give_non_finite_log_probs(size: int) -> None:
     scores = torch.zeros(2, size)
     scores[0, 3] = math.nan
     tokens, log_probs = draw(scores, torch.tensor([0.5, 0.5], dtype=torch.float64))
@@ -149,7 +149,7 @@ def test_scores_that_are_no_numbers_give_log_probs_that_are_none(size: int) -> N
     assert (tokens < size).all()
 
 
-def test_greedy_takes_the_first_argmax_with_log_prob_at_temperature_one() -> None:
+def test_greedy_takes_the_first_argmax_at_temperature_one() -> None:
     tokens, log_probs = greedy(torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.2, 0.1, 0.1, 0.6]]).log())
     assert tokens.tolist() == [1, 3]
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.4, 0.6]))

@@ -35,7 +35,7 @@ def test_a_fresh_model_holds_no_weight() -> None:
 
 @pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "phi3"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_in_nobodys_weights_is_as_in_a_real_model(family: str, dtype: str) -> None:
+def test_computed_buffers_equal_those_of_a_loaded_model(family: str, dtype: str) -> None:
     model, real = borrowed(tiny_folder(family), dtype=dtype), owner(tiny_folder(family), dtype=dtype)
     ours, theirs = dict(model.hf.named_buffers()), dict(real.named_buffers())
     assert ours.keys() == theirs.keys()
@@ -67,7 +67,7 @@ def test_a_tied_weight_is_one_tensor_in_both_places() -> None:
     assert ours.lm_head.weight.data_ptr() == real.lm_head.weight.data_ptr()
 
 
-def test_a_tied_weight_may_come_twice_but_not_with_two_values() -> None:
+def test_both_copies_of_a_tied_weight_must_be_equal() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     weights = dict(real.named_parameters(remove_duplicate=False))
     model.load(weights.items())
@@ -100,7 +100,7 @@ def test_a_buffer_that_belongs_to_the_weights_has_to_come() -> None:
     assert torch.equal(model.ready().get_buffer(name), bias)
 
 
-def test_one_weight_under_one_name_twice_is_refused() -> None:
+def test_one_weight_under_one_name_twice_is_rejected() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     with pytest.raises(RolloutError, match=r"'model\.norm\.weight' was sent twice"):
         model.load([*real.named_parameters(), ("model.norm.weight", real.model.norm.weight)])

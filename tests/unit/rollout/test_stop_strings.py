@@ -26,7 +26,7 @@ def test_the_token_that_completes_a_string_ends_the_response(tokenizer: PreTrain
     assert first_end(StopStrings(tokenizer, []), tokens) is None
 
 
-def test_a_string_of_the_prompt_or_half_of_one_ends_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_prompt_text_does_not_complete_a_stop_string(tokenizer: PreTrainedTokenizerBase) -> None:
     tokens = tokenizer.encode("#7##", add_special_tokens=False)
     assert first_end(StopStrings(tokenizer, ["##"]), tokens) == 3
 

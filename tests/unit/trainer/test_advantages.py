@@ -59,7 +59,7 @@ def two_rows() -> DataProto:
     )
 
 
-def test_the_penalty_is_taken_from_every_token_that_the_policy_chose() -> None:
+def test_the_kl_penalty_applies_to_every_response_token() -> None:
     # d = 0.4, (tool: none), -0.2 and -1.0; times 0.5.
     rewards, metrics = token_rewards(two_rows(), algorithm(), FixedKL(0.5))
     expected = torch.tensor([-0.2, 0.0, 1.1, 2.5])

@@ -8,7 +8,7 @@ from camshaft.errors import ConfigError
 
 
 @pytest.mark.parametrize(("mode", "wanted"), [("max", [True, False, True, False]), ("min", [True, True, False, True])])
-def test_the_best_is_the_first_of_the_largest_or_the_smallest(mode: str, wanted: list[bool]) -> None:
+def test_the_best_step_is_the_first_extreme(mode: str, wanted: list[bool]) -> None:
     best = BestStep("val/x", mode)
     assert [best.offer({"val/x": value}, step) for step, value in enumerate((0.5, 0.2, 0.7, -1.0), 1)] == wanted
     assert best.step == (3 if mode == "max" else 4)

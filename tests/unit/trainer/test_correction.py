@@ -157,7 +157,7 @@ def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
     return found
 
 
-def test_weights_of_a_cut_distribution_are_the_mass_that_was_kept(home: Path) -> None:
+def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
     # pi_rollout = pi_train / mass for a token that was kept, so its weight is the mass; a row's is their product.
     for level in ("token", "sequence"):
         (step,) = run_ppo(home, {**TOP_P, **correcting(rollout_is=level)}, steps=1)

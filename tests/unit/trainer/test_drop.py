@@ -108,7 +108,7 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
         with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (4, 5, 6, 7)))
 
 
-def test_the_weight_of_the_kl_penalty_moves_as_without_the_row(home: Path) -> None:
+def test_a_dropped_row_does_not_change_the_kl_coefficient(home: Path) -> None:
     chosen = algorithm(home, use_kl_in_reward=True)
     controllers = [AdaptiveKL(0.5, target=0.1, horizon=100) for _ in range(2)]
     told = [token_rewards(batch, chosen, control)[1] for batch, control in zip(scored(), controllers, strict=True)]

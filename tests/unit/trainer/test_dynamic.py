@@ -101,7 +101,7 @@ def test_the_last_step_is_filled_from_the_next_epoch(config_with) -> None:
     assert list(loader) == []
 
 
-def test_too_many_batches_are_an_error_that_says_what_to_type(config_with) -> None:
+def test_too_many_batches_are_an_error_with_a_fix(config_with) -> None:
     changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
     with pytest.raises(BatchError) as caught:
         draw(loader_of(20), Policy({1, 4}), config_with(**changes))

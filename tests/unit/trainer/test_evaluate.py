@@ -140,7 +140,7 @@ def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> No
         ([{"data_source": "a", "responses": ["1"]}], {}, "rows have no ground truth"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_what_cannot_be_scored_is_rejected(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "r.parquet", table)
     more = {key: tmp_path / "out.parquet" if value == "OUT" else value for key, value in more.items()}
     run = evaluate(path, **more)

@@ -107,7 +107,7 @@ def test_a_token_that_the_rollout_held_impossible_leaves_numbers() -> None:
     assert all(map(math.isfinite, found.values()))
 
 
-def test_a_phase_is_timed_and_what_a_worker_tells_is_kept() -> None:
+def test_a_phase_is_timed_and_keeps_worker_metrics() -> None:
     metrics, batch = StepMetrics(), two_rows()
     with metrics.phase("gen"):
         time.sleep(0.02)

@@ -13,7 +13,7 @@ def sharded(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp
     return batch.reorder(sharded_rows(len(batch), mini_batch, epochs, seed, dp_size))
 
 
-def test_each_rank_gets_its_part_of_each_mini_batch_in_order() -> None:
+def test_each_rank_receives_its_part_of_each_mini_batch() -> None:
     # Mini-batches 0..3 and 4..7; the first half of each is rank 0's, whose part of a call is the first half of all.
     assert sharded(rows(8), mini_batch=4, epochs=1, seed=None, dp_size=2)["row"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert sharded(rows(4), mini_batch=2, epochs=2, seed=None, dp_size=2)["row"].tolist() == [0, 2, 0, 2, 1, 3, 1, 3]

@@ -29,7 +29,7 @@ def test_validation_before_training_does_not_wait_for_validation_between_steps(t
     ]
 
 
-def test_the_last_step_is_validated_and_saved_however_the_run_ends(tmp_path: Path) -> None:
+def test_the_last_step_is_always_validated_and_saved(tmp_path: Path) -> None:
     # 16 rows make two steps; the run is asked for more.
     few = {"data.train_max_samples": 16, "trainer.total_epochs": 1, "trainer.save_freq": 5, "trainer.test_freq": 5}
     logged = run_ppo(tmp_path, few, steps=7)

@@ -130,7 +130,7 @@ def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: 
     assert "config changes since step 2: actor_rollout_ref.actor.optim.lr=0.0005 (was 0.001)" in (caplog.text)
 
 
-def test_a_step_without_the_critic_that_the_run_needs_is_refused(tmp_path: Path) -> None:
+def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
     grpo = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
     run(tmp_path, {**grpo, "trainer.save_freq": 1}, steps=1)
     with pytest.raises(CheckpointError) as caught:
@@ -140,7 +140,7 @@ def test_a_step_without_the_critic_that_the_run_needs_is_refused(tmp_path: Path)
     assert "trainer.resume_mode=disable" in str(caught.value)
 
 
-def test_other_rows_and_another_model_are_refused(home: Path, tmp_path: Path) -> None:
+def test_other_rows_and_another_model_are_rejected(home: Path, tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="has num_rows=64, this run has num_rows=16: rows were added or removed"):
         run(home, {"data.train_files": home / "data" / "heldout.parquet"}, saves_to=tmp_path)
     with pytest.raises(CheckpointError, match="belongs to another model"):

@@ -123,7 +123,7 @@ RANKS: dict[str, Any] = {"strategy": "fsdp", "trainer.n_gpus_per_node": 2}
     ],
     ids=["whole", "three pairs", "tokens", "two ranks", "a sequence on two ranks"],
 )
-def test_a_run_is_that_of_plain_transformers_however_it_is_cut(
+def test_a_run_matches_transformers_for_any_split(
     cut: dict[str, Any], plain: tuple[list[dict[str, float]], dict[str, Tensor]], home: Path, tmp_path: Path
 ) -> None:
     wanted, weights = plain
@@ -150,7 +150,7 @@ def test_pairs_have_the_columns_of_the_table(home: Path, tmp_path: Path) -> None
         assert (kind, str(dtype)) == (COLUMNS[name].kind, f"torch.{COLUMNS[name].dtype}"), name
 
 
-def test_a_language_model_gets_a_head_that_depends_on_the_seed(home: Path, tmp_path: Path) -> None:
+def test_a_new_head_depends_on_the_seed(home: Path, tmp_path: Path) -> None:
     def head(seed: int) -> Tensor:
         words = {
             "model.path": home / "actor",

@@ -6,7 +6,7 @@ LARGEST = 2**32 - 1
 """Of the seeds that the config takes."""
 
 
-def test_every_row_of_every_step_has_a_seed_of_its_own() -> None:
+def test_every_row_of_every_step_has_a_unique_seed() -> None:
     steps = [VALIDATION, 1, 2, 3, 1000, 2**20 - 1]
     seeds = torch.cat([sampling_seeds(seed, step, 5000) for seed in (0, 1, 2, 77) for step in steps])
     assert seeds.dtype == torch.int64
@@ -18,7 +18,7 @@ def test_later_rows_of_a_step_continue_the_seed_sequence() -> None:
     assert torch.equal(torch.cat(both), sampling_seeds(3, 5, 16))
 
 
-def test_seeds_do_not_meet_at_the_borders_of_steps_and_runs() -> None:
+def test_seeds_of_adjacent_steps_and_runs_do_not_overlap() -> None:
     rows = 2**24
     last, following = sampling_seeds(1, 7, rows)[-1], sampling_seeds(1, 8, 1)[0]
     assert following == last + 1

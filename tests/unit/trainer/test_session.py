@@ -37,7 +37,7 @@ def test_more_steps_than_data_is_reported(trainer: TrainerConfig, caplog: pytest
     assert "after 6 (trainer.total_epochs=3 of 2 steps)" in caplog.text
 
 
-def test_a_session_seeds_what_libraries_draw_and_takes_its_handler_away(trainer: TrainerConfig) -> None:
+def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerConfig) -> None:
     root = logging.getLogger("camshaft")
     before = list(root.handlers)
 

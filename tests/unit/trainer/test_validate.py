@@ -47,7 +47,7 @@ def setting(tmp_path: Path) -> Iterator[tuple[PPOParts, PPOConfig]]:
         yield parts, config
 
 
-def test_every_response_counts_once_for_its_data_set_and_for_all(setting: tuple[PPOParts, PPOConfig]) -> None:
+def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[PPOParts, PPOConfig]) -> None:
     metrics, samples = validate(*setting)
     assert metrics["val-core/a/reward/mean"] == pytest.approx((1 + 3 + 0) / 3)
     assert metrics["val-core/b/reward/mean"] == pytest.approx(5)

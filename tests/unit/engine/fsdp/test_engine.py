@@ -77,12 +77,12 @@ def _wrapped(folder: str, name: str) -> None:
     ).build()
 
 
-def test_a_layer_class_that_the_model_does_not_have_is_named(tmp_path: Path) -> None:
+def test_an_unknown_layer_class_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="has no Qwen9Layer; its layers are Qwen2DecoderLayer"):
         run_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
 
 
-def test_a_divergence_in_bfloat16_is_from_what_the_other_model_said(tmp_path: Path) -> None:
+def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -> None:
     """The model computes in bfloat16; the distributions that come into it from outside are not rounded to that."""
     harness = EngineHarness(
         engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}

@@ -90,7 +90,7 @@ def test_layers_compute_in_the_number_format_that_they_are_told(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradients_are_summed_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
+def test_gradients_are_reduced_in_the_configured_dtype(tmp_path: Path, dtype: str) -> None:
     harness, engine = built(tmp_path, mixed_precision={"reduce_dtype": dtype})
     stepped(harness, engine)
     gradients = [p.grad.to_local() for p in layers(engine)[0].parameters()]

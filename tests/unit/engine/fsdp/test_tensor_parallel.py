@@ -88,7 +88,7 @@ def same(got: Numbers, expected: Numbers) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_log_probs_entropy_and_gradients_do_not_depend_on_the_ranks(model: str):
+def test_log_probs_and_gradients_do_not_depend_on_ranks(model: str):
     family, sizes = MODELS[model]
     folder = folder_of(family, **sizes)
     expected = numbers(model_of(folder))
@@ -128,7 +128,7 @@ def whole_logits(folder: str) -> tuple[Tensor, bool]:
     return logits, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
-def test_the_model_of_transformers_still_gives_whole_logits_and_stays_tied():
+def test_the_transformers_model_keeps_full_logits_and_tied_weights():
     folder = folder_of("qwen2")
     expected = AutoModelForCausalLM.from_pretrained(folder)(torch.arange(3, 9)[None]).logits
     for logits, tied in run_ranks(whole_logits, 2, folder):
@@ -230,7 +230,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_models_that_do_not_fit_are_refused_by_name(case: str):
+def test_models_that_do_not_fit_are_rejected(case: str):
     family, sizes, ranks, words = REFUSED[case]
     for text in run_ranks(refusal, ranks, folder_of(family, **sizes)):
         assert words in text
@@ -265,7 +265,7 @@ def _forget_plan(hf: Any) -> None:
     hf.tp_plan = {}
 
 
-def test_layers_that_the_plan_does_not_know_are_refused_by_name():
+def test_layers_missing_in_the_plan_are_rejected():
     adapted, stray, planless, mesh = run_ranks(odd_layers, 2, folder_of("qwen2"))[0]
     assert "its model.layers.1.self_attn.o_proj is a _Adapted, not a plain Linear" in adapted
     assert "has no style for model.layers.1.self_attn.scale next to sharded matrices" in stray

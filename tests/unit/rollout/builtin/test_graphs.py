@@ -190,7 +190,7 @@ def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarne
     assert (len(calls), count(case)) == (40, 1)
 
 
-def test_a_model_that_looks_at_values_is_refused_by_name(harness: RolloutHarness) -> None:
+def test_a_model_that_looks_at_values_is_rejected(harness: RolloutHarness) -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     case = harness.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
     with pytest.raises(RolloutError, match=r"cannot capture a decode step of LlamaForCausalLM: .*enforce_eager=true"):
@@ -295,7 +295,7 @@ def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, f
     assert steps is None or isinstance(steps.graph_capture, CUDAGraphCapture)
 
 
-def test_selective_checkpointing_on_a_cpu_uses_the_operator_list(folder: Path) -> None:
+def test_a_cpu_uses_the_traced_decoder_without_graphs(folder: Path) -> None:
     harness = RolloutHarness(TorchRollout, folder)
     case, plain = harness.case(enforce_eager=False), harness.case()
     rollout: Any = case.rollout
@@ -378,7 +378,7 @@ class Backend:
         self.calls.append(("emptied",))
 
 
-def test_graphs_are_captured_after_a_run_beside_and_share_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_captured_after_warmup_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = Backend()
     monkeypatch.setattr(torch, "get_device_module", lambda device: backend)
     recorder = CUDAGraphCapture(torch.device("cuda"))

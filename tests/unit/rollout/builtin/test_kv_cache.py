@@ -244,7 +244,7 @@ def test_a_config_without_kinds_of_layers_has_windows_everywhere() -> None:
     assert KVCache(MistralConfig(num_hidden_layers=2, sliding_window=None), 100).windows == [None, None]
 
 
-def test_a_model_whose_layers_do_not_all_come_is_refused() -> None:
+def test_a_model_whose_layers_do_not_all_come_is_rejected() -> None:
     slots = filled(1, 10)
     slots.check_layers()
     del slots.layers[1]

@@ -258,7 +258,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("error", "told", "family", "sizes"), REFUSED, ids=[case[2] for case in REFUSED])
-def test_a_model_that_it_would_get_wrong_is_refused_by_name(
+def test_an_unsupported_model_is_rejected(
     error: type[Exception], told: str, family: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     from camshaft.models.tiny import make_tiny_model

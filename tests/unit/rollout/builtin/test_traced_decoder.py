@@ -63,7 +63,7 @@ def test_without_rewrites_every_bit_is_that_of_the_forward(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_a_model_that_cannot_be_written_down_runs_as_it_is(harness: RolloutHarness, family: str) -> None:
+def test_an_untraceable_model_runs_its_own_forward(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
     right(harness, case)
     assert "writes in place" in str(decoder_of(case).reason)
@@ -104,7 +104,7 @@ def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> 
         assert forward != decoder.eager
 
 
-def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: RolloutHarness) -> None:
+def test_short_calls_and_hooked_models_are_not_traced(harness: RolloutHarness) -> None:
     case = harness.case("llama")
     decoder = decoder_of(case)
     for rows, steps in ((MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)):
@@ -118,9 +118,7 @@ def test_short_calls_and_models_with_hooks_run_the_models_own_forward(harness: R
     assert len(calls) > MIN_STEPS
 
 
-def test_a_tensor_list_that_disagrees_with_the_model_is_ignored(
-    harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_graph_with_different_logits_is_not_used(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(x: Tensor, eps: float) -> Tensor:
         return x * 1.001
 
@@ -186,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("func", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_a_graph_cannot_tell_is_refused(func: Callable[[Tensor], Tensor], told: str) -> None:
+def test_what_a_graph_cannot_tell_is_rejected(func: Callable[[Tensor], Tensor], told: str) -> None:
     model = Model(func)
     with pytest.raises(TraceError, match=told):
         trace(model, inputs, model)
