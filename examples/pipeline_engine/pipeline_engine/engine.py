@@ -1,0 +1,127 @@
+"""The pipeline-parallel engine.
+
+    engine = PipelineEngine(EngineConfig(model=..., optim=..., options={"pipeline_size": 2}))
+
+`pipeline_size` neighbouring ranks hold the layers of one copy of the model and compute the same rows; the copies are
+data-parallel. Micro-batches, counts, losses, schedule and checkpoints are those of `TorchEngine`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from camshaft.device import join_group, seed_ranks
+from camshaft.engine import EngineCapabilities, EngineConfig, EngineOptions
+from camshaft.engine.optim import clip_and_step
+from camshaft.engine.torch_engine import TorchEngine
+from camshaft.errors import EngineError
+from camshaft.models.loader import load_model
+from camshaft.seat import Seat
+from pipeline_engine.stage import PipelineStage
+
+CHECKPOINT_TIMEOUT = timedelta(hours=12)
+"""Ranks wait while one of them copies a checkpoint to remote storage."""
+
+
+class PipelineOptions(EngineOptions):
+    """Options of a run: `actor_rollout_ref.actor.engine_kwargs`, `critic.engine_kwargs`."""
+
+    pipeline_size: int = Field(default=1, ge=1)
+    """Stages, one rank each."""
+    pipeline_micro_batches: int = Field(default=1, ge=1)
+    """Parts of each micro-batch that are in different stages at the same time; 1: stages take turns."""
+
+    def ranks_per_row(self) -> int:
+        return self.pipeline_size
+
+
+class PipelineEngine(TorchEngine):
+    """One model, its layers split over `pipeline_size` ranks."""
+
+    capabilities = EngineCapabilities(options=PipelineOptions, supports_lora=False)
+    options: PipelineOptions
+    module: PipelineStage
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        if config.optim is not None and config.dtype == "bfloat16":
+            raise EngineError("dtype=bfloat16: the optimizer would round small updates away; train in float32")
+
+    def build_model(self) -> PipelineStage:
+        join_group(self.device)
+        self.options.check_layout(dist.get_world_size())
+        mesh = mesh_of(dist.group.WORLD, self.options.pipeline_size, self.device.type)
+        self.data_group, self.stage_group = mesh.get_group("data"), mesh.get_group("stage")
+        self.checkpoint_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
+        full = load_model(self.config.model, self.config.dtype, "cpu", self.config.seed)
+        stage = PipelineStage(full, self.stage_group, self.options.pipeline_micro_batches)
+        seed_ranks(self.device, self.config.seed, dist.get_rank())
+        return stage.to(self.device).eval()
+
+    @property
+    def seat(self) -> Seat:
+        rank, world, size = dist.get_rank(), dist.get_world_size(), self.options.pipeline_size
+        return Seat(rank, world, rank // size, world // size, collects=rank % size == 0)
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def max_over_ranks(self, count: int) -> int:
+        maximum = torch.tensor(count, device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.data_group)
+        return int(maximum)
+
+    def backward(self, loss: Tensor) -> None:
+        super().backward(loss)
+        self.module.backward()
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if gradients and self.data_group.size() > 1:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.data_group)
+            for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+                gradient.copy_(total.view_as(gradient))
+        self.module.sum_tied_gradient()
+        return clip_and_step(self.optimizer, self.config.grad_clip, self._norm)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """Return the norm over all stages; a tied weight counts once."""
+        tied = self.module.tied
+        skipped = tied.grad if tied is not None and self.module.index == self.module.last else None
+        square = torch.nn.utils.get_total_norm([g for g in gradients if g is not skipped]).square()
+        dist.all_reduce(square, group=self.stage_group)
+        return square.sqrt()
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if adapter_only:
+            raise EngineError("no adapter: strategy=pipeline does not support LoRA")
+        local = dict(self.module.hf.named_parameters())
+        for name, weight in self.module.weights.items():
+            if weight.stage == self.module.index:
+                tensor = local[name].detach().to(self.device)
+            else:
+                tensor = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+            dist.broadcast(tensor, group=self.stage_group, group_src=weight.stage)
+            yield name, tensor
+
+
+@functools.cache
+def mesh_of(world: dist.ProcessGroup, pipeline_size: int, device: str) -> DeviceMesh:
+    """Return the process groups of a layout; the engines of one process share them."""
+    shape = (world.size() // pipeline_size, pipeline_size)
+    return init_device_mesh(device, shape, mesh_dim_names=("data", "stage"))
