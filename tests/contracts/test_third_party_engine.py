@@ -3,7 +3,9 @@
 The package is `examples/pipeline_engine`, installed into a temporary folder and found by its entry point.
 """
 
+import inspect
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,8 @@ from support.processes import MARK, marked, still_running
 from support.same_run import ACTOR, MEASURED, SHUFFLED, close
 
 from camshaft.contracts.engine.suite import RULES
+from camshaft.engine import base, torch_engine
+from camshaft.models import packed
 from camshaft.tracking.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,6 +45,8 @@ PIPELINE: dict[str, Any] = {
     "+critic.engine_kwargs.pipeline_size": 2,
     "trainer.n_gpus_per_node": 2,
 }
+
+PRIVATE = re.compile(r"\b_[a-z]\w+")
 
 Command = Callable[..., Run]
 
@@ -138,6 +144,12 @@ def test_stages_that_do_not_divide_the_ranks_are_rejected(command: Command, tmp_
     run = command("ppo", *ppo_words(tmp_path, {**PPO, **changes}))
     assert run.status == 2
     assert "2 ranks do not split into groups of 3 per row" in run.err
+
+
+def test_the_package_uses_no_private_name_of_camshaft() -> None:
+    text = "".join(path.read_text() for path in sorted(EXAMPLE.rglob("*.py")))
+    inherited = {name for module in (base, torch_engine, packed) for name in PRIVATE.findall(inspect.getsource(module))}
+    assert not set(PRIVATE.findall(text)) & inherited
 
 
 def test_an_unknown_strategy_lists_the_name_of_the_package(command: Command, tmp_path: Path) -> None:

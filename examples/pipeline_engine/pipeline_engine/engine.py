@@ -3,7 +3,7 @@
     engine = PipelineEngine(EngineConfig(model=..., optim=..., options={"pipeline_size": 2}))
 
 `pipeline_size` neighbouring ranks hold the layers of one copy of the model and compute the same rows; the copies are
-data-parallel. Micro-batches, counts, losses, schedule and checkpoints are those of `TorchEngine`.
+data-parallel. `TorchEngine` provides micro-batches, counts, losses, schedule and checkpoints.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     loss_of(outputs).backward()                                       # gradients of the outputs
     stage.backward()                                                  # gradients of the parameters
 
-The schedule is that of GPipe: all micro-batches of a call run forward, then all run backward in reverse order. The last
+The schedule is GPipe: all micro-batches of a call run forward, then all run backward in reverse order. The last
 stage broadcasts the outputs, so that every stage computes the same loss.
 """
 
@@ -49,7 +49,7 @@ class Activations:
     """Hidden states of all micro-batches, on the last stage, as are the outputs of the head."""
     head_outputs: dict[str, Tensor] = field(default_factory=dict)
     predictions: dict[str, Tensor] = field(default_factory=dict)
-    """The outputs that the loss reads; their gradients are those of the loss."""
+    """Leaf tensors that the loss reads."""
 
 
 class PassThrough(nn.Module):
