@@ -43,7 +43,7 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 SUITE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
-	tests/unit/config/test_loader.py tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py
+	tests/unit/config/test_load.py tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py
 
 .PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
 

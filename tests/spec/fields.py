@@ -237,8 +237,8 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "max_tokens": (f"{_RULE}[fsdp-token_budget_is_hard]",),
         "infer_micro_batch_size": (f"{_RULE}[fsdp-hooks]",),
         "options.pipeline_stages": (
-            "tests/unit/config/test_sharding.py::test_layout_of_another_packages_engine_is_its_own",
-            "tests/unit/config/test_sharding.py::test_options_of_an_engine_are_checked_by_its_schema",
+            "tests/unit/config/test_backend_checks.py::test_engine_of_another_package_defines_its_layout",
+            "tests/unit/config/test_backend_checks.py::test_options_of_an_engine_are_checked_by_its_schema",
         ),
         "infer_max_tokens": ("tests/spec/test_engine_keys.py::test_max_tokens_limits_the_tokens_of_a_pass",),
         **{

@@ -50,7 +50,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "data.val_batch_size": (f"{_RUN}::test_val_batch_size_is_the_size_of_validation_batches",),
     # -- actor, rollout, reference
     "actor_rollout_ref.hybrid_engine": (
-        "tests/unit/config/test_not_yet.py::test_a_value_for_an_unimplemented_feature_is_rejected",
+        "tests/unit/config/test_unimplemented.py::test_unimplemented_value_is_rejected_with_a_fix",
     ),
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
@@ -78,10 +78,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     # -- critic
     f"{CRITIC}.enable": (
-        "tests/unit/config/test_algorithms.py::test_a_custom_estimator_may_request_a_critic",
+        "tests/unit/config/test_algorithms.py::test_custom_estimator_has_a_critic_if_enabled",
         "tests/unit/trainer/test_own_algorithms.py::test_the_example_trains",
     ),
-    f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_the_critic_must_read_the_actors_token_ids",),
+    f"{CRITIC}.model.tokenizer_path": (f"{_CHECKS}::test_critic_must_read_the_token_ids_of_the_actor",),
     f"{CRITIC}.cliprange_value": (_PPO,),
     f"{CRITIC}.checkpoint.save_contents": (_HF_MODEL,),
     # -- scores
@@ -178,7 +178,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "trainer.resume_from_path": (f"{_RESUME}::test_resume_path_starts_from_that_step",),
     "trainer.use_legacy_worker_impl": (
-        f"{_CHECKS}::test_keys_that_contradict_each_other_are_told", f"{_CHECKS}::test_the_legacy_switch_may_be_off",
+        f"{_CHECKS}::test_contradicting_keys_are_rejected", f"{_CHECKS}::test_legacy_switch_may_be_off",
         f"{_NOTICE}[trainer.use_legacy_worker_impl]",
     ),
 }  # fmt: skip

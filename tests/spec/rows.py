@@ -154,7 +154,7 @@ _FEATURES: dict[str, Row] = {
     ),
     "an immutable hierarchical config": (
         "Frozen sections that reject unknown keys.",
-        ("tests/unit/config/test_schema.py::test_a_config_cannot_be_changed",),
+        ("tests/unit/config/test_schema.py::test_config_is_immutable",),
     ),
 }  # fmt: skip
 
@@ -244,7 +244,7 @@ _WORKERS: dict[str, Row] = {
     ),
     "the command line of the example script": (
         "`camshaft ppo` with the same keys and trackers. The module name differs.",
-        ("tests/unit/config/test_loader.py::test_the_command_line_of_the_specification_is_accepted",
+        ("tests/unit/config/test_load.py::test_command_line_of_the_specification_is_accepted",
          "tests/smoke/test_ppo_scripts.py"
          "::test_the_command_line_of_the_specification_runs"),
     ),

@@ -1,4 +1,4 @@
-"""Words that make a config which passes every check: one process, files that exist."""
+"""Overrides of valid configs: one process, existing files."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What estimators, policy losses and dynamic sampling ask of the other keys."""
+"""Requirements of estimators, policy losses and dynamic sampling on other keys."""
 
 import pytest
 
@@ -13,7 +13,7 @@ BUFFER = "reward_model.overlong_buffer"
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         (["algorithm.adv_estimator=gropo"], "Did you mean grpo?"),
         ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, gspo, vanilla, or package.module:function."),
@@ -32,12 +32,12 @@ BUFFER = "reward_model.overlong_buffer"
         ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Set {BUFFER}.len=128"),
     ],
 )
-def test_incompatible_settings_are_errors_with_a_fix(words, more, told):
+def test_invalid_combination_is_rejected_with_a_fix(words, more, message):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, *more])
     text = str(caught.value)
     assert "1 error in the config" in text
-    assert told in text
+    assert message in text
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_incompatible_settings_are_errors_with_a_fix(words, more, told):
         [f"{BUFFER}.enable=true", f"{BUFFER}.len=512"],
     ],
 )
-def test_what_goes_together_passes(words, more):
+def test_valid_combination_passes(words, more):
     load_ppo([*words, *more])
 
 
-def test_a_custom_estimator_may_request_a_critic(words):
+def test_custom_estimator_has_a_critic_if_enabled(words):
     own = [*words, "algorithm.adv_estimator=my.module:mine"]
     assert not load_ppo(own).needs_critic()
     assert load_ppo([*own, "critic.enable=true"]).needs_critic()

@@ -1,4 +1,4 @@
-"""Older names mean what the new ones mean, are told once, and may not contradict them."""
+"""Aliases set their keys with a warning and may not contradict them."""
 
 import logging
 
@@ -37,19 +37,19 @@ def warnings(caplog):
         ("actor_rollout_ref.rollout.dtype=bf16", "actor_rollout_ref.rollout.dtype", "bfloat16"),
     ],
 )
-def test_a_deprecated_name_sets_the_key_with_one_notice(words, warnings, word, key, value):
+def test_alias_sets_the_key_with_one_warning(words, warnings, word, key, value):
     config = load_ppo([*words, word])
     assert get(config.model_dump(), key) == value
     assert len(warnings.messages) == 1
     assert "is a deprecated alias; use" in warnings.messages[0]
 
 
-def test_what_follows_from_a_key_follows_its_older_name(words):
+def test_alias_changes_dependent_keys(words):
     config = load_ppo([*words, "actor_rollout_ref.model.external_libs=my_pkg"])
     assert config.critic.model.external_lib == "my_pkg"
 
 
-def test_older_names_work_in_files(words, warnings, tmp_path):
+def test_aliases_work_in_files(words, warnings, tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "algorithm: {gemma: 0.5}\nactor_rollout_ref: {actor: {optim: {warmup_style: cosine}}}"
     )
@@ -59,42 +59,42 @@ def test_older_names_work_in_files(words, warnings, tmp_path):
     assert len(warnings.messages) == 2
 
 
-def test_older_names_work_in_supervised_runs(sft_words, warnings):
+def test_aliases_work_in_supervised_runs(sft_words, warnings):
     config = load_sft([*sft_words, "optim.warmup_style=constant", "optim.clip_grad=2.0"])
     assert (config.optim.lr_scheduler_type, config.grad_clip) == ("constant", 2.0)
     assert len(warnings.messages) == 2
 
 
-def test_an_older_name_that_says_the_same_is_fine(words):
+def test_alias_with_the_same_value_passes(words):
     config = load_ppo([*words, "algorithm.gemma=0.9", "algorithm.gamma=0.9"])
     assert config.algorithm.gamma == 0.9
 
 
 @pytest.mark.parametrize("newer", ["0.8", "1.0"])  # another value, and the default typed by hand
-def test_setting_both_names_differently_is_an_error(words, newer):
+def test_alias_that_contradicts_its_key_is_an_error(words, newer):
     with pytest.raises(ConfigError, match=r"algorithm\.gemma = 0\.9\n.*is an alias of algorithm\.gamma") as caught:
         load_ppo([*words, "algorithm.gemma=0.9", f"algorithm.gamma={newer}"])
     assert f"set to {newer}" in str(caught.value)
 
 
-def test_a_dict_that_holds_both_names_differently_is_an_error():
+def test_alias_that_contradicts_its_key_in_a_dict_is_an_error():
     with pytest.raises(ConfigError, match=r"is an alias of algorithm\.gamma"):
         from_container({"algorithm": {"gemma": 0.9, "gamma": 1.0}}, PPOConfig)
 
 
-def test_errors_under_a_deprecated_name_show_the_new_name(words):
+def test_invalid_value_of_an_alias_is_reported_under_the_key(words):
     with pytest.raises(ConfigError, match=r"algorithm\.gamma = 7\n.*<= 1"):
         load_ppo([*words, "algorithm.gemma=7"])
 
 
-def test_the_deprecated_global_micro_batch_size_is_a_separate_key(words, warnings):
+def test_global_micro_batch_size_is_not_an_alias(words, warnings):
     config = load_ppo([*words, "actor_rollout_ref.actor.ppo_micro_batch_size=32"])
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size == 32
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None
     assert not warnings.messages
 
 
-def test_the_alias_table_maps_unknown_names_to_keys():
+def test_aliases_are_no_keys_and_point_to_keys():
     known = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
     assert all(key in known and alias not in known for alias, key in ALIASES.items())
     assert all(key in known for key in VALUE_ALIASES)

@@ -1,4 +1,4 @@
-"""What several keys must fulfil together, with the arithmetic in the message."""
+"""Checks of combinations of keys, with the arithmetic in the message."""
 
 import json
 
@@ -20,7 +20,7 @@ def _error(words, load=load_ppo) -> str:
 # -- batch arithmetic -----------------------------------------------------------------------------
 
 
-def test_an_indivisible_batch_shows_the_arithmetic(words):
+def test_batch_not_divisible_by_mini_batch_shows_the_division(words):
     # 1000 x 4 = 4000 sequences; a mini-batch is 256 x 4 = 1024; 4000 = 3 x 1024 + 928.
     # 768 = 3 x 256 and 1024 = 4 x 256 would fit; 250 is the largest divisor of 1000 that is not above 256.
     text = _error([*words, "data.train_batch_size=1000", f"{ROLLOUT}.n=4"])
@@ -31,20 +31,20 @@ def test_an_indivisible_batch_shows_the_arithmetic(words):
     assert f"data.train_batch_size=768 or 1024, or {ACTOR}.ppo_mini_batch_size=250" in text
 
 
-def test_a_different_critic_mini_batch_is_checked_separately(words):
+def test_mini_batch_of_the_critic_is_checked_separately(words):
     text = _error([*words, "critic.ppo_mini_batch_size=100"])
     assert "critic.ppo_mini_batch_size = 100" in text
     assert "1024 = 10 x 100 + 24" in text
     load_ppo([*words, "critic.ppo_mini_batch_size=100", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
-def test_a_mini_batch_above_the_batch_size_is_an_error(words):
+def test_mini_batch_larger_than_the_batch_is_rejected(words):
     text = _error([*words, "data.train_batch_size=32"])
     assert f"Set {ACTOR}.ppo_mini_batch_size=32" in text
 
 
 @pytest.mark.timeout(20)
-def test_numbers_that_no_run_has_are_told_at_once(words):
+def test_huge_numbers_are_rejected_quickly(words):
     huge = [
         "data.train_batch_size=1000000000000000003",
         "actor_rollout_ref.actor.ppo_mini_batch_size=99999999999999999",
@@ -55,7 +55,7 @@ def test_numbers_that_no_run_has_are_told_at_once(words):
     assert "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1." in text
 
 
-def test_a_micro_batch_larger_than_the_mini_batch_is_fine(words):
+def test_micro_batch_may_be_larger_than_the_mini_batch(words):
     load_ppo([*words, "data.train_batch_size=4", f"{ACTOR}.ppo_mini_batch_size=2"])
 
 
@@ -70,7 +70,7 @@ PER_GPU = (
 )
 
 
-def test_a_mini_batch_must_split_evenly_over_ranks(words):
+def test_mini_batch_must_split_evenly_over_ranks(words):
     # 256 x 2 = 512 sequences over 3 ranks: 170 each and 2 left over.
     text = _error(_on(words, 3, f"{ROLLOUT}.n=2", *PER_GPU))
     assert "1 error in the config" in text
@@ -78,7 +78,7 @@ def test_a_mini_batch_must_split_evenly_over_ranks(words):
     load_ppo(_on(words, 8))
 
 
-def test_a_mini_batch_splits_over_data_parallel_ranks(words):
+def test_mini_batch_splits_over_data_parallel_groups(words):
     # 12 ranks, of which 4 compute each row together, are 3 groups; 512 = 3 x 170 + 2.
     shared = (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ROLLOUT}.n=2", *PER_GPU)
     text = _error(_on(words, 12, *shared, "critic.ulysses_sequence_parallel_size=3"))
@@ -88,7 +88,7 @@ def test_a_mini_batch_splits_over_data_parallel_ranks(words):
     load_ppo(_on(words, 16, *shared, "critic.model.fsdp_config.tensor_parallel_size=2"))
 
 
-def test_an_iteration_must_split_evenly_over_the_references_ranks(words):
+def test_iteration_must_split_evenly_over_the_reference(words):
     small = ("data.train_batch_size=6", f"{ACTOR}.ppo_mini_batch_size=6", "algorithm.use_kl_in_reward=true", *PER_GPU)
     ref = ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1", f"{ACTOR}.ulysses_sequence_parallel_size=2")
     critic = "critic.ulysses_sequence_parallel_size=2"
@@ -98,7 +98,7 @@ def test_an_iteration_must_split_evenly_over_the_references_ranks(words):
     assert "6 prompts x rollout.n=1 = 6 sequences = 4 ranks x 1 + 2" in text
 
 
-def test_an_older_micro_batch_must_split_evenly_over_ranks(words):
+def test_global_micro_batch_must_split_evenly_over_ranks(words):
     odd = (f"{ACTOR}.ppo_micro_batch_size=24",)
     text = _error(_on(words, 16, *odd))
     assert "1 error in the config" in text
@@ -109,7 +109,7 @@ def test_an_older_micro_batch_must_split_evenly_over_ranks(words):
     load_ppo(_on(words, 16, *odd, f"{ACTOR}.fsdp_config.tensor_parallel_size=2"))  # 8 groups x 3
 
 
-def test_a_token_budget_must_hold_the_longest_sequence(words):
+def test_token_budget_must_fit_the_longest_sequence(words):
     budget = [*words, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"]
     text = _error(budget)
     assert "data.max_prompt_length=512 + rollout.response_length=512 = 1024" in text
@@ -118,11 +118,11 @@ def test_a_token_budget_must_hold_the_longest_sequence(words):
     load_ppo([*budget, f"{ACTOR}.ppo_max_token_len_per_gpu=1024"])
 
 
-def test_a_run_needs_prompts_for_one_iteration(words):
+def test_run_needs_prompts_for_one_iteration(words):
     assert "data.train_batch_size=1024" in _error([*words, "data.train_max_samples=1000"])
 
 
-def test_per_rank_micro_batch_prefers_the_newer_key():
+def test_per_gpu_micro_batch_overrides_the_global_one():
     assert micro_batch_per_rank(3, 64, 8) == 3
     assert micro_batch_per_rank(None, 64, 8) == 8
     with pytest.raises(ConfigError, match="64 do not split evenly over 7 ranks"):
@@ -195,7 +195,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         ),
     ],
 )
-def test_keys_that_contradict_each_other_are_told(words, more, expected):
+def test_contradicting_keys_are_rejected(words, more, expected):
     text = _error([*words, *more])
     assert "1 error in the config" in text
     assert expected in text
@@ -244,7 +244,7 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.do_sample=false"], f"Set {ROLLOUT}.do_sample=true."),
     ],
 )
-def test_an_impossible_correction_is_an_error_with_a_fix(words, more, expected):
+def test_invalid_correction_is_rejected_with_a_fix(words, more, expected):
     text = _error([*words, *more])
     assert "1 error in the config" in text
     assert expected in text
@@ -265,13 +265,13 @@ def test_an_impossible_correction_is_an_error_with_a_fix(words, more, expected):
         ("null", "null", []),
     ],
 )
-def test_rejection_is_written_as_a_list_or_with_commas(words, rules, thresholds, expected):
+def test_rejection_rules_are_a_list_or_comma_separated(words, rules, thresholds, expected):
     given = [f"{CORRECTION}.rollout_rs={rules}", f"{CORRECTION}.rollout_rs_threshold={thresholds}"]
     assert list(load_ppo([*words, *given]).algorithm.rollout_correction.rejections()) == expected
 
 
 @pytest.mark.parametrize("value", ["auto", "disable", "false"])
-def test_the_legacy_switch_may_be_off(words, value):
+def test_legacy_switch_may_be_off(words, value):
     load_ppo([*words, f"trainer.use_legacy_worker_impl={value}"])
 
 
@@ -294,19 +294,19 @@ def test_validation_can_be_switched_off(words):
         "custom_reward_function.path=/nowhere/reward.py",
     ],
 )
-def test_what_is_not_on_disk_is_told_with_its_key(words, word):
+def test_missing_file_is_reported_with_its_key(words, word):
     text = _error([*words, word])
     key, _, path = word.partition("=")
     assert f"{key} = {path}" in text
     assert "not found" in text
 
 
-def test_a_limit_for_unread_prompt_ids_is_a_notice(words):
+def test_prompt_id_limit_without_prompt_ids_is_rejected(words):
     assert "has no effect without data.prompt_id_key" in _error([*words, "data.max_prompt_id_length=8"])
     load_ppo([*words, "data.max_prompt_id_length=8", "data.prompt_id_key=index"])
 
 
-def test_data_may_be_a_folder_a_pattern_or_a_url(words, tmp_path):
+def test_data_may_be_a_folder_pattern_or_url(words, tmp_path):
     for path in (tmp_path, f"{tmp_path}/tr*.parquet", f"file://{tmp_path}/train.parquet", "s3://bucket/parts/"):
         load_ppo([*words, f"data.train_files='{path}'"])
     (tmp_path / "empty").mkdir()
@@ -314,29 +314,29 @@ def test_data_may_be_a_folder_a_pattern_or_a_url(words, tmp_path):
     assert "no file matches" in _error([*words, f"data.train_files='{tmp_path}/*.parq'"])
 
 
-def test_a_missing_relative_path_is_shown_with_its_folder(words, tmp_path, monkeypatch):
+def test_relative_path_is_reported_with_the_working_folder(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])
 
 
-def test_a_hub_name_is_an_error_with_the_download_command(words):
+def test_hub_name_is_reported_with_the_download_command(words):
     text = _error([*words, "actor_rollout_ref.model.path=some-org/some-model"])
     assert "hf download some-org/some-model --local-dir models/some-model" in text
 
 
-def test_a_folder_without_a_model_is_told(words, tmp_path):
+def test_folder_without_a_model_is_rejected(words, tmp_path):
     assert "config.json" in _error([*words, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
-def test_critic_files_are_ignored_without_a_critic(words):
+def test_files_of_an_unused_critic_are_not_checked(words):
     load_ppo([*words, "critic.model.path=/nowhere", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
-def test_a_reward_module_need_not_be_a_file(words):
+def test_reward_module_need_not_be_a_file(words):
     load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"])
 
 
-def test_the_critic_must_read_the_actors_token_ids(words, tmp_path):
+def test_critic_must_read_the_token_ids_of_the_actor(words, tmp_path):
     for name, vocabulary in (("model", {"a": 0}), ("same", {"a": 0}), ("other", {"b": 0})):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
@@ -361,18 +361,18 @@ def test_the_critic_must_read_the_actors_token_ids(words, tmp_path):
         (["data.micro_batch_size=4"], "Did you mean data.micro_batch_size_per_gpu"),
     ],
 )
-def test_a_wrong_supervised_config_is_told(sft_words, more, expected):
+def test_invalid_supervised_config_is_rejected(sft_words, more, expected):
     text = _error([*sft_words, *more], load_sft)
     assert "1 error in the config" in text
     assert expected in text
 
 
-def test_a_supervised_run_needs_no_validation(sft_words):
+def test_supervised_run_needs_no_validation(sft_words):
     load_sft([*sft_words, "data.val_files=null"])
 
 
 @pytest.mark.parametrize("name", ["torch", "hf"])
-def test_options_of_a_generator_are_rejected_where_it_takes_none(words, name):
+def test_rollout_without_options_rejects_engine_kwargs(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
     with pytest.raises(ConfigError, match=r"the rollout takes no options\. Omit the key"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
@@ -384,7 +384,7 @@ def test_options_of_a_generator_are_rejected_where_it_takes_none(words, name):
 
 
 @pytest.mark.parametrize("key", [f"{ACTOR}.checkpoint.save_contents", "critic.checkpoint.save_contents"])
-def test_a_checkpoint_without_resume_state_is_rejected(key: str, words):
+def test_checkpoint_without_required_contents_is_rejected(key: str, words):
     text = _error([*words, f"{key}=[model,hf_model]"])
     assert "1 error in the config" in text
     assert f"{key} = " in text
@@ -394,7 +394,7 @@ def test_a_checkpoint_without_resume_state_is_rejected(key: str, words):
     load_ppo([*words, f"{key}=[model,optimizer,extra,hf_model]"])
 
 
-def test_unknown_checkpoint_contents_list_the_valid_ones(words, sft_words):
+def test_unknown_checkpoint_contents_are_rejected(words, sft_words):
     text = _error([*words, f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra,hf]"])
     assert "must be a list of model, optimizer, extra, hf_model" in text
     with pytest.raises(ConfigError) as caught:
@@ -404,5 +404,5 @@ def test_unknown_checkpoint_contents_list_the_valid_ones(words, sft_words):
         load_sft([*sft_words, "checkpoint.save_contents=[optimizer,extra]"])
 
 
-def test_contents_of_an_unbuilt_critic_are_not_checked(words):
+def test_checkpoint_contents_of_an_unused_critic_are_not_checked(words):
     load_ppo([*words, "critic.checkpoint.save_contents=[]", "algorithm.adv_estimator=reinforce_plus_plus"])

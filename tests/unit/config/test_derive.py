@@ -1,4 +1,4 @@
-"""What each engine is told follows from the config of the run, by arithmetic that can be done by hand."""
+"""Engine and rollout configs of a run, compared with hand-worked numbers."""
 
 import pytest
 
@@ -20,7 +20,7 @@ from camshaft.config import (
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def test_older_batch_sizes_are_shared_between_ranks(words):
+def test_global_batch_sizes_are_divided_by_the_ranks(words):
     config = load_ppo(words)
     actor = actor_engine(config, Topology(8), total_steps=100)
     # 64 sequences over 8 ranks are 8; 128 are 16.
@@ -31,7 +31,7 @@ def test_older_batch_sizes_are_shared_between_ranks(words):
     assert (critic.micro_batch_size, critic.infer_micro_batch_size) == (16, 16)
 
 
-def test_per_gpu_batch_sizes_take_precedence(words):
+def test_batch_sizes_per_gpu_do_not_depend_on_ranks(words):
     config = load_ppo(
         [
             *words,
@@ -57,7 +57,7 @@ def test_token_budgets_replace_counts(words):
     assert (critic.max_tokens, critic.infer_max_tokens) == (32768, 40000)
 
 
-def test_engines_are_told_model_device_number_format_and_seed(words, tmp_path):
+def test_engine_configs_have_model_device_dtype_and_seed(words, tmp_path):
     config = load_ppo(
         [
             *words,
@@ -95,14 +95,14 @@ def test_engines_are_told_model_device_number_format_and_seed(words, tmp_path):
         ([f"{ACTOR}.optim.lr_warmup_steps_ratio=0.1", "trainer.critic_warmup=20"], 80, 8),
     ],
 )
-def test_the_schedule_is_as_long_as_the_actor_is_trained(words, more, total, warmup):
+def test_schedule_length_excludes_critic_warmup(words, more, total, warmup):
     optim = actor_engine(load_ppo([*words, *more]), Topology(), total_steps=100).optim
     assert optim is not None
     assert (optim.total_training_steps, optim.lr_warmup_steps) == (total, warmup)
     assert optim.min_lr_ratio == 0.0
 
 
-def test_the_generator_is_told_its_limits(words):
+def test_rollout_config_has_the_limits(words):
     config = load_ppo([*words, "data.max_prompt_length=100", "data.max_response_length=28", "trainer.seed=4"])
     rollout = rollout_engine(config)
     assert rollout.max_model_len == 128
@@ -110,7 +110,7 @@ def test_the_generator_is_told_its_limits(words):
     assert (rollout.dtype, rollout.device, rollout.seed, rollout.free_cache_engine) == ("bfloat16", "cpu", 4, True)
 
 
-def test_validation_samples_in_its_own_way(words):
+def test_validation_has_separate_sampling(words):
     config = load_ppo([*words, f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.top_k=5", "data.max_response_length=9"])
     train = {"max_tokens": 9, "temperature": 0.7, "top_k": 5, "top_p": 1.0, "do_sample": True, "ignore_eos": False}
     assert sampling(config) == train
@@ -127,7 +127,7 @@ def test_clip_ratio_sets_both_sides_unless_overridden(words):
     assert clip(f"{ACTOR}.clip_ratio_low=0.0", f"{ACTOR}.clip_ratio=0.3") == (0.0, 0.3)
 
 
-def test_what_the_run_needs_follows_from_the_algorithm(words):
+def test_algorithm_determines_the_roles(words):
     plain = load_ppo(words)
     assert (plain.needs_critic(), plain.needs_reference()) == (True, False)
     assert load_ppo([*words, "algorithm.use_kl_in_reward=true"]).needs_reference()
@@ -142,21 +142,21 @@ def test_mini_batches_per_rank_count_sequences(words):
     assert config.critic_mini_batch_per_rank(Topology(8)) == 64
 
 
-def test_tokenizer_and_data_order_have_separate_defaults(words, tmp_path):
+def test_tokenizer_and_data_seed_have_defaults(words, tmp_path):
     config = load_ppo([*words, "trainer.seed=3"])
     assert (config.tokenizer_path(), config.data_seed()) == (f"{tmp_path}/model", 3)
     config = load_ppo([*words, f"data.tokenizer={tmp_path}", "data.seed=0"])
     assert (config.tokenizer_path(), config.data_seed()) == (str(tmp_path), 0)
 
 
-def test_the_default_scoring_function_goes_by_data_source(words):
+def test_default_scoring_function_selects_by_data_source(words):
     assert load_ppo(words).custom_reward_function.function_name() == "auto"
     assert load_ppo([*words, "custom_reward_function.name=gsm8k"]).custom_reward_function.function_name() == "gsm8k"
     own = load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"]).custom_reward_function
     assert own.function_name() == "compute_score"
 
 
-def test_a_supervised_engine_is_told_the_same_things(sft_words):
+def test_supervised_engine_config_has_the_same_fields(sft_words):
     engine = sft_engine(load_sft([*sft_words, "optim.lr_warmup_steps_ratio=0.1"]), total_steps=200)
     assert (engine.micro_batch_size, engine.infer_micro_batch_size, engine.max_tokens) == (4, 4, None)
     assert engine.optim is not None

@@ -1,4 +1,4 @@
-"""The config of `camshaft generate`, and what follows from it."""
+"""The config of `camshaft generate`, and the configs derived from it."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from camshaft.errors import ConfigError
 
 @pytest.fixture
 def words(words: list[str], tmp_path: Path) -> list[str]:
-    """Overrides that pass every check, on the files of an RL run."""
+    """Valid overrides, with the files of an RL run."""
     return [
         f"data.path={tmp_path}/val.parquet",
         f"data.output_path={tmp_path}/out.parquet",
@@ -27,7 +27,7 @@ def words(words: list[str], tmp_path: Path) -> list[str]:
     ]
 
 
-def test_generator_and_sampling_are_told_what_was_typed(words: list[str], tmp_path: Path) -> None:
+def test_rollout_and_sampling_follow_the_keys(words: list[str], tmp_path: Path) -> None:
     more = ["rollout.prompt_length=100", "rollout.response_length=20", "rollout.dtype=fp32", "rollout.top_k=5"]
     config = load_generate([*words, *more, "rollout.temperature=0.5", "trainer.seed=9", "rollout.ignore_eos=true"])
     engine = generate_engine(config)
@@ -45,7 +45,7 @@ def test_generator_and_sampling_are_told_what_was_typed(words: list[str], tmp_pa
     assert config.tokenizer_path() == f"{tmp_path}/model"
 
 
-def test_nothing_is_scored_unless_a_function_is_named(words: list[str], tmp_path: Path) -> None:
+def test_scoring_requires_a_named_function(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "r.py").touch()
     named = {
         (): (False, "auto"),
@@ -60,12 +60,12 @@ def test_nothing_is_scored_unless_a_function_is_named(words: list[str], tmp_path
         assert (custom.is_named(), custom.function_name()) == wanted, more
 
 
-def test_the_older_name_of_the_number_of_responses_is_known(words: list[str]) -> None:
+def test_n_samples_is_an_alias(words: list[str]) -> None:
     assert load_generate([*words, "data.n_samples=5"]).rollout.n == 5
     assert explain("data.n_samples", "generate").startswith("data.n_samples is an alias of:")
 
 
-def test_generators_are_checked_as_in_training(words: list[str]) -> None:
+def test_rollout_is_checked_as_in_training(words: list[str]) -> None:
     wrong = ["rollout.n=2", "rollout.do_sample=false", "rollout.name=torhc"]
     with pytest.raises(ConfigError) as raised:
         load_generate([*words, *wrong])
@@ -78,7 +78,7 @@ def test_generators_are_checked_as_in_training(words: list[str]) -> None:
         load_generate([*words, "+rollout.engine_kwargs.a=1"])
 
 
-def test_jobs_of_a_sweep_may_not_write_one_file(words: list[str]) -> None:
+def test_jobs_of_a_sweep_need_separate_output_files(words: list[str]) -> None:
     sweep = ["-m", *words, "trainer.seed=1,2"]
     with pytest.raises(ConfigError, match=r"2 jobs of this sweep would write to data\.output_path="):
         compose(sweep, GenerateConfig)

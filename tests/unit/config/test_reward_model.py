@@ -1,4 +1,4 @@
-"""The reward model's keys: what follows from them, and what is wrong with them before anything is started."""
+"""Keys of the reward model: derived configs and checks."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ MODEL, INPUT = "reward_model.model", "reward_model.model.input_tokenizer"
 
 @pytest.fixture
 def on(words: list[str], tmp_path: Path) -> list[str]:
-    """Words of a run with a reward model in `rm`."""
+    """Overrides of a run with a reward model in `rm`."""
     (tmp_path / "rm").mkdir()
     (tmp_path / "rm" / "config.json").write_text("{}")
     return [*words, "reward_model.enable=true", f"{MODEL}.path={tmp_path}/rm"]
@@ -30,15 +30,15 @@ def with_tokenizer(folder: Path, *tokens: str) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
 
 
-# -- what follows from the keys -------------------------------------------------------------------
+# -- derived configs ------------------------------------------------------------------------------
 
 
-def test_without_enable_nothing_of_it_is_looked_at(words):
+def test_disabled_reward_model_is_not_checked(words):
     config = load_ppo([*words, f"{MODEL}.path=/nowhere", "reward_model.strategy=referense", f"{INPUT}=/nowhere"])
     assert (config.needs_function(), config.needs_reward_engine(), config.needs_raw_chat()) == (True, False, False)
 
 
-def test_the_reward_engine_is_forward_only_with_a_reward_head(on, tmp_path):
+def test_engine_config_is_forward_only_with_a_reward_head(on, tmp_path):
     engine = reward_engine(load_ppo([*on, f"+{MODEL}.override_config.attention_dropout=0.0"]), Topology(8))
     assert (engine.model.path, engine.model.head, engine.optim) == (f"{tmp_path}/rm", "reward", None)
     assert engine.model.override_config == {"attention_dropout": 0.0}
@@ -49,7 +49,7 @@ def test_the_reward_engine_is_forward_only_with_a_reward_head(on, tmp_path):
     assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (None, 32768)
 
 
-def test_its_layout_is_its_own(on):
+def test_reward_model_has_a_separate_layout(on):
     words = [*on, "actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=4"]
     words += ["reward_model.ulysses_sequence_parallel_size=2", f"{MODEL}.fsdp_config.param_offload=true"]
     config = load_ppo([*words, f"{MODEL}.fsdp_config.wrap_policy.min_num_params=7"])
@@ -59,25 +59,25 @@ def test_its_layout_is_its_own(on):
     assert engine.infer_micro_batch_size == 32  # 64 over 4 / 2 groups
 
 
-def test_the_specifications_name_of_the_smallest_unit_is_taken(on):
+def test_min_num_params_is_an_alias(on):
     words = [*on, "actor_rollout_ref.actor.strategy=fsdp", f"+{MODEL}.fsdp_config.min_num_params=9"]
     assert load_ppo(words).reward_model.model.fsdp_config.wrap_policy.min_num_params == 9
 
 
-def test_messages_are_kept_only_if_needed(on, words):
+def test_messages_are_kept_if_needed_or_requested(on, words):
     assert load_ppo(on).needs_raw_chat()  # the default has a tokenizer of the policy
     assert not load_ppo([*on, f"{INPUT}=null"]).needs_raw_chat()
     assert not load_ppo([*on, "data.return_raw_input_ids=true"]).needs_raw_chat()
     assert load_ppo([*words, "data.return_raw_chat=true"]).needs_raw_chat()
 
 
-def test_only_reward_model_runs_may_lack_a_reward_function(on, words):
+def test_scoring_function_is_optional_only_with_a_reward_model(on, words):
     assert load_ppo(on).needs_function()
     assert not load_ppo([*on, "custom_reward_function.name=null"]).needs_function()
     assert load_ppo([*words, "custom_reward_function.name=null"]).needs_function()
 
 
-def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
+def test_batch_table_has_a_reward_column(on, words):
     text = render_batch_table(batch_table(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology()))
     lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
     assert lines[""][:4] == ["actor", "ref", "critic", "reward"]
@@ -85,11 +85,11 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
     assert "reward" not in render_batch_table(batch_table(load_ppo(words), Topology()))
 
 
-# -- what is wrong --------------------------------------------------------------------------------
+# -- checks ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "phrases"),
     [
         ([f"{MODEL}.path=/nowhere/rm"], [f"{MODEL}.path = /nowhere/rm", "folder not found"]),
         (["reward_model.strategy=fdsp"], ["reward_model.strategy = fdsp", "Did you mean fsdp"]),
@@ -117,13 +117,13 @@ def test_the_table_of_batch_sizes_has_a_column_for_it(on, words):
         (["custom_reward_function.name=gsm"], ["custom_reward_function.name = gsm", "Did you mean gsm8k?"]),
     ],
 )
-def test_what_is_wrong_is_told_with_what_to_type(on, more, said):
+def test_invalid_reward_model_is_rejected_with_a_fix(on, more, phrases):
     text = error([*on, *more])
     assert "1 error in the config" in text
-    assert [words for words in said if words not in text] == [], text
+    assert [phrase for phrase in phrases if phrase not in text] == [], text
 
 
-def test_on_several_ranks_its_sums_must_come_out_even(on):
+def test_reward_batches_must_split_evenly_over_ranks(on):
     many = ["actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=4"]
     text = error([*on, *many, "reward_model.micro_batch_size=6"])
     assert "reward_model.micro_batch_size = 6" in text
@@ -134,7 +134,7 @@ def test_on_several_ranks_its_sums_must_come_out_even(on):
     assert "strategy=reference runs in one process" in error([*on, *many, "reward_model.strategy=reference"])
 
 
-def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
+def test_input_tokenizer_is_compared_with_the_policy(on, tmp_path):
     with_tokenizer(tmp_path / "model", "a", "b")
     with_tokenizer(tmp_path / "rm", "a", "b")
     load_ppo([*on, f"{INPUT}=null"])
@@ -147,6 +147,6 @@ def test_whose_token_ids_it_reads_is_held_against_the_tokenizers(on, tmp_path):
     assert "must be the tokenizer of the responses" in text
 
 
-def test_only_the_name_of_a_custom_class_is_checked(on):
+def test_only_the_name_of_a_custom_worker_is_checked(on):
     own = ["reward_model.worker_cls=my_pkg.judge:Judge", f"{MODEL}.path=/nowhere", "reward_model.strategy=mine"]
     assert not load_ppo([*on, *own]).needs_reward_engine()

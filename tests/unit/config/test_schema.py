@@ -47,7 +47,7 @@ def test_defaults_are_valid(schema):
     schema.model_validate(resolved_defaults(schema))
 
 
-def test_a_config_cannot_be_changed(words):
+def test_config_is_immutable(words):
     config = load_ppo(words)
     with pytest.raises(ValidationError, match="frozen"):
         config.trainer.seed = 2
@@ -137,7 +137,7 @@ SPECIFIED = {
 }
 
 
-def test_keys_and_defaults_are_those_of_the_specification():
+def test_keys_and_defaults_match_the_specification():
     defaults = resolved_defaults(PPOConfig)
     found = {key: get(defaults, key) for key in SPECIFIED}
     assert found == SPECIFIED
@@ -152,7 +152,7 @@ def test_config_choices_match_the_algorithm_registries():
     assert set(GROUP_ESTIMATORS) == groups
 
 
-def test_importing_and_loading_the_config_leaves_torch_out(words):
+def test_loading_a_config_does_not_import_torch(words):
     code = (
         "import sys, camshaft.config as c\n"
         "assert 'hydra' not in sys.modules, 'hydra'\n"

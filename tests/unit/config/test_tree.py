@@ -1,4 +1,4 @@
-"""Dotted keys: walking, moving, and finding the nearest."""
+"""Dotted keys: access, changes, and the nearest match."""
 
 import pytest
 
@@ -20,12 +20,12 @@ from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nes
         ("completely.different", None),
     ],
 )
-def test_the_nearest_key_is_the_one_that_was_meant(typed, meant):
+def test_nearest_key(typed, meant):
     found = nearest(typed, fields(PPOConfig))
     assert found[:1] == ([meant] if meant else [])
 
 
-def test_a_mapping_of_the_users_own_is_a_leaf():
+def test_user_defined_mapping_is_a_leaf():
     tree = {"actor_rollout_ref": {"model": {"override_config": {"a": {"b": 1}}}}, "trainer": {}}
     assert flatten(tree, leaf_fields(PPOConfig)) == {
         "actor_rollout_ref.model.override_config": {"a": {"b": 1}},
@@ -33,12 +33,12 @@ def test_a_mapping_of_the_users_own_is_a_leaf():
     }
 
 
-def test_dotted_names_are_paths_except_inside_user_mappings():
+def test_dotted_names_are_expanded_except_in_user_mappings():
     tree = {"a.b": 1, "a": {"c": 2, 3: 4}, "own": {"x.y": 5, 6: 7}}
     assert nested(tree, ["own"]) == {"a": {"b": 1, "c": 2, "3": 4}, "own": {"x.y": 5, 6: 7}}
 
 
-def test_putting_makes_sections_and_removing_takes_empty_ones_along():
+def test_put_creates_and_remove_deletes_empty_sections():
     tree: dict = {"a": 1}
     put(tree, "b.c.d", 2)
     assert tree == {"a": 1, "b": {"c": {"d": 2}}}
@@ -51,18 +51,18 @@ def test_putting_makes_sections_and_removing_takes_empty_ones_along():
     assert tree == {"a": 1}
 
 
-def test_a_section_overlaps_what_is_in_it():
+def test_section_overlaps_its_keys():
     assert all(overlap(*pair) for pair in [("a.b", "a"), ("a", "a.b"), ("a", "a")])
     assert not overlap("a.bc", "a.b")
 
 
-def test_values_are_shown_as_they_are_typed():
+def test_values_are_formatted_as_on_the_command_line():
     assert [shown(value) for value in (True, None, "text", " a", "", [1, "x"], 1e-6)] == [
         "true", "null", "text", '" a"', '""', '[1, "x"]', "1e-06",
     ]  # fmt: skip
 
 
-def test_types_and_bounds_are_put_into_words():
+def test_types_and_bounds_are_described():
     words = {key: describe(field) for key, field in leaf_fields(PPOConfig).items()}
     assert words["data.tokenizer"] == "a path, or null"
     assert words["data.shuffle"] == "true or false"

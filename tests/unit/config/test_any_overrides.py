@@ -1,6 +1,6 @@
-"""Whatever is typed, or stands in a file: a config comes out, or a ConfigError that names what is wrong.
+"""Property tests: any overrides or file contents give a config, or a `ConfigError` that names the error.
 
-CAMSHAFT_CONFIG_CASES=10000 python -m pytest --timeout 0 tests/unit/config/test_any_words.py    # otherwise 200
+CAMSHAFT_CONFIG_CASES=10000 python -m pytest --timeout 0 tests/unit/config/test_any_overrides.py    # otherwise 200
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError
 
 CASES = int(os.environ.get("CAMSHAFT_CONFIG_CASES", "200"))
-"""Of all tests here together."""
+"""Number of examples of all tests in this file."""
 
 
 def share(part: float) -> Callable[[Any], Any]:
@@ -61,7 +61,7 @@ SCHEMAS = st.sampled_from(list(LOADERS))
 
 @pytest.fixture
 def right(words: list[str], sft_words: list[str], tmp_path: Path) -> Mapping[Any, list[str]]:
-    """For each command the words that pass every check."""
+    """Return valid overrides for each command."""
     files = [f"data.path={tmp_path}/val.parquet"]
     generate = [*files, f"data.output_path={tmp_path}/out", f"model.path={tmp_path}/model", "trainer.device=cpu"]
     return {PPOConfig: words, SFTConfig: sft_words, RMConfig: sft_words, GenerateConfig: generate, EvalConfig: files}
@@ -76,7 +76,7 @@ PLAIN = [
     *("float32", "bf16", "cosine", "selective", "seq-mean-token-mean", "adapter", "all-linear", "format", "seq_k1"),
     *("1000000007", "99999999999999999999", "[model,optimizer,extra]", "[console,wandb]", "{pattern: '('}", "pkg:C"),
 ]  # fmt: skip
-"""What may be right somewhere."""
+"""Values that are valid for some key."""
 HUGE = [str(10**18), "9" * 400, "-" + "9" * 400, "9" * 5000, "1e400", "-1e999", "1e-400", "0x" + "f" * 40]
 ODD = [
     *("", " ", "null", "None", "~", "true", "True", "yes", "-1", "0", "1", "2", "3", "-0.0", "2.5", "7", "512", "nan"),
@@ -112,7 +112,7 @@ OTHERS = ["hydra.run.dir", "hydra", "defaults", "hydra/job_logging", "_self_", "
 
 @st.composite
 def keys(draw: st.DrawFn, schema: Any) -> str:
-    """One that there is, an older name, or something like it."""
+    """Draw a key, an alias, or something similar."""
     known = draw(st.sampled_from(sorted(fields(schema))))
     kind = draw(st.sampled_from(["known"] * 20 + ["older", "elsewhere", "end", "end", "cut", "swap", "deep", "text"]))
     match kind:
@@ -136,7 +136,7 @@ def keys(draw: st.DrawFn, schema: Any) -> str:
 
 @dataclass
 class Typed:
-    """A word, and the key in it."""
+    """An override and its key."""
 
     word: str
     key: str
@@ -154,7 +154,7 @@ def words_of(schema: Any) -> st.SearchStrategy[Typed]:
 
 
 def named(typed: Typed, message: str) -> bool:
-    """Whether the message has the word, its key, what holds the key, or the name of the key today."""
+    """Return True if the message contains the override, its key, a section of the key, or the key of an alias."""
     parts = typed.key.lstrip("+").split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     names = (typed.word[:300], *heads, *(ALIASES[head] for head in heads if head in ALIASES))
@@ -165,7 +165,7 @@ def named(typed: Typed, message: str) -> bool:
 
 
 def wrong(schema: Any, words: list[str], **where: str) -> str | None:
-    """What the error says, if there is one."""
+    """Return the message of the error, or None."""
     try:
         LOADERS[schema](words, **where)
     except ConfigError as error:
@@ -175,7 +175,7 @@ def wrong(schema: Any, words: list[str], **where: str) -> str | None:
 
 @share(0.4)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_argument_gives_a_config_or_an_error_naming_it(data: st.DataObject, schema: Any, right) -> None:
+def test_any_override_gives_a_config_or_names_the_error(data: st.DataObject, schema: Any, right) -> None:
     typed = data.draw(words_of(schema))
     message = wrong(schema, [*right[schema], typed.word])
     assert message is None or named(typed, message)
@@ -184,14 +184,14 @@ def test_any_argument_gives_a_config_or_an_error_naming_it(data: st.DataObject, 
 
 @share(0.2)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_words_together_make_a_config_or_an_error(data: st.DataObject, schema: Any, right) -> None:
+def test_any_overrides_give_a_config_or_an_error(data: st.DataObject, schema: Any, right) -> None:
     typed = data.draw(st.lists(words_of(schema), min_size=2, max_size=6))
     assert wrong(schema, [*right[schema], *(one.word for one in typed)]) != ""
 
 
 @share(0.1)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_command_line_makes_configs_or_an_error(data: st.DataObject, schema: Any, right) -> None:
+def test_any_command_line_gives_configs_or_an_error(data: st.DataObject, schema: Any, right) -> None:
     typed = data.draw(st.lists(words_of(schema).filter(lambda one: not one.word.startswith("-")), max_size=3))
     words = [*right[schema], *(one.word for one in typed)]
     with contextlib.suppress(ConfigError):
@@ -214,7 +214,7 @@ file_values = st.recursive(
 
 @st.composite
 def files(draw: st.DrawFn, schema: Any) -> Any:
-    """The defaults with a few values replaced, some keys of theirs alone, or a tree of no shape at all."""
+    """Draw defaults with some values replaced, a subset of their keys, or an arbitrary tree."""
     found = copy.deepcopy(draw(st.sampled_from([{}, {}, raw_defaults(schema)])))
     for key in draw(st.lists(keys(schema), max_size=4)):
         value = draw(file_values)
@@ -227,7 +227,7 @@ def files(draw: st.DrawFn, schema: Any) -> Any:
 
 @share(0.2)
 @given(data=st.data(), schema=SCHEMAS)
-def test_any_file_makes_a_config_or_an_error(data: st.DataObject, schema: Any, right, tmp_path: Path) -> None:
+def test_any_file_gives_a_config_or_an_error(data: st.DataObject, schema: Any, right, tmp_path: Path) -> None:
     text = yaml.safe_dump(data.draw(files(schema)), allow_unicode=True)
     (tmp_path / "mine.yaml").write_text(text, "utf-8", "surrogateescape")
     assert wrong(schema, right[schema], config_dir=str(tmp_path), config_name="mine") != ""
@@ -251,6 +251,6 @@ MARKS = [b": ", b"&a ", b"*a", b"!!int ", b"- ", b"\t"]
     ),
     schema=SCHEMAS,
 )
-def test_any_bytes_make_a_config_or_an_error(content: bytes, schema: Any, right, tmp_path: Path) -> None:
+def test_any_bytes_give_a_config_or_an_error(content: bytes, schema: Any, right, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
     assert wrong(schema, right[schema], config_dir=str(tmp_path), config_name="mine") != ""

@@ -1,4 +1,4 @@
-"""Composition: overrides, files, errors all at once, and the command line in Hydra's language."""
+"""Composition: overrides, files, complete error reports, and the command line of Hydra."""
 
 import logging
 from pathlib import Path
@@ -27,14 +27,14 @@ def test_overrides_reach_the_config_with_their_types(words):
     assert config.trainer.experiment_name == "12"
 
 
-def test_what_follows_from_a_key_follows_its_override(words):
+def test_override_changes_dependent_keys(words):
     config = load_ppo([*words, "data.max_response_length=77", "actor_rollout_ref.actor.ppo_mini_batch_size=128"])
     assert config.actor_rollout_ref.rollout.response_length == 77
     assert config.critic.ppo_mini_batch_size == 128
     assert config.critic.strategy == "reference"
 
 
-def test_one_path_and_a_list_of_paths_are_both_taken(words, tmp_path):
+def test_files_may_be_one_path_or_a_list(words, tmp_path):
     one = load_ppo(words)
     two = load_ppo([*words, f"data.train_files=[{tmp_path}/train.parquet,{tmp_path}/val.parquet]"])
     assert one.data.train_files == (f"{tmp_path}/train.parquet",)
@@ -42,7 +42,7 @@ def test_one_path_and_a_list_of_paths_are_both_taken(words, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a b", "step=7", "(copy)", "[x]", "{y}", "100%", "a#b", "caf\u00e9", "a&b", "x~y"])
-def test_a_path_needs_no_quotes_of_its_own(words, name, tmp_path):
+def test_path_needs_no_quotes(words, name, tmp_path):
     file = tmp_path / name / "train.parquet"
     file.parent.mkdir()
     file.write_bytes(b"")
@@ -51,7 +51,7 @@ def test_a_path_needs_no_quotes_of_its_own(words, name, tmp_path):
     assert configs[0].data.train_files == (str(file),)
 
 
-def test_a_value_without_quotes_shows_the_quoted_form(words, capfd):
+def test_error_of_an_unquoted_value_shows_the_quotes(words, capfd):
     status, _ = _run([*words, "trainer.experiment_name=caf\u00e9#1"])
     assert status == 2
     assert "\"key='value'\"" in capfd.readouterr().err
@@ -59,14 +59,14 @@ def test_a_value_without_quotes_shows_the_quoted_form(words, capfd):
     assert (status, configs[0].trainer.experiment_name) == (0, "caf\u00e9#1")
 
 
-def test_a_tilde_in_a_path_is_the_home_folder(words, tmp_path, monkeypatch):
+def test_tilde_in_a_path_is_the_home_folder(words, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = load_ppo([*words, "data.train_files=~/train.parquet", "actor_rollout_ref.model.path=~/model"])
     assert config.data.train_files == (f"{tmp_path}/train.parquet",)
     assert config.actor_rollout_ref.model.path == f"{tmp_path}/model"
 
 
-def test_the_command_line_of_the_specification_is_accepted(words, tmp_path):
+def test_command_line_of_the_specification_is_accepted(words, tmp_path):
     config = load_ppo(
         [
             "algorithm.adv_estimator=gae",
@@ -108,7 +108,7 @@ def test_the_command_line_of_the_specification_is_accepted(words, tmp_path):
             "trainer.test_freq=1",
             "trainer.use_legacy_worker_impl=auto",
             "trainer.total_epochs=15",
-            # one process, and what is not there yet:
+            # one process:
             "actor_rollout_ref.actor.strategy=reference",
             "actor_rollout_ref.rollout.name=torch",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -125,32 +125,32 @@ def test_the_command_line_of_the_specification_is_accepted(words, tmp_path):
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_a_file_that_names_the_defaults_is_laid_over_them(words, tmp_path):
+def test_file_with_a_defaults_list_overrides_the_defaults(words, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 512}\n")
     config = load_ppo([*words, "trainer.seed=9"], config_dir=str(tmp_path), config_name="mine")
     assert (config.data.train_batch_size, config.data.val_batch_size, config.trainer.seed) == (512, 1312, 9)
 
 
-def test_a_file_may_hold_a_few_keys_only(words, tmp_path):
+def test_file_may_contain_a_few_keys_only(words, tmp_path):
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer.seed: 4\n")
     config = load_ppo([*words, "data.shuffle=False"], config_dir=str(tmp_path), config_name="mine")
     assert (config.data.train_batch_size, config.trainer.seed, config.data.shuffle) == (512, 4, False)
 
 
-def test_a_folder_may_bring_config_groups(words, tmp_path):
+def test_folder_may_contain_config_groups(words, tmp_path):
     (tmp_path / "scale").mkdir()
     (tmp_path / "scale" / "small.yaml").write_text("# @package _global_\ndata: {train_batch_size: 256}\n")
     config = load_ppo([*words, "+scale=small"], config_dir=str(tmp_path))
     assert config.data.train_batch_size == 256
 
 
-def test_a_dict_is_laid_over_the_defaults(words):
+def test_dict_overrides_the_defaults(words):
     whole = load_ppo(words)
     again = from_container(whole.model_dump(mode="json"), PPOConfig)
     assert again == whole
 
 
-def test_loading_a_config_preserves_hydras_global_state(words):
+def test_loading_preserves_the_state_of_hydra(words):
     with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         load_ppo(words)
         with pytest.raises(hydra.errors.MissingConfigException):
@@ -160,31 +160,31 @@ def test_loading_a_config_preserves_hydras_global_state(words):
 # -- errors ---------------------------------------------------------------------------------------
 
 
-def test_an_unknown_key_is_told_with_the_nearest_one(words):
+def test_unknown_key_is_reported_with_the_nearest_key(words):
     text = _error([*words, "actor_rollout_ref.actor.optim.learning_rat=1", "trainer.sed=2"])
     assert "actor_rollout_ref.actor.optim.learning_rat = 1" in text
     assert "Did you mean trainer.seed?" in text
 
 
 @pytest.mark.parametrize("word", ["~", "+=3", "~=3"])
-def test_a_word_without_a_key_is_told(word, words):
+def test_override_without_a_key_is_rejected(word, words):
     assert f"in {word}\n" in _error([*words, word])
 
 
-def test_a_key_at_the_wrong_level_suggests_the_right_one(words):
+def test_key_in_the_wrong_section_suggests_the_right_one(words):
     assert "Did you mean actor_rollout_ref.actor.optim.lr?" in _error([*words, "actor_rollout_ref.actor.lr=1e-6"])
 
 
 @pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
-def test_a_key_spelt_out_is_told_with_its_initials(role, words):
+def test_spelled_out_key_suggests_the_abbreviation(role, words):
     assert f"Did you mean {role}.optim.lr?" in _error([*words, f"{role}.optim.learning_rate=1e-6"])
 
 
-def test_one_letter_is_no_initials(words):
+def test_one_letter_is_no_abbreviation(words):
     assert "rollout.n?" not in _error([*words, "actor_rollout_ref.rollout.nodes=2"])
 
 
-def test_a_key_like_no_other_is_told_with_the_sections(words):
+def test_key_without_a_near_match_lists_the_sections(words):
     assert "Keys begin with data, actor_rollout_ref, critic" in _error([*words, "quux.zork=1"])
 
 
@@ -209,24 +209,24 @@ def test_a_key_like_no_other_is_told_with_the_sections(words):
         ("trainer.use_legacy_worker_impl=perhaps", "must be one of auto, disable, enable, or true or false"),
     ],
 )
-def test_a_wrong_value_is_told_with_what_is_right(words, word, expected):
+def test_invalid_value_is_reported_with_the_valid_ones(words, word, expected):
     text = _error([*words, word])
     assert "1 error in the config" in text
     assert expected in text
     assert word.partition("=")[0] in text
 
 
-def test_everything_wrong_is_told_at_once(words):
+def test_all_errors_are_reported_at_once(words):
     text = _error(
         [
             *words,
             "trainer.sed=1",  # unknown
             "trainer.total_epochs=none",  # wrong type
-            "data.max_prompt_length=${nope}",  # leads nowhere
+            "data.max_prompt_length=${nope}",  # unresolved
             "data.prompt_key=???",  # no value
-            "actor_rollout_ref.hybrid_engine=false",  # not there yet
+            "actor_rollout_ref.hybrid_engine=false",  # not implemented
             "data.train_batch_size=300",  # 300 = 256 + 44
-            "custom_reward_function.path=/nowhere/reward.py",  # no such file
+            "custom_reward_function.path=/nowhere/reward.py",  # missing file
         ]
     )
     assert "7 errors in the config" in text
@@ -242,30 +242,30 @@ def test_everything_wrong_is_told_at_once(words):
     assert "custom_reward_function.path = /nowhere/reward.py" in text
 
 
-def test_problems_caused_by_an_invalid_value_are_omitted(words):
+def test_problem_caused_by_an_invalid_value_is_omitted(words):
     text = _error([*words, "data.train_batch_size=many"])
     assert "1 error in the config" in text
 
 
-def test_interpolation_that_leads_nowhere_is_told_with_its_key(words):
+def test_unresolved_interpolation_is_reported_with_its_key(words):
     text = _error([*words, "trainer.project_name=${trainer.nmae}"])
     assert "trainer.project_name = ${trainer.nmae}" in text
     assert "trainer.nmae" in text
 
 
-def test_a_section_set_to_nothing_is_an_error(words):
+def test_null_section_is_an_error(words):
     assert "algorithm = null" in _error([*words, "algorithm=null"])
 
 
-def test_a_line_that_hydra_cannot_read_is_a_config_error(words):
+def test_unparsable_override_is_a_config_error(words):
     assert "cannot compose the config" in _error([*words, "trainer.logger=[console"])
 
 
-def test_a_file_that_is_not_there_is_a_config_error(words, tmp_path):
+def test_missing_file_is_a_config_error(words, tmp_path):
     assert "nothing_here" in _error(words, config_dir=str(tmp_path), config_name="nothing_here")
 
 
-def test_notices_are_given_for_settings_that_change_nothing(words, caplog):
+def test_settings_without_effect_log_a_warning(words, caplog):
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo(words)
         assert not caplog.messages
@@ -289,7 +289,7 @@ LIBRARIES = "process, server, sglang, vllm"
         ("update_weights_bucket_megabytes=8", "vllm", "process, server, sglang"),
     ],
 )
-def test_a_key_that_the_rollout_ignores_is_a_warning(words, leaf, name, readers, caplog):
+def test_key_that_the_rollout_does_not_read_logs_a_warning(words, leaf, name, readers, caplog):
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
@@ -297,7 +297,7 @@ def test_a_key_that_the_rollout_ignores_is_a_warning(words, leaf, name, readers,
 
 
 @pytest.mark.parametrize(("leaf", "is_read"), [("load_format=auto", True), ("gpu_memory_utilization=0.5", False)])
-def test_a_rollout_of_another_package_declares_the_keys_it_reads(words, leaf, is_read, caplog):
+def test_rollout_of_another_package_declares_the_keys_it_reads(words, leaf, is_read, caplog):
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.{leaf}", f"{section}.name=support.own_backends:OwnRollout"])
@@ -308,14 +308,14 @@ def test_a_rollout_of_another_package_declares_the_keys_it_reads(words, leaf, is
 
 
 def _run(argv: list[str], schema: Any = PPOConfig) -> tuple[int, list]:
-    """(exit status, configs) of a command that has this command line."""
+    """Return (exit status, configs) of a command with these arguments."""
     try:
         return 0, compose(argv, schema)
     except ConfigError as error:
         return tell(error), []
 
 
-def test_a_command_line_becomes_a_config(words, tmp_path, monkeypatch):
+def test_command_line_gives_a_config(words, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -327,7 +327,7 @@ def test_a_command_line_becomes_a_config(words, tmp_path, monkeypatch):
     assert logging.getLogger().handlers == handlers  # and left logging alone
 
 
-def test_a_wrong_config_is_one_message_and_status_2(words, capfd):
+def test_invalid_config_prints_one_message_with_status_2(words, capfd):
     status, configs = _run([*words, "trainer.sed=5", "data.shuffle=maybe"])
     out, err = capfd.readouterr()
     assert (status, configs, out) == (2, [], "")
@@ -338,7 +338,7 @@ def test_a_wrong_config_is_one_message_and_status_2(words, capfd):
 
 
 @pytest.mark.parametrize("word", ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c"])
-def test_what_hydra_rejects_is_one_message_and_status_2(words, word, capfd):
+def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     status, _ = _run([*words, word])
     _, err = capfd.readouterr()
     assert status == 2
@@ -347,7 +347,7 @@ def test_what_hydra_rejects_is_one_message_and_status_2(words, word, capfd):
     assert "HYDRA_FULL_ERROR" not in err
 
 
-def test_a_key_can_be_added_and_taken_away(words, tmp_path):
+def test_key_can_be_added_and_deleted(words, tmp_path):
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer: {seed: 4}\n")
     _, (config,) = _run(
         [
@@ -364,7 +364,7 @@ def test_a_key_can_be_added_and_taken_away(words, tmp_path):
     assert config.trainer.seed == 1  # the default
 
 
-def test_a_sweep_runs_the_job_once_per_combination(words, tmp_path, monkeypatch):
+def test_sweep_gives_one_config_per_combination(words, tmp_path, monkeypatch):
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -376,7 +376,7 @@ def test_a_sweep_runs_the_job_once_per_combination(words, tmp_path, monkeypatch)
     assert list(here.iterdir()) == []
 
 
-def test_sweep_jobs_may_not_share_a_checkpoint_folder(words, capfd):
+def test_jobs_of_a_sweep_need_separate_checkpoint_folders(words, capfd):
     sweep = ["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", "trainer.default_local_dir=out"]
     status, configs = _run(sweep)
     assert (status, configs) == (2, [])
@@ -388,7 +388,7 @@ def test_sweep_jobs_may_not_share_a_checkpoint_folder(words, capfd):
     assert (status, len(configs)) == (0, 4)
 
 
-def test_a_sweep_varies_the_folder_by_experiment_name(words, capfd):
+def test_folder_of_the_experiment_depends_on_its_name(words, capfd):
     sweep = ["-m", *words, "actor_rollout_ref.actor.optim.lr=1e-6,1e-5"]
     assert _run(sweep) == (2, [])
     typed = "trainer.experiment_name=lr_${actor_rollout_ref.actor.optim.lr}"
@@ -398,7 +398,7 @@ def test_a_sweep_varies_the_folder_by_experiment_name(words, capfd):
     assert (status, names) == (0, ["lr_1e-06", "lr_1e-05"])
 
 
-def test_sweep_jobs_may_not_share_the_export_folder(sft_words, capfd):
+def test_jobs_of_a_sweep_need_separate_export_folders(sft_words, capfd):
     sweep = ["-m", *sft_words, "trainer.seed=1,2", "trainer.experiment_name=${trainer.seed}", "trainer.export_path=out"]
     assert _run(sweep, SFTConfig) == (2, [])
     assert "2 jobs of this sweep would write to trainer.export_path=out" in capfd.readouterr().err
@@ -406,7 +406,7 @@ def test_sweep_jobs_may_not_share_the_export_folder(sft_words, capfd):
     assert [config.export_path() for config in configs] == ["out/1", "out/2"]
 
 
-def test_equal_jobs_of_a_sweep_are_told_apart_by_nobody(words, capfd):
+def test_equal_jobs_of_a_sweep_are_rejected(words, capfd):
     assert _run(["-m", *words, "trainer.seed=1,1"]) == (2, [])
     assert "these jobs have equal configs" in capfd.readouterr().err
 
@@ -418,7 +418,7 @@ def test_an_invalid_config_stops_the_sweep_before_any_job(words, capfd):
 
 
 @pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job", "--resolve"]])
-def test_the_composed_config_can_be_printed_without_running(words, option, capfd):
+def test_composed_config_can_be_printed(words, option, capfd):
     status, configs = _run([*option, *words, "trainer.seed=64"])
     out, err = capfd.readouterr()
     assert (status, configs, err) == (0, [], "")
@@ -426,7 +426,7 @@ def test_the_composed_config_can_be_printed_without_running(words, option, capfd
     assert "hydra" not in out
 
 
-def test_a_config_that_is_only_printed_is_checked_too(words, capfd):
+def test_printed_config_is_validated(words, capfd):
     status, configs = _run(["--cfg", "job", *words, "trainer.sed=64"])
     out, err = capfd.readouterr()
     assert (status, configs) == (2, [])
@@ -435,18 +435,18 @@ def test_a_config_that_is_only_printed_is_checked_too(words, capfd):
     assert "Did you mean trainer.seed?" in err
 
 
-def test_the_help_of_hydra_is_still_there(capfd):
+def test_help_of_hydra_is_available(capfd):
     with pytest.raises(SystemExit, match="0"):
         _run(["--hydra-help"])
     assert "Hydra" in capfd.readouterr().out
 
 
-def test_a_bare_word_is_told_its_form(words, capfd):
+def test_argument_without_a_value_is_rejected(words, capfd):
     assert _run([*words, "foo"]) == (2, [])
     assert capfd.readouterr().err == "'foo' is not an override. Use key=value, for example trainer.seed=7.\n"
 
 
-def test_a_supervised_run_is_loaded_by_its_own_schema(sft_words):
+def test_supervised_run_has_a_separate_schema(sft_words):
     config = load_sft([*sft_words, "trainer.experiment_name=a"])
     assert isinstance(config, SFTConfig)
     assert config.export_path() == "checkpoints/camshaft_examples/a/huggingface"

@@ -1,4 +1,4 @@
-"""Checks of engines and rollouts against what they support: the message has the key and what to type."""
+"""Checks of engines and rollouts against their capabilities; messages have the key and the fix."""
 
 import pytest
 
@@ -89,7 +89,7 @@ def test_activations_cannot_be_offloaded_either(words):
     assert "Set critic.strategy=fsdp" in text
 
 
-def test_a_reference_with_the_actors_layout_is_reported_once(words):
+def test_setting_inherited_by_the_reference_is_one_problem(words):
     words = [*words, "algorithm.use_kl_in_reward=true"]
     text = _error([*words, f"{ACTOR}.use_torch_compile=true"])
     assert "1 error in the config" in text
@@ -97,7 +97,7 @@ def test_a_reference_with_the_actors_layout_is_reported_once(words):
     assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
 
 
-def test_compute_in_the_weights_dtype_needs_no_mixed_precision(words):
+def test_compute_dtype_equal_to_the_weight_dtype_passes(words):
     load_ppo([*words, f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32"])
 
 
@@ -167,13 +167,13 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
         ),
     ],
 )
-def test_a_layout_that_cannot_be_is_told_with_its_sum(words, ranks, more, expected):
+def test_invalid_layout_shows_the_division(words, ranks, more, expected):
     text = _error(_on(words, ranks, *more))
     assert "1 error in the config" in text
     assert expected in text
 
 
-def test_layout_of_another_packages_engine_is_its_own(words):
+def test_engine_of_another_package_defines_its_layout(words):
     both = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{ACTOR}.ulysses_sequence_parallel_size=2"]
     stages = f"+{ACTOR}.engine_kwargs.pipeline_stages=2"
     config = load_ppo([*_on(words, 8, *both, stages), *OWN])
@@ -199,7 +199,7 @@ def test_options_of_an_engine_are_checked_by_its_schema(words):
     assert "unknown option; there are none." in text
 
 
-def test_options_with_their_own_key_are_rejected_in_engine_kwargs(words, sft_words):
+def test_option_with_a_config_key_is_rejected_in_engine_kwargs(words, sft_words):
     text = _error([*words, f"{ACTOR}.strategy=fsdp", f"+{ACTOR}.engine_kwargs.param_offload=true"])
     assert "1 error in the config" in text
     assert f"duplicates {ACTOR}.fsdp_config.param_offload. Set that key instead." in text
@@ -233,14 +233,14 @@ def test_capabilities_of_the_registry_are_those_of_the_classes():
         assert rollout_class(name).capabilities is backend.capabilities
 
 
-def test_a_reference_with_the_actors_layout_gives_one_notice(words):
+def test_layout_inherited_by_the_reference_is_one_problem(words):
     more = ["algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=3"]
     assert "1 error in the config" in _error(_on(words, 8, *more))
     text = _error(_on(words, 8, *more[:1], f"{REF}.fsdp_config.fsdp_size=3"))
     assert f"{REF}.fsdp_config.fsdp_size = 3" in text
 
 
-def test_a_supervised_layout_is_summed_up_too(sft_words):
+def test_invalid_supervised_layout_shows_the_division(sft_words):
     words = [*sft_words, "strategy=fsdp", "trainer.n_gpus_per_node=6"]
     text = _error([*words, "ulysses_sequence_parallel_size=2", "data.train_batch_size=256"], load_sft)
     assert "256 = 3 groups of 2 ranks x 85 + 1" in text
@@ -262,7 +262,7 @@ EVERYTHING = {
     "grad_offload": True,
     "optimizer_offload": True,
 }
-"""None of them as it is by default; what excludes one of them is below."""
+"""All differ from the defaults; conflicting options are below."""
 OTHERS = {
     "ulysses_sequence_parallel_size": 2,
     "tensor_parallel_size": 1,
@@ -305,7 +305,7 @@ def test_every_sharded_engine_option_has_config_keys(words, sft_words):
     assert _flat(told.model_dump()) == EVERYTHING | OTHERS  # no option is without a key
 
 
-def test_the_options_that_exclude_those_have_keys_too(words):
+def test_conflicting_options_have_keys(words):
     more = [f"{ACTOR}.fsdp_config.tensor_parallel_size=2", f"{REF}.fsdp_config.offload_policy=true"]
     config = load_ppo(_on(words, 2, *more, "algorithm.use_kl_in_reward=true"))
     assert actor_engine(config, Topology(2), 10).options["tensor_parallel_size"] == 2
@@ -315,7 +315,7 @@ def test_the_options_that_exclude_those_have_keys_too(words):
     assert critic.options["offload_policy"] is True
 
 
-def test_the_defaults_of_the_keys_are_those_of_the_engine(words):
+def test_defaults_of_keys_and_engine_agree(words):
     config = load_ppo(_on(words, 1, "algorithm.use_kl_in_reward=true"))
     for options in (
         actor_engine(config, Topology(), 10).options,
@@ -325,7 +325,7 @@ def test_the_defaults_of_the_keys_are_those_of_the_engine(words):
         assert FSDPOptions.of(options) == FSDPOptions()
 
 
-def test_the_reference_inherits_layout_dtypes_and_compilation_only(words):
+def test_reference_inherits_layout_dtype_and_compilation_only(words):
     more = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", "algorithm.use_kl_in_reward=true"]
     more.append(f"{ACTOR}.ulysses_sequence_parallel_size=2")
     ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more)), Topology(8)).options)
@@ -337,7 +337,7 @@ def test_the_reference_inherits_layout_dtypes_and_compilation_only(words):
     assert (ref.param_offload, ref.fsdp_size, ref.reshard_after_forward) == (True, 2, False)
 
 
-def test_options_of_an_engine_are_those_of_its_schema(words):
+def test_engine_options_follow_the_schema(words):
     layout = [f"{ACTOR}.ulysses_sequence_parallel_size=2", f"+{ACTOR}.engine_kwargs.pipeline_stages=2"]
     more = [*layout, "trainer.n_gpus_per_node=4", "algorithm.use_kl_in_reward=true"]
     config = load_ppo([*words, *OWN, *more])
@@ -348,7 +348,7 @@ def test_options_of_an_engine_are_those_of_its_schema(words):
     assert actor_engine(load_ppo(words), Topology(), 10).options == {}
 
 
-def test_batch_sizes_of_each_role_follow_from_its_own_ranks(words):
+def test_batch_sizes_of_a_role_follow_from_its_ranks(words):
     more = [
         "algorithm.use_kl_in_reward=true",
         f"{ACTOR}.ulysses_sequence_parallel_size=4",
@@ -368,7 +368,7 @@ def test_batch_sizes_of_each_role_follow_from_its_own_ranks(words):
 # -- optimizers and adapters ----------------------------------------------------------------------
 
 
-def test_the_optimizer_is_named_with_arguments_of_its_own(words):
+def test_optimizer_has_a_name_and_arguments(words):
     more = [f"{ACTOR}.optim.optimizer=SGD", f"+{ACTOR}.optim.override_optimizer_config.momentum=0.9"]
     config = load_ppo([*words, *more, f"{ACTOR}.optim.lr_scheduler_type=linear", "critic.optim.optimizer=Adafactor"])
     optim = actor_engine(config, Topology(), 10).optim
@@ -384,7 +384,7 @@ def _lora(config: PPOConfig):
     return actor_engine(config, Topology(), 10).model.lora
 
 
-def test_an_adapter_is_asked_for_by_its_rank(words, tmp_path):
+def test_lora_rank_enables_the_adapter(words, tmp_path):
     assert _lora(load_ppo(words)) is None
     found = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]))
     assert found is not None
@@ -403,7 +403,7 @@ def test_an_adapter_is_asked_for_by_its_rank(words, tmp_path):
     assert (actor.lora, actor.gradient_checkpointing_mode) == (None, "selective")
 
 
-def test_a_rollout_config_contains_a_separate_adapter(words):
+def test_rollout_config_has_a_separately_synced_adapter(words):
     adapter = [f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{ROLLOUT}.name=vllm", *BY_ITSELF]
     assert rollout_engine(load_ppo([*words, *adapter])).lora == _lora(load_ppo([*words, *adapter]))
     assert rollout_engine(load_ppo([*words, *adapter, f"{ROLLOUT}.lora_weights=merged"])).lora is None
@@ -412,7 +412,7 @@ def test_a_rollout_config_contains_a_separate_adapter(words):
     )
 
 
-def test_with_lora_the_reference_is_not_a_second_model(words):
+def test_reference_is_no_separate_model_with_an_adapter(words):
     config = load_ppo([*words, "algorithm.use_kl_in_reward=true", f"{MODEL}.lora_rank=4"])
     assert (config.needs_reference(), config.needs_reference_model()) == (True, False)
     shared = (f"{MODEL}.lora_rank=4", "algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=2")
@@ -431,7 +431,7 @@ def test_with_lora_the_reference_is_not_a_second_model(words):
     ],
 )
 @pytest.mark.parametrize("size", ["ulysses_sequence_parallel_size", "fsdp_config.tensor_parallel_size"])
-def test_exact_kl_needs_the_actors_layout_for_the_reference(words, switch, key, size):
+def test_exact_kl_requires_equal_layouts_of_actor_and_reference(words, switch, key, size):
     cut, other = f"{ACTOR}.{size}=2", f"{REF}.{size}=1"
     load_ppo(_on(words, 4, switch, f"{key}=full", cut, f"{REF}.{size}=2"))
     text = _error(_on(words, 4, switch, f"{key}=full", cut, other))
@@ -465,12 +465,12 @@ def test_exact_kl_needs_the_actors_layout_for_the_reference(words, switch, key, 
         ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.lora_weights=both"], "must be one of merged, adapter"),
     ],
 )
-def test_adapters_that_cannot_be_are_told(words, more, expected):
+def test_invalid_adapter_settings_are_rejected(words, more, expected):
     text = _error([*words, *more])
     assert "1 error in the config" in text
     assert expected in text
 
 
-def test_a_device_is_any_that_torch_may_know(words, sft_words):
+def test_device_may_be_any_name(words, sft_words):
     assert load_ppo([*words, "trainer.device=npu"]).trainer.device == "npu"
     assert load_sft([*sft_words, "trainer.device=xpu"]).trainer.device == "xpu"

@@ -1,11 +1,11 @@
-"""The table of batch sizes, checked by hand."""
+"""The table of batch sizes, compared with hand-worked numbers."""
 
 from camshaft.config import Topology, batch_table, load_ppo, render_batch_table
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
-def test_every_number_from_prompts_to_optimizer_steps(words):
+def test_batch_table_from_prompts_to_optimizer_steps(words):
     config = load_ppo(
         [*words, f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2", "critic.ppo_mini_batch_size=512", "critic.ppo_epochs=3"]
     )
@@ -25,7 +25,7 @@ def test_every_number_from_prompts_to_optimizer_steps(words):
     }
 
 
-def test_a_last_micro_batch_may_be_smaller(words):
+def test_last_micro_batch_may_be_smaller(words):
     config = load_ppo([*words, f"{ACTOR}.ppo_micro_batch_size_per_gpu=100"])
     rows = {row.name: row.actor for row in batch_table(config, Topology())}
     assert rows["micro-batches per mini-batch"] == 3  # 100 + 100 + 56
@@ -43,7 +43,7 @@ def test_token_budgets_and_missing_roles_are_shown(words):
     assert len({len(line) - len(line.lstrip()) for line in text.splitlines()[1:]}) == 1  # one column of names
 
 
-def test_each_role_has_the_ranks_of_its_own_layout(words):
+def test_each_role_has_the_ranks_of_its_layout(words):
     config = load_ppo(
         [
             *words,

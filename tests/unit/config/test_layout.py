@@ -1,4 +1,4 @@
-"""Where roles live: pools, who starts them, and what is refused."""
+"""Resource pools, controllers, and invalid placements."""
 
 import pytest
 
@@ -15,21 +15,21 @@ def test_all_roles_share_the_global_pool(words: list[str]) -> None:
     assert config.trainer.backend() == "local"
 
 
-def test_a_role_on_a_separate_pool_uses_its_ranks(words: list[str]) -> None:
+def test_role_in_another_pool_has_the_ranks_of_that_pool(words: list[str]) -> None:
     pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c"]
     config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=2", *pool])
     assert config.topology() == Topology(2, 1)
     assert (config.actor_dp_size(config.topology()), config.critic_dp_size(config.topology())) == (2, 1)
 
 
-def test_many_machines_are_for_ray(words: list[str]) -> None:
+def test_several_machines_use_ray(words: list[str]) -> None:
     assert load_ppo([*words, *FSDP, "trainer.nnodes=2"]).trainer.backend() == "ray"
     assert load_ppo([*words, "trainer.controller=ray"]).trainer.backend() == "ray"
     with pytest.raises(ConfigError, match=r"(?s)trainer.controller = local.*this machine only.*trainer.controller=ray"):
         load_ppo([*words, *FSDP, "trainer.nnodes=2", "trainer.controller=local"])
 
 
-def test_the_plain_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
+def test_single_device_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
     pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c", "critic.strategy=reference"]
     load_ppo([*words, FSDP[0], "trainer.n_gpus_per_node=2", *pool])
     with pytest.raises(ConfigError, match=r"strategy=reference runs in one process"):
@@ -37,7 +37,7 @@ def test_the_plain_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("overrides", "message"),
     [
         (["critic.resource_pool=c"], r"(?s)critic.resource_pool = c.*unknown pool; the pools are global_pool"),
         (["+trainer.resource_pools.c.n_gpus_per_node=1"], "no role uses this pool"),
@@ -47,12 +47,12 @@ def test_the_plain_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
         (["trainer.controller=slurm"], "one of auto, local, ray"),
     ],
 )
-def test_what_is_wrong_with_a_place_is_told(words: list[str], typed: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_ppo([*words, *typed])
+def test_invalid_placement_is_rejected(words: list[str], overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_ppo([*words, *overrides])
 
 
-def test_supervised_runs_have_the_same_keys(sft_words: list[str]) -> None:
+def test_supervised_runs_have_the_same_placement_keys(sft_words: list[str]) -> None:
     assert load_sft([*sft_words, "trainer.controller=ray"]).trainer.backend() == "ray"
     with pytest.raises(ConfigError, match="this machine only"):
         load_sft([*sft_words, "trainer.nnodes=2", "trainer.controller=local"])

@@ -1,4 +1,4 @@
-"""What is not there yet is refused by its name, with what to type instead."""
+"""Unimplemented values are rejected with a fix."""
 
 import pytest
 
@@ -21,7 +21,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         ("custom_reward_function.path=s3://bucket/reward.py", "accept a URL"),
     ],
 )
-def test_a_value_for_an_unimplemented_feature_is_rejected(words, word, instead):
+def test_unimplemented_value_is_rejected_with_a_fix(words, word, instead):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, word])
     text = str(caught.value)
@@ -60,7 +60,7 @@ def test_a_value_for_an_unimplemented_feature_is_rejected(words, word, instead):
         "critic.model.path=hdfs://node/model",
     ],
 )
-def test_what_is_there_and_what_third_parties_bring_passes(words, word):
+def test_implemented_and_third_party_values_pass(words, word):
     load_ppo([*words, word])
 
 
@@ -75,7 +75,7 @@ def test_pure_bfloat16_training_suggests_mixed_precision(words, section):
     load_ppo([*words, f"{ACTOR}.strategy=fsdp", f"{section}.mixed_precision.param_dtype=bfloat16"])
 
 
-def test_one_cause_is_told_once(words):
+def test_problem_with_one_cause_is_reported_once(words):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, f"{ACTOR}.strategy=torchtitan"])
     text = str(caught.value)
@@ -83,7 +83,7 @@ def test_one_cause_is_told_once(words):
     assert "The same applies to critic.strategy" in text
 
 
-def test_supervised_runs_reject_the_same(sft_words):
+def test_supervised_runs_reject_the_same_values(sft_words):
     with pytest.raises(ConfigError) as caught:
         load_sft([*sft_words, "strategy=megatron", "fsdp_config.model_dtype=bfloat16"])
     text = str(caught.value)
@@ -92,7 +92,7 @@ def test_supervised_runs_reject_the_same(sft_words):
     assert "Set fsdp_config.model_dtype=float32 fsdp_config.mixed_precision.param_dtype=bfloat16." in text
 
 
-def test_the_tables_name_keys_that_exist_and_none_twice():
+def test_unimplemented_keys_exist_and_are_unique():
     known = {**leaf_fields(PPOConfig), **leaf_fields(SFTConfig), **leaf_fields(GenerateConfig)}
     listed = [key for entry in NOT_IMPLEMENTED for key in entry.keys]
     assert [key for key in listed if key not in known] == []

@@ -1,4 +1,4 @@
-"""The config as text: one key, a section, the whole file, the reference page."""
+"""Descriptions of keys and sections, the file of defaults, and the reference page."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_explain_resolves_an_alias():
     assert "Discount factor per token." in text
 
 
-def test_what_is_not_there_yet_is_said():
+def test_explain_notes_unimplemented_values():
     assert "not implemented" not in explain("trainer.seed")
     assert "some values are not implemented" in explain("actor_rollout_ref.actor.strategy")
 
@@ -63,7 +63,7 @@ def test_comments_belong_to_the_key_on_their_line():
     assert set(remarks) <= set(fields(PPOConfig))
 
 
-def test_show_is_the_file_of_defaults():
+def test_show_returns_the_file_of_defaults():
     assert "train_batch_size: 1024 # prompts, over all ranks" in show()
     assert "micro_batch_size_per_gpu: 4" in show("sft")
 
