@@ -203,7 +203,7 @@ def test_every_engine_field_is_read_by_an_engine(kind: type[BaseModel], reader: 
     assert unread == []
 
 
-def test_what_is_only_checked_is_checked() -> None:
+def test_exempted_keys_are_read_by_checks() -> None:
     checks = Reader(classes())
     checks.read(path.read_text(encoding="utf-8") for path in CHECKS)
     kinds = {"trainer": TrainerConfig, "critic.model": CriticModelConfig}
@@ -212,7 +212,7 @@ def test_what_is_only_checked_is_checked() -> None:
         assert is_read(checks, kinds[section], name), key
 
 
-def test_what_is_excused_exists() -> None:
+def test_exemptions_exist() -> None:
     assert [key for key in ONLY_CHECKED if key not in leaf_fields(PPOConfig)] == []
 
 

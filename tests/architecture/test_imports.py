@@ -206,7 +206,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_no_device_is_called_by_name() -> None:
+def test_no_device_type_is_hard_coded() -> None:
     """A backend is asked for by the name in the config: `torch.get_device_module(device)`, never `torch.cuda`."""
     named = re.compile(r"\btorch\.(cuda|xpu|mps|npu)\b")
     found = [str(path.relative_to(ROOT)) for path in modules() if named.search(path.read_text(encoding="utf-8"))]

@@ -49,7 +49,7 @@ def test_both_generators_that_need_no_other_library_are_tried() -> None:
     assert set(HERE) <= set(ROLLOUTS)
 
 
-def test_for_every_rule_there_is_somebody_who_breaks_it() -> None:
+def test_every_rule_has_a_broken_implementation() -> None:
     assert set(CAUGHT_BY.values()) == set(BY_NAME)
 
 

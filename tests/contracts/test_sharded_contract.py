@@ -89,7 +89,7 @@ def test_a_wrong_value_is_rejected_with_its_key() -> None:
 
 
 @pytest.mark.parametrize("feature", ["tp2", "lora", "offload", "offload_policy", "compiled"])
-def test_the_older_wrapper_rejects_what_it_cannot_do(feature: str) -> None:
+def test_fsdp1_rejects_unsupported_options(feature: str) -> None:
     fields = together(feature)
     model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
     with pytest.raises(EngineError, match=r"strategy=fsdp1 does not support .*\. Set strategy=fsdp2"):

@@ -69,7 +69,7 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
-def test_recorded_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MIN_STEPS", 1)
     harness = RolloutHarness(Recorded, tmp_path, "cuda")
     rule.check(harness)

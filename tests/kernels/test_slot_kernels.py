@@ -169,7 +169,7 @@ def test_a_model_generates_with_the_kernels_what_it_should(
     case.check_log_probs(prompts, out, sampling)
 
 
-def test_what_the_kernels_cannot_is_told(kernels: ModuleType) -> None:
+def test_kernels_report_unsupported_inputs(kernels: ModuleType) -> None:
     for dtype, dim, can in ((torch.float64, 8, False), (torch.float32, 257, False), (torch.bfloat16, 256, True)):
         cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
         cache.reserve(1, 1)

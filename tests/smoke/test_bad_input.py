@@ -210,7 +210,7 @@ SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", SFT_FILES)
-def test_bad_data_of_a_supervised_run_likewise(case: str, home: Path, tmp_path: Path) -> None:
+def test_bad_data_of_a_supervised_run_is_an_error(case: str, home: Path, tmp_path: Path) -> None:
     write, said = SFT_FILES[case]
     check(camshaft("sft", *sft_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, said)
 
@@ -331,7 +331,7 @@ def test_on_error_raise_raises_the_first_error(home: Path, tmp_path: Path) -> No
 # -- what a run would overwrite -------------------------------------------------------------------
 
 
-def test_an_export_never_replaces_a_folder_of_somebody_else(home: Path, tmp_path: Path) -> None:
+def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     check(camshaft("sft", *sft_words(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "already exists"])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]

@@ -68,13 +68,13 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
-def test_what_is_logged_is_documented(logged: dict[str, set[str]], trainer: str) -> None:
+def test_logged_metrics_are_documented(logged: dict[str, set[str]], trainer: str) -> None:
     for name in logged[trainer]:
         find(name, trainer)  # an error by name
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
-def test_what_is_documented_is_logged(logged: dict[str, set[str]], trainer: str) -> None:
+def test_documented_metrics_are_logged(logged: dict[str, set[str]], trainer: str) -> None:
     table = [(metric, name) for metric in METRICS if metric.trainer == trainer for name in metric.names()]
     unlogged = [
         name
@@ -96,7 +96,7 @@ def test_every_metric_is_computed_where_the_table_says() -> None:
         assert f'"{name.removeprefix("rollout/")}"' in source, name
 
 
-def test_what_other_parts_know_by_name_is_in_the_table() -> None:
+def test_names_used_elsewhere_are_in_the_table() -> None:
     headlines = {name for names in HEADLINES.values() for name in names} - {"reward/mean"}  # of `camshaft generate`
     for name in {*OVER_RANKS, *headlines}:
         find(name)

@@ -108,7 +108,7 @@ def steps(run: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("settings", "killed_after", "goes_on_after"), [(PPO, 3, 2), (BUSY, 4, 2)], ids=["ppo", "adaptive KL, shuffled"]
 )
-def test_a_run_that_was_killed_goes_on_bit_for_bit(
+def test_a_killed_run_resumes_bitwise(
     settings: dict[str, Any],
     killed_after: int,
     goes_on_after: int,

@@ -86,14 +86,14 @@ def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, RANKS], ids=["one rank", "two ranks"])
-def test_a_class_of_ones_own_scores(more: dict[str, Any], home: Path) -> None:
+def test_a_custom_class_scores(more: dict[str, Any], home: Path) -> None:
     own = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:Longest"}
     (step,) = run_ppo(home, {**PLAIN, **own, **more}, steps=1)
     assert step.metrics["reward/model/mean"] == pytest.approx(float(step.batch["responses"].lengths.float().mean()))
     assert "reward/model/truncated" not in step.metrics
 
 
-def test_the_command_line_tells_what_the_model_gave(home: Path, tmp_path: Path) -> None:
+def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -> None:
     here = {"trainer.logger": "[jsonl]", "trainer.default_local_dir": tmp_path, "trainer.total_training_steps": 1}
     run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **here}))
     assert run.status == 0, run.err
@@ -110,7 +110,7 @@ def test_the_command_line_tells_what_the_model_gave(home: Path, tmp_path: Path) 
         ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "no registered method compute_rm_score"),
     ],
 )
-def test_what_is_wrong_is_one_error(overrides: dict[str, str], status: int, said: str, home: Path) -> None:
+def test_all_problems_are_one_error(overrides: dict[str, str], status: int, said: str, home: Path) -> None:
     there = {key: value.format(home=home) for key, value in overrides.items()}
     run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **there}))
     assert run.status == status, run.err

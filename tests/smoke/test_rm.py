@@ -136,9 +136,7 @@ def same(run: Path, whole: Path) -> None:
         assert ours == theirs
 
 
-def test_a_run_that_was_killed_goes_on_bit_for_bit(
-    whole: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_run_resumes_bitwise(whole: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     assert run_until(3, run, words(home, run), monkeypatch).status == -signal.SIGKILL
     assert [step for step, _ in storage.step_folders(run)] == [2]
@@ -212,7 +210,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_pa
     ],
     ids=["keys", "bounds", "token budget", "ranks", "column", "length", "batch"],
 )
-def test_what_is_wrong_is_one_error(overrides: dict[str, Any], status: int, said: list[str], home: Path) -> None:
+def test_all_problems_are_one_error(overrides: dict[str, Any], status: int, said: list[str], home: Path) -> None:
     run = camshaft("rm", *rm_words(home, overrides))
     assert run.status == status, run.err
     assert [text for text in said if text not in run.err] == [], run.err

@@ -145,7 +145,7 @@ def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> Non
     assert [line["step"] for line in read_metrics(tmp_path / "sft" / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_missing_library_is_told_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     words = ppo_words(tmp_path, {"trainer.logger": "[console,trackio]"})
     (tmp_path / "actor" / "model.safetensors").unlink()  # which would be told otherwise

@@ -249,16 +249,16 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
                 ),
                 "test_gathered_weights_are_freed_or_kept_after_forward": ("reshard_after_forward",),
                 "test_the_next_layer_is_asked_for_before_this_one_computes": ("forward_prefetch",),
-                "test_layers_compute_in_the_number_format_that_they_are_told": ("mixed_precision.param_dtype",),
+                "test_layers_compute_in_the_configured_dtype": ("mixed_precision.param_dtype",),
                 "test_gradients_are_reduced_in_the_configured_dtype": ("mixed_precision.reduce_dtype",),
-                "test_what_rests_in_host_memory_is_what_was_asked_for": (
+                "test_offloaded_parts_match_the_config": (
                     "param_offload", "grad_offload", "optimizer_offload",
                 ),
                 "test_with_the_policy_units_live_in_host_memory": ("offload_policy",),
                 "test_activations_of_a_training_step_go_to_host_memory": ("activation_offload",),
                 "test_each_layer_is_compiled": ("use_torch_compile",),
                 "test_a_checkpoint_is_written_in_the_background": ("async_save",),
-                "test_ranks_share_weights_and_rows_as_they_are_told": (
+                "test_ranks_share_weights_and_rows_by_config": (
                     "fsdp_size", "ulysses_sequence_parallel_size", "tensor_parallel_size",
                 ),
             }.items()
@@ -268,7 +268,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "rollout": {
         "dtype": (f"{_BORROWED}::test_weights_of_another_dtype_are_copied_and_rounded",),
         "free_cache_engine": (
-            "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_slots_unless_told_to_keep_them",
+            "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_kv_cache_unless_configured",
         ),
         "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_rows_than_max_num_seqs",),
         "max_num_batched_tokens": (
@@ -283,7 +283,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weight_buckets_have_the_configured_size",),
         "enforce_eager": (
             f"{_LIBRARIES}::test_key_reaches_the_library",
-            "tests/unit/rollout/builtin/test_graphs.py::test_steps_are_recorded_on_a_gpu_that_is_told_to",
+            "tests/unit/rollout/builtin/test_graphs.py::test_graphs_are_captured_on_a_gpu_by_config",
         ),
         **dict.fromkeys(
             ("gpu_memory_utilization", "load_format", "tensor_model_parallel_size", "enable_prefix_caching"),

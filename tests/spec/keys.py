@@ -88,7 +88,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{REWARD}.enable": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
     f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
     f"{REWARD}.weight": (f"{_SCORED}::test_combined_scores_do_not_depend_on_ranks",),
-    f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_class_of_ones_own_scores",),
+    f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_custom_class_scores",),
     "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
     **_each(
@@ -131,8 +131,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "algorithm.rollout_correction.rollout_is_batch_normalize": (
         f"{_CORRECTION}::test_normalized_correction_weights_have_mean_one",
     ),
-    "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
-    "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_what_is_rejected_counts_nowhere",),
+    "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_rejected_rows_do_not_count",),
+    "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_rejected_rows_do_not_count",),
     "algorithm.rollout_correction.bypass_mode": (
         f"{_CORRECTION}::test_bypass_mode_uses_the_rollout_log_probs",
     ),
@@ -155,7 +155,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "trainer.logger": (
         f"{_PLACE}::test_key_reaches_the_trackers[trainer.project_name]",
-        "tests/smoke/test_reward_model.py::test_the_command_line_tells_what_the_model_gave",
+        "tests/smoke/test_reward_model.py::test_the_command_line_reports_the_model_scores",
     ),
     "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
     "trainer.val_only": (

@@ -41,7 +41,9 @@ _ENGINE_METHODS: dict[str, Row] = {
     ),
     "train_mode(self)": (
         "Context manager: enables dropout and loads offloaded state to the device; restores both at exit.",
-        _method("train_mode", "modes", also=("tests/unit/engine/test_offload.py::test_parts_rest_where_they_should",)),
+        _method(
+            "train_mode", "modes", also=("tests/unit/engine/test_offload.py::test_parts_are_offloaded_as_configured",)
+        ),
     ),
     "eval_mode(self)": (
         "The same as `train_mode`, without dropout and without optimizer state.", _method("eval_mode", "modes"),
@@ -106,11 +108,11 @@ _FEATURES: dict[str, Row] = {
     ),
     "HybridShard": (
         "`fsdp_size` below the number of ranks replicates shard groups on a 2-D mesh. Not in the specification.",
-        (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_as_they_are_told"),
+        (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_by_config"),
     ),
     "offloading of parameters, gradients and optimizer": (
         "Between phases, or at all times with FSDP's offload policy.",
-        (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_what_rests_in_host_memory_is_what_was_asked_for",
+        (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_offloaded_parts_match_the_config",
          f"{_OPTIONS}::test_with_the_policy_units_live_in_host_memory"),
     ),
     "offloading of activations": (
@@ -208,7 +210,7 @@ _WORKERS: dict[str, Row] = {
     f"`{_RM}.init_model(self)`": (
         "`ONE_TO_ALL`. Builds a sequence-classification model; other models require a custom worker.",
         _role(_RM, f"{_SCORER}::test_a_model_without_a_head_for_scores_is_an_error",
-              f"{_SCORER}::test_a_class_of_ones_own_scores"),
+              f"{_SCORER}::test_a_custom_class_scores"),
     ),
     f"`{_RM}.compute_rm_score(self, data)`": (
         "`DP_COMPUTE_PROTO`.", _role(_RM, f"{_SCORER}::test_scores_are_the_logits_of_transformers_on_the_same_ids"),

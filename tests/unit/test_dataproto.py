@@ -73,7 +73,7 @@ def test_lists_of_lists_stay_objects():
 
 
 @pytest.mark.parametrize("value", ["text", b"bytes", {"a": 1}, 3, None])
-def test_what_is_no_column_is_an_error_that_names_it(value):
+def test_an_unsupported_column_is_named(value):
     with pytest.raises(BatchError, match=f"'wrong' is {type(value).__name__}"):
         DataProto.from_dict({"wrong": value})
 
@@ -410,7 +410,7 @@ def test_pickle_keeps_every_dtype(dtype):
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_pickle_of_a_part_leaves_the_rest_behind(protocol):
+def test_pickling_a_part_copies_only_its_rows(protocol):
     batch = DataProto.from_dict(
         {
             "tokens": Ragged(torch.zeros(100_000), torch.full((1000,), 100)),
@@ -434,7 +434,7 @@ def test_pickle_5_hands_the_tensors_out_of_band():
     assert same(pickle.loads(head, buffers=buffers), batch)
 
 
-def test_what_comes_from_read_only_buffers_can_be_written_to():
+def test_batches_from_read_only_buffers_are_writable():
     buffers = []
     head = pickle.dumps(batch_of(), protocol=5, buffer_callback=buffers.append)
     received = [bytes(buffer.raw()) for buffer in buffers]
@@ -444,7 +444,7 @@ def test_what_comes_from_read_only_buffers_can_be_written_to():
     assert received == [bytes(buffer.raw()) for buffer in buffers]
 
 
-def test_what_pickle_gives_back_does_not_share_memory():
+def test_unpickled_batches_do_not_share_memory():
     batch = batch_of()
     back = pickle.loads(pickle.dumps(batch))
     back["score"].add_(1)

@@ -43,7 +43,7 @@ def test_every_bit_counts() -> None:
     assert len(seen) == 1 + 30 * 8
 
 
-def test_what_goes_wrong_between_two_processes_changes_it() -> None:
+def test_transmission_errors_change_the_digest() -> None:
     tensor = torch.randn(64, 64, generator=torch.Generator().manual_seed(3))
     rows, columns = tensor.clone(), tensor.clone()
     rows[[3, 40]] = rows[[40, 3]]
@@ -65,7 +65,7 @@ def test_what_goes_wrong_between_two_processes_changes_it() -> None:
     assert len({digest(tensor), *map(digest, wrong.values())}) == 1 + len(wrong)
 
 
-def test_trailing_zeros_and_empty_tensors_are_told_apart() -> None:
+def test_digests_distinguish_trailing_zeros_and_empty_tensors() -> None:
     tensors = [torch.zeros(shape) for shape in [(0,), (0, 1), (1,), (2,), (BLOCK,), (BLOCK + 1,)]]
     assert len(set(map(digest, tensors))) == len(tensors)
 

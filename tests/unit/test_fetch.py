@@ -146,7 +146,7 @@ def test_a_file_can_become_a_folder_and_back(remote: Counting) -> None:
     assert fetch("counting://bucket/x").read_bytes() == b"file"
 
 
-def test_what_is_on_this_machine_stays_where_it_is(tmp_path: Path) -> None:
+def test_local_files_are_not_copied(tmp_path: Path) -> None:
     assert fetch(tmp_path / "a.parquet") == tmp_path / "a.parquet"
     assert fetch(f"file://{tmp_path}/a.parquet") == tmp_path / "a.parquet"
 

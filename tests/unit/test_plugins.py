@@ -25,7 +25,7 @@ def package(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_a_name_of_ours():
+def test_built_in_names_load():
     assert plugins.load("decoder", KNOWN, GROUP, json.JSONDecoder) is json.JSONDecoder
 
 
@@ -43,7 +43,7 @@ def test_an_entry_point_of_an_installed_package(package):
     assert plugins.load("theirs", KNOWN, GROUP, json.JSONDecoder).__name__ == "Theirs"
 
 
-def test_a_name_of_ours_goes_before_an_entry_point(package):
+def test_built_in_names_precede_entry_points(package):
     info = package / "their_things-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-things\nVersion: 1.0\n")
@@ -57,7 +57,7 @@ def test_an_unknown_name_gives_the_nearest_and_all():
     assert "Known: decoder, encoder, or package.module:Class" in str(error.value)
 
 
-def test_a_function_of_ours_or_of_anybody(package):
+def test_load_function_takes_built_in_and_external_functions(package):
     (package / "their_functions.py").write_text("def add(a, b): return a + b\nNAME = 'no function'\n")
     assert plugins.load_function("length", {"length": len}, GROUP) is len
     assert plugins.load_function("their_functions:add", {"length": len}, GROUP)(1, 2) == 3
@@ -74,7 +74,7 @@ def test_nothing_near_no_guess():
 
 
 @pytest.mark.parametrize("target", ["json:JSONEncoder", "json:loads"])
-def test_another_kind_of_thing_is_rejected(target):
+def test_other_types_are_rejected(target):
     with pytest.raises(ConfigError, match="is not a JSONDecoder class"):
         plugins.load(target, KNOWN, GROUP, json.JSONDecoder)
 

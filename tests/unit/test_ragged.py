@@ -297,6 +297,6 @@ def test_pickle_keeps_values_dtype_and_lengths(dtype):
     assert torch.equal(back.lengths, ragged.lengths)
 
 
-def test_pickle_of_a_slice_leaves_the_rest_behind():
+def test_pickling_a_slice_copies_only_its_rows():
     big = Ragged(torch.arange(100_000), torch.full((1000,), 100))
     assert len(pickle.dumps(big.select(slice(3, 5)))) < 4000

@@ -44,7 +44,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_outside_the_main_thread_nobody_listens() -> None:
+def test_no_signal_handler_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
     found = []
 

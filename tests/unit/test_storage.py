@@ -170,7 +170,7 @@ def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, m
     assert found == [(True, "old"), (True, "old"), (True, "new"), (False, "new")]
 
 
-def test_what_was_set_aside_counts_as_there(tmp_path: Path) -> None:
+def test_folders_moved_aside_count_as_existing(tmp_path: Path) -> None:
     write(tmp_path / "x", kind="huggingface")
     os.replace(tmp_path / "x", tmp_path / "x.replaced")
     with pytest.raises(CheckpointError, match="already exists"):

@@ -75,7 +75,7 @@ def test_pack_does_not_copy_buffers():
     assert np.frombuffer(buffer)[0] == 5.0
 
 
-def test_a_slice_is_sent_without_the_rest():
+def test_a_slice_is_sent_without_its_base():
     batch = DataProto.from_dict({"x": torch.zeros(1000, 100)}).chunk(10)[3]
     assert sum(len(frame) for frame in pack(batch)) < 1000 * 100 * 4 / 10 + 2000
 

@@ -106,7 +106,7 @@ def test_adaptive_controller_by_hand(kl, expected):
     assert controller.coef == pytest.approx(expected)
 
 
-def test_adaptive_controller_goes_on_after_a_checkpoint():
+def test_adaptive_controller_resumes_from_a_checkpoint():
     one = AdaptiveKL(coef=0.2, target=0.1, horizon=1000)
     one.update(0.3, 64)
     other = AdaptiveKL(coef=0.2, target=0.1, horizon=1000)

@@ -175,7 +175,7 @@ def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
 @pytest.mark.parametrize("mode", MODES)
 @settings(deadline=None, max_examples=25)
 @given(mini_batch=mini_batches(), junk=st.sampled_from([NAN, math.inf, -math.inf, 1e30]))
-def test_what_stands_at_masked_tokens_does_not_matter(mode, mini_batch, junk):
+def test_values_at_masked_tokens_do_not_matter(mode, mini_batch, junk):
     lengths, mask, columns, _ = mini_batch
     counts = counts_of(mask, lengths)
     spoilt = torch.where(mask, columns, junk).requires_grad_()

@@ -205,7 +205,7 @@ def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
                 assert keeps == (low <= size <= high), (rule, value)
 
 
-def test_a_rule_that_does_not_exist_is_rejected():
+def test_an_unknown_rule_is_rejected():
     for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
         with pytest.raises(ValueError, match="unknown rejection rule"):
             accepted(*FLAT, rule, (0.5, 2.0))

@@ -51,7 +51,7 @@ def test_fewer_rows_than_groups_leave_empty_groups_at_the_end() -> None:
 
 
 @pytest.mark.parametrize(("costs", "count"), [([1.0], 0), ([], 0), ([1.0, -1.0], 2)])
-def test_what_makes_no_sense_is_rejected(costs: list[float], count: int) -> None:
+def test_contradictory_arguments_are_rejected(costs: list[float], count: int) -> None:
     with pytest.raises(ValueError, match="karmarkar_karp"):
         karmarkar_karp(costs, count)
 
@@ -89,7 +89,7 @@ def test_random_rows_are_spread_less_than_by_longest_first(count: int) -> None:
     assert 5 * sum(ours) < sum(theirs)
 
 
-def test_at_the_pivot_attention_costs_as_much_as_the_rest() -> None:
+def test_at_the_pivot_attention_costs_half() -> None:
     pivot = attention_pivot(1024)
     assert pivot == 12288
     assert row_cost(12288, pivot) == 2 * 12288

@@ -44,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8")), page
 
 
-def test_an_update_tells_its_shares_of_both_rates(found: tuple[dict[str, Any], str]) -> None:
+def test_an_update_reports_its_share_of_both_rates(found: tuple[dict[str, Any], str]) -> None:
     rows = {row["what"]: row for row in found[0]["rows"] if row["part"] == "update"}
     assert rows.keys() == {"camshaft", "textbook"}
     for row in rows.values():
@@ -59,7 +59,7 @@ def test_both_sides_compute_the_same(found: tuple[dict[str, Any], str]) -> None:
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
 
 
-def test_what_needs_cuda_is_not_made_up(found: tuple[dict[str, Any], str]) -> None:
+def test_cuda_metrics_are_absent_without_cuda(found: tuple[dict[str, Any], str]) -> None:
     rows = [row for row in found[0]["rows"] if row["part"] in ("memory", "syncs")]
     rows += [row for row in found[0]["rows"] if row["what"] == "enforce_eager=False"]
     assert len(rows) == len(TINY.vocabularies) + 2 + 1
@@ -82,7 +82,7 @@ def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str
         (["--device", "cpu", "--set", "x"], "--set takes KEY=VALUE"),
     ],
 )
-def test_a_word_that_is_not_known_is_rejected(arguments: list[str], told: str) -> None:
+def test_an_unknown_argument_is_rejected(arguments: list[str], told: str) -> None:
     done = started("--model", "tiny", *arguments)
     assert done.returncode == 2
     assert told in done.stderr
@@ -211,7 +211,7 @@ def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> N
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_wait_that_cuda_rejects_is_told(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     plain = ActorWorker._loss

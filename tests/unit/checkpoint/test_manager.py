@@ -84,7 +84,7 @@ def test_a_rewritten_step_never_mixes_old_and_new_parts(tmp_path: Path) -> None:
     assert found.step == 1
 
 
-def test_each_role_keeps_as_many_as_it_is_told(tmp_path: Path) -> None:
+def test_each_role_keeps_its_configured_number(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3, 10):
         save(manager, step, actor=3, critic=1)

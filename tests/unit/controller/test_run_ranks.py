@@ -36,7 +36,7 @@ def test_run_ranks_runs_a_function_on_every_rank(world_size: int):
     assert run_ranks(sum_over_ranks, world_size, 1.5) == [(rank, 1.5 * world_size) for rank in range(world_size)]
 
 
-def test_what_a_rank_raises_is_raised_here_with_its_traceback():
+def test_an_error_of_a_rank_is_raised_with_its_traceback():
     with pytest.raises(BatchError, match="lacks 'values'") as caught:
         run_ranks(refuse_on_last_rank, 2)
     (note,) = caught.value.__notes__

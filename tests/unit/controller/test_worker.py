@@ -32,6 +32,6 @@ def test_places_do_not_leak_between_roles():
     assert Role(3).world == 1
 
 
-def test_errors_of_the_role_arrive_unchanged():
+def test_errors_of_the_role_are_raised_unchanged():
     with pytest.raises(TypeError, match="factor"):
         build_worker(Role, RankInfo(), (), {})

@@ -104,7 +104,9 @@ def on(layout: str, size: int, function: Callable[..., Any], *args: Any) -> list
         ("dp_tp", 4, "plain", 1),
     ],
 )
-def test_what_n_ranks_wrote_m_ranks_read(written: str, by: int, read_as: str, readers: int, tmp_path: Path) -> None:
+def test_checkpoints_load_on_another_number_of_ranks(
+    written: str, by: int, read_as: str, readers: int, tmp_path: Path
+) -> None:
     folder = str(tmp_path / "ckpt")
     on(written, by, write, folder, written)
     assert storage.verify(folder) == {"kind": "engine", "global_step": 5}
@@ -255,7 +257,7 @@ def test_an_optimizer_of_another_class_is_rejected_by_both_names(tmp_path: Path)
     assert not parameter.any()
 
 
-def test_state_of_what_is_not_trained_here_is_rejected(tmp_path: Path) -> None:
+def test_state_of_untrained_parameters_is_rejected(tmp_path: Path) -> None:
     save(adamw_state(), tmp_path / "ckpt")
     frozen, trained = torch.nn.Parameter(torch.zeros(3), requires_grad=False), torch.nn.Parameter(torch.zeros(3))
     other = torch.optim.AdamW([trained])
@@ -411,7 +413,7 @@ def train_while_saving(folder: str) -> list[float]:
     return sums
 
 
-def test_training_goes_on_over_ranks_while_the_thread_writes(tmp_path: Path) -> None:
+def test_training_continues_during_a_background_save(tmp_path: Path) -> None:
     wanted = [512.0 * (100 + step) for step in (1, 2, 3) for _ in range(5)]
     assert run_ranks(train_while_saving, 2, str(tmp_path)) == [wanted] * 2
     for step in (1, 2, 3):

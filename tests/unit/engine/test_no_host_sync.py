@@ -174,7 +174,7 @@ def test_a_wait_is_found(there: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_what_does_not_wait_is_let_through(there: str, name: str) -> None:
+def test_calls_without_synchronization_pass(there: str, name: str) -> None:
     x = torch.empty(4, device=there)
     with HostWaits() as waits:
         QUIET[name](x)
@@ -190,7 +190,7 @@ PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_what_is_planted_in_a_loss_is_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_loss_errors_are_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     actor = actor_of(home, {})
     plain = actor.policy_loss
 
@@ -206,7 +206,7 @@ def test_what_is_planted_in_a_loss_is_found(home: Path, there: str, monkeypatch:
     assert calls == [1] * (ROWS // 2), waits.found
 
 
-def test_what_is_planted_in_a_model_is_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_model_errors_are_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
     norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)

@@ -46,7 +46,7 @@ def _places(parts: Parts) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("resting", [(), ("gradients",), ("optimizer",), ("gradients", "optimizer")], ids="+".join)
-def test_parts_rest_where_they_should(resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_offloaded_as_configured(resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         parts, module, optimizer = _made(resting, monkeypatch)
         _step(parts, module, optimizer)
@@ -61,7 +61,7 @@ def test_parts_rest_where_they_should(resting: tuple[Part, ...], monkeypatch: py
         assert _places(parts) == wanted
 
 
-def test_nothing_moves_where_nothing_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_moves_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         parts, module, optimizer = _made((), monkeypatch)
         _step(parts, module, optimizer)

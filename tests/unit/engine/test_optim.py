@@ -130,7 +130,7 @@ def test_overrides_win_and_lists_become_tuples() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_is_rejected_with_a_fix(optim: dict[str, Any], said: str) -> None:
+def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], said: str) -> None:
     with pytest.raises(EngineError, match=said):
         built(**optim)
 

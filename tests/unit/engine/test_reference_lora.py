@@ -134,7 +134,7 @@ def test_the_adapter_goes_out_alone_and_starts_another_engine(tmp_path: Path) ->
     torch.testing.assert_close(infer(made)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
 
 
-def test_an_engine_without_adapter_says_so() -> None:
+def test_an_engine_without_adapter_is_an_error() -> None:
     made = engine(lora=None)
     with pytest.raises(EngineError, match="no adapter"), made.disable_adapter():
         pass

@@ -101,7 +101,7 @@ def test_transformers_finds_every_weight_of_the_checkpoint(head: str, tie_embedd
         assert found(TOKENS).logits.shape[-1] == 1
 
 
-def test_what_two_ranks_have_written_is_put_together(tmp_path: Path) -> None:
+def test_shards_of_two_ranks_are_joined(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     run_ranks(save_on_ranks, 2, model_of(), str(step / "actor"))
     done(step / "actor", tmp_path / "out")
@@ -226,7 +226,7 @@ def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoint_is_an_error(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "read.me").touch()

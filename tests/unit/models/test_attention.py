@@ -221,11 +221,11 @@ def test_unsupported_layer_arguments_are_named(argument: str, words: str):
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
     ],
 )
-def test_configs_that_packed_would_get_wrong_are_rejected(family: str, extra: dict[str, Any], words: str):
+def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str, Any], words: str):
     with pytest.raises(EngineError, match=words):
         reject_unsupported(AutoConfig.for_model(family, **extra))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox"])
-def test_plain_families_are_not_rejected(family: str):
+def test_supported_configs_are_not_rejected(family: str):
     reject_unsupported(AutoConfig.for_model(family))

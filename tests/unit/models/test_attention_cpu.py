@@ -97,7 +97,7 @@ def test_the_scale_is_the_callers() -> None:
     torch.testing.assert_close(found, dense(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
 
 
-def test_what_the_kernel_does_not_take_is_left_to_others() -> None:
+def test_unsupported_calls_use_other_kernels() -> None:
     query = torch.randn(1, 2, 3, 4)
     assert supports_cpu_kernel(query, query, 0.0)
     assert not supports_cpu_kernel(query, query, 0.1)

@@ -90,7 +90,7 @@ def test_skipping_entropy_keeps_log_probs_bitwise():
     assert torch.equal(alone, both)
 
 
-def test_gradients_only_where_they_are_wanted():
+def test_gradients_are_computed_only_where_required():
     hidden, weight, _, targets = inputs()
     linear_logprob(hidden, weight.detach(), targets)[0].sum().backward()
     assert hidden.grad is not None

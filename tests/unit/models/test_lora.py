@@ -301,7 +301,7 @@ def test_frozen_parameters_stay_frozen_after_the_adapter_was_off():
     assert not any(p.requires_grad for p in model.hf.parameters())
 
 
-def test_a_model_without_adapter_says_so():
+def test_a_model_without_adapter_is_an_error():
     hf = load(lora=None).hf
     with pytest.raises(EngineError, match="disable_adapter: this model has no adapter"), disable_adapter(hf):
         pass

@@ -270,7 +270,7 @@ def test_misshapen_inputs_are_an_error():
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )
-def test_models_that_would_come_out_wrong_are_rejected(family: str, extra: dict[str, Any], words: str):
+def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], words: str):
     folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
     with pytest.raises(EngineError, match=words):
         load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)

@@ -161,7 +161,7 @@ def test_many_wrong_weights_are_counted(engine: BaseEngine) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("family", ["qwen2", "llama", "gemma3_text"])
-def test_nothing_is_wrong_with_a_right_hand_over(dtype: str, family: str) -> None:
+def test_a_correct_weight_sync_passes_the_check(dtype: str, family: str) -> None:
     folder = str(tiny_folder(family, tie_embeddings=family != "llama"))
     engine = build_engine("reference", EngineConfig(model=EngineModel(path=folder)))
     engine.init_model()
@@ -172,7 +172,7 @@ def test_nothing_is_wrong_with_a_right_hand_over(dtype: str, family: str) -> Non
         change(engine)
 
 
-def test_an_adapter_arrives_merged_and_the_base_without_it() -> None:
+def test_the_rollout_receives_merged_or_base_weights() -> None:
     folder = str(tiny_folder())
     engine = build_engine("reference", EngineConfig(model=EngineModel(path=folder, lora=LoRAConfig(rank=4))))
     engine.init_model()

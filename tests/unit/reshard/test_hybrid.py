@@ -79,7 +79,7 @@ def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine)
     assert sync.digests == {name: digest(weight) for name, weight in weights.items()}
 
 
-def test_a_hand_over_says_what_it_took(engine: BaseEngine) -> None:
+def test_a_weight_sync_reports_bytes_and_seconds(engine: BaseEngine) -> None:
     rollout = Watched()
     for _ in range(2):
         start = time.perf_counter()

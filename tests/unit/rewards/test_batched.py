@@ -107,7 +107,7 @@ def test_keyword_arguments_alone_take_what_the_config_says(batched, score):
     assert score(batched(body, head=head, batched=True), ["a", "b"]).scores.tolist() == [2.0, 2.0]
 
 
-def test_what_the_config_says_is_held_against_the_parameters(batched):
+def test_config_and_parameters_are_compared(batched):
     with pytest.raises(
         RewardError, match=r"cannot be called with data_source, .*\(custom_reward_function\.batched=false"
     ):

@@ -69,7 +69,7 @@ def exists(file: Path) -> bool:
     return file.exists()
 
 
-def test_calls_start_before_the_last_response_arrives(manager, tmp_path):
+def test_reward_calls_start_before_the_last_response(manager, tmp_path):
     rewards = manager(f"open({str(tmp_path)!r} + '/' + solution_str, 'w')\nreturn 1.0")
     batch = batch_of(["a", "b", "c", "d"])
     begun = added(rewards.begin(batch), "abcd", [(2, 4)])
@@ -119,7 +119,7 @@ def test_a_function_of_batches_waits_for_all_of_them(file):
         assert rewards.score(batch_of(list("abc")), decode, None).scores.tolist() == [3.0] * 3
 
 
-def test_what_can_never_be_scored_is_said_at_once(manager):
+def test_unscorable_data_are_reported_at_once(manager):
     rewards = manager("return 1.0")
     with pytest.raises(BatchError, match="ground_truth"):
         rewards.begin(batch_of(["a"]).drop("ground_truth"))
@@ -131,7 +131,7 @@ def test_what_can_never_be_scored_is_said_at_once(manager):
 # -- what is not asked for any more ---------------------------------------------------------------
 
 
-def test_closing_ends_calls_that_nobody_waits_for(manager, alive):
+def test_closing_ends_pending_calls(manager, alive):
     rewards = manager("import time; time.sleep(60)", timeout=100.0)
     added(rewards.begin(batch_of(list("abcd"))), "abcd", [(0, 2)])
     began = time.monotonic()

@@ -61,7 +61,7 @@ def test_extracted_answers_are_normalized(function, text, pred):
     assert function.compute_score("x", text, "1")["pred"] == pred
 
 
-def test_gsm8k_rejects_what_it_cannot_use():
+def test_gsm8k_rejects_unusable_rows():
     with pytest.raises(ValueError, match="no number"):
         gsm8k.compute_score("x", "#### 1", "none")
     with pytest.raises(ValueError, match="use strict or flexible"):

@@ -158,7 +158,7 @@ def test_an_exception_costs_its_sample_alone_and_is_shown(manager, score, caplog
     ["float('nan')", "float('inf')", "-float('inf')", "1e300", "10**400", "None", "'1.0'", "[1.0]", "{'reward': 1}",
      "{'score': None}", "1j"],
 )  # fmt: skip
-def test_what_is_not_a_finite_number_is_invalid(manager, score, value):
+def test_non_finite_numbers_are_invalid(manager, score, value):
     result = score(manager(FAIL_AT_B.format(f"return {value}")), ["a", "b", "c"])
     assert result.scores.tolist() == [1.0, 0.0, 1.0]
     assert (result.metrics["reward/invalid"], result.num_failed) == (1.0, 1)

@@ -29,7 +29,7 @@ def test_dropping_the_manager_ends_the_workers(file, score, alive):
     assert alive() == []
 
 
-def test_what_a_killed_call_has_started_is_killed_too(manager, score, alive):
+def test_children_of_a_killed_call_are_killed(manager, score, alive):
     rewards = manager("import subprocess; subprocess.run(['sleep', '60'])", timeout=0.5, num_workers=1)
     assert score(rewards, ["a"]).metrics["reward/timeouts"] == 1.0
     until = time.monotonic() + 5  # a process that was killed is listed until the system has cleaned up

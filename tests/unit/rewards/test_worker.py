@@ -85,7 +85,7 @@ def test_modules_are_found_on_the_drivers_search_path(file, score, monkeypatch, 
         assert score(rewards, ["a"]).scores.tolist() == [5.0]
 
 
-def test_built_ins_go_by_name_and_by_data_source(score):
+def test_built_in_rewards_have_names_and_data_sources(score):
     with RewardManager(name="exact_match") as rewards:
         assert score(rewards, ["4", "5"], truths=["4", "4"]).scores.tolist() == [1.0, 0.0]
     with RewardManager() as rewards:

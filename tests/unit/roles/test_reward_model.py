@@ -262,7 +262,7 @@ def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
 # -- a class of one's own -------------------------------------------------------------------------
 
 
-def test_a_class_of_ones_own_scores(home: Path) -> None:
+def test_a_custom_class_scores(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
     own = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
     assert role_classes(own)[2] is Longest
@@ -281,6 +281,6 @@ def test_a_class_of_ones_own_scores(home: Path) -> None:
         ("no_such_module:Mine", "no module 'no_such_module'"),
     ],
 )
-def test_a_class_that_cannot_score_is_told(name: str, said: str, home: Path) -> None:
+def test_a_class_without_scoring_is_an_error(name: str, said: str, home: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         role_classes(config_of(home, reward_model__worker_cls=name))

@@ -52,7 +52,7 @@ def test_it_draws_what_the_built_in_generator_draws(harness: RolloutHarness) -> 
         assert torch.equal(wanted.responses.values, found.responses.values)
 
 
-def test_what_the_folder_recommends_for_chatting_is_not_used(harness: RolloutHarness) -> None:
+def test_generation_config_of_the_folder_is_ignored(harness: RolloutHarness) -> None:
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(8)
     folder = harness.folder / "qwen2"
     (folder / "generation_config.json").write_text('{"temperature": 0.1, "top_k": 2, "repetition_penalty": 1.5}')

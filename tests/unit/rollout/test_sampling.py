@@ -97,7 +97,7 @@ def test_the_uniform_picks_by_the_cumulative_distribution() -> None:
 
 
 @pytest.mark.parametrize("size", [3, sampling.AT_ONCE, sampling.AT_ONCE + 1, 10 * sampling.BLOCK, 2000])
-def test_what_was_cut_off_is_never_drawn(size: int) -> None:
+def test_excluded_tokens_are_never_sampled(size: int) -> None:
     random = torch.Generator().manual_seed(size)
     scores = torch.randn(400, size, generator=random)
     scores[torch.rand(400, size, generator=random) < 0.7] = -INF
@@ -155,7 +155,7 @@ def test_greedy_takes_the_first_argmax_at_temperature_one() -> None:
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.4, 0.6]))
 
 
-def test_greedy_tells_apart_what_rounds_to_equal_probabilities() -> None:
+def test_greedy_compares_logits_not_rounded_probabilities() -> None:
     # 100 and the next float32 above it: of 1e-5 difference little is left in the probabilities.
     logits = torch.tensor([[100.0, torch.nextafter(torch.tensor(100.0), torch.tensor(INF)).item()]])
     assert greedy(logits)[0].tolist() == [1]

@@ -15,7 +15,7 @@ def test_the_best_step_is_the_first_extreme(mode: str, wanted: list[bool]) -> No
     assert not best.offer({"val/x": best.value}, 9)
 
 
-def test_what_is_not_a_number_is_never_the_best() -> None:
+def test_nan_is_never_the_best() -> None:
     best = BestStep("x", "max")
     assert not best.offer({"x": math.nan}, 1)
     assert best.offer({"x": -5.0}, 2)

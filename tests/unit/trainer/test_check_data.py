@@ -140,7 +140,7 @@ def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:
     assert "2 of 2 rows have no ground truth" in said
 
 
-def test_a_wrong_config_is_told_as_by_a_run(check: Check) -> None:
+def test_an_invalid_config_is_reported_as_in_a_run(check: Check) -> None:
     status, said = check([row("1")] * 2, "data.max_promt_length=3")
     assert status == 2
     assert "max_prompt_length" in said

@@ -124,7 +124,7 @@ def test_the_first_loss_is_the_weighted_mean_advantage(home: Path) -> None:
     assert told["actor/pg_loss"] == pytest.approx(-float((weights * advantages).mean()), rel=1e-4)
 
 
-def test_what_is_rejected_counts_nowhere(home: Path) -> None:
+def test_rejected_rows_do_not_count(home: Path) -> None:
     # Half of the first row and all of the third are rejected; the mean is over those that are left.
     advantages = learnable()["advantages"].values
     kept = torch.ones(len(advantages), dtype=torch.bool)

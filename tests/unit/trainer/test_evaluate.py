@@ -92,7 +92,7 @@ def test_rows_with_equal_prompts_are_one_question(tmp_path: Path) -> None:
     ]
 
 
-def test_what_generate_wrote_has_the_scores_that_generate_gave(tmp_path: Path) -> None:
+def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
     made, out = tmp_path / "out.parquet", tmp_path / "scored.parquet"
     words = {"custom_reward_function.name": "arithmetic", "rollout.n": 4}
     generated = camshaft("generate", *generate_words(tmp_path, words))
@@ -140,7 +140,7 @@ def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> No
         ([{"data_source": "a", "responses": ["1"]}], {}, "rows have no ground truth"),
     ],
 )
-def test_what_cannot_be_scored_is_rejected(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_unscorable_responses_are_rejected(table: Any, more: dict[str, Any], says: str, tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "r.parquet", table)
     more = {key: tmp_path / "out.parquet" if value == "OUT" else value for key, value in more.items()}
     run = evaluate(path, **more)

@@ -53,7 +53,7 @@ def test_every_byte_of_the_model_and_of_the_tokenizer_counts(home: Path, tmp_pat
     assert differing(before, found(home, both)) == ["the tokenizer"]
 
 
-def test_what_scores_depend_on_counts_where_there_are_scores(home: Path, tmp_path: Path) -> None:
+def test_reward_settings_matter_only_with_scores(home: Path, tmp_path: Path) -> None:
     path, own = tmp_path / "in.parquet", tmp_path / "reward.py"
     body = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
     own.write_text(body + "1.0")

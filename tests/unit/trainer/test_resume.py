@@ -74,7 +74,7 @@ def checksums(step: Path) -> dict[str, Any]:
     }
 
 
-def test_what_a_resumed_run_would_save_is_what_was_saved(home: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_saves_the_same_state(home: Path, tmp_path: Path) -> None:
     before = checksums(home / "run" / "global_step_2")
     torch.manual_seed(99)  # this process is another than the one that saved
     again = checksums(run(home, {}, saves_to=tmp_path / "again"))
@@ -116,7 +116,7 @@ def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
 # -- a config that has changed --------------------------------------------------------------------
 
 
-def test_what_changed_is_said_as_it_is_typed(tmp_path: Path) -> None:
+def test_changes_are_shown_as_overrides(tmp_path: Path) -> None:
     before = config_record(ppo_config(tmp_path, BUSY))
     now = ppo_config(
         tmp_path, {**BUSY, "trainer.save_freq": 5, "data.shuffle": False, "trainer.resume_mode": "disable"}

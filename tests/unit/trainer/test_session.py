@@ -67,7 +67,7 @@ class Keeper(Tracker):
         pass
 
 
-def test_trackers_are_told_the_config_without_its_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "keeper", sys.modules[__name__])
     words = {
         "trainer.logger": "[keeper:Keeper]",

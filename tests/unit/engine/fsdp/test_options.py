@@ -78,7 +78,7 @@ def test_the_next_layer_is_asked_for_before_this_one_computes(tmp_path: Path, pr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_compute_in_the_number_format_that_they_are_told(tmp_path: Path, dtype: str) -> None:
+def test_layers_compute_in_the_configured_dtype(tmp_path: Path, dtype: str) -> None:
     harness, engine = built(tmp_path, mixed_precision={"param_dtype": dtype})
     seen: list[Any] = []
     layers(engine)[0].mlp.register_forward_pre_hook(
@@ -99,9 +99,7 @@ def test_gradients_are_reduced_in_the_configured_dtype(tmp_path: Path, dtype: st
 
 
 @pytest.mark.parametrize("option", ["param_offload", "grad_offload", "optimizer_offload"])
-def test_what_rests_in_host_memory_is_what_was_asked_for(
-    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_parts_match_the_config(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[tuple[str, ...]] = []
     real = sharded.TorchEngine.init_model
 
@@ -205,7 +203,7 @@ def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
         ({"tensor_parallel_size": 2}, (1, 0.5)),
     ],
 )
-def test_ranks_share_weights_and_rows_as_they_are_told(
+def test_ranks_share_weights_and_rows_by_config(
     tmp_path: Path, options: dict[str, Any], seen: tuple[int, float]
 ) -> None:
     assert run_ranks(_laid_out, 2, str(tmp_path), options) == [seen, seen]

@@ -113,7 +113,7 @@ def test_tokens_are_those_of_steps_as_they_are(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
-def test_recorded_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MIN_STEPS", 1)
     rule.check(RolloutHarness(Recorded, folder))
 
@@ -138,7 +138,7 @@ def test_only_larger_batches_are_captured_again(harness: RolloutHarness) -> None
     assert {3, 16} <= set(steps_of(case).replays)
 
 
-def test_an_update_in_place_is_seen_by_what_was_recorded(harness: RolloutHarness) -> None:
+def test_captured_graphs_see_in_place_updates(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     before = right(case, prompts, sampling)
@@ -150,7 +150,7 @@ def test_an_update_in_place_is_seen_by_what_was_recorded(harness: RolloutHarness
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
 
-def test_other_weights_are_recorded_anew(harness: RolloutHarness) -> None:
+def test_other_weights_are_captured_again(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     right(case, prompts, sampling)
@@ -163,7 +163,7 @@ def test_other_weights_are_recorded_anew(harness: RolloutHarness) -> None:
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_sleep_lets_go_of_recordings_unless_told_to_keep_slots(harness: RolloutHarness, free: bool) -> None:
+def test_sleep_releases_graphs_unless_the_cache_stays(harness: RolloutHarness, free: bool) -> None:
     case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     first, steps = right(case, prompts, sampling), steps_of(case)
@@ -287,7 +287,7 @@ def test_a_mistake_is_seen(
 @pytest.mark.parametrize(
     ("device", "eager", "found"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
-def test_steps_are_recorded_on_a_gpu_that_is_told_to(device: str, eager: bool, found: bool) -> None:
+def test_graphs_are_captured_on_a_gpu_by_config(device: str, eager: bool, found: bool) -> None:
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device=device, enforce_eager=eager)
     hf: Any = torch.nn.Linear(1, 1)
     steps = build_graph_decoder(Decoder(hf), None, config)  # pyright: ignore[reportArgumentType]
@@ -304,7 +304,7 @@ def test_a_cpu_uses_the_traced_decoder_without_graphs(folder: Path) -> None:
     assert rollout.decoder._traced is not None
 
 
-def test_numbers_of_rows_that_are_recorded() -> None:
+def test_numbers_of_rows_that_are_captured() -> None:
     found = [padded_rows(rows) for rows in range(1, 1025)]
     assert sorted(set(found[:256])) == [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
     assert all(rows <= up < rows + max(8, rows / 4) for rows, up in enumerate(found, 1))

@@ -173,7 +173,7 @@ def test_windows_hold_over_long_responses(harness: RolloutHarness) -> None:
 
 
 @pytest.mark.parametrize("free", [True, False])
-def test_sleep_frees_the_slots_unless_told_to_keep_them(harness: RolloutHarness, free: bool) -> None:
+def test_sleep_frees_the_kv_cache_unless_configured(harness: RolloutHarness, free: bool) -> None:
     case = harness.case(free_cache_engine=free)
     rollout: Any = case.rollout
     rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
@@ -182,7 +182,7 @@ def test_sleep_frees_the_slots_unless_told_to_keep_them(harness: RolloutHarness,
     assert bool(rollout.cache.layers) != free
 
 
-def test_what_is_generated_can_be_used_in_training(harness: RolloutHarness) -> None:
+def test_generated_rows_can_be_trained_on(harness: RolloutHarness) -> None:
     out = harness.case().rollout.generate_sequences(harness.prompts(4, 9), SamplingParams(6))
     weight = torch.ones(len(out.log_probs.values), requires_grad=True)
     (weight * out.log_probs.values).sum().backward()

@@ -184,7 +184,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 
 
 @pytest.mark.parametrize(("func", "told"), REFUSED.values(), ids=REFUSED)
-def test_what_a_graph_cannot_tell_is_rejected(func: Callable[[Tensor], Tensor], told: str) -> None:
+def test_unsupported_graph_values_are_rejected(func: Callable[[Tensor], Tensor], told: str) -> None:
     model = Model(func)
     with pytest.raises(TraceError, match=told):
         trace(model, inputs, model)
