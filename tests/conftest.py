@@ -28,7 +28,7 @@ def _ranks_find_their_modules_imported() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_group_outlives_its_module() -> Iterator[None]:
-    """A sharded engine alone in this process joins a group of one; the next module starts without."""
+    """A sharded engine in this process joins a group of one; the next module starts without."""
     yield
     # A vLLM engine has groups inside that one, and stays for the life of the process.
     if "vllm" not in sys.modules and (device := sys.modules.get("camshaft.device")):

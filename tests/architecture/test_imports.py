@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source: the order of the house is a test, not a diagram."""
+"""Rules for imports between packages, checked on the source."""
 
 import ast
 import re
@@ -201,7 +201,7 @@ except SystemExit:
 
 
 def run(code: str) -> str:
-    """What a fresh Python prints for `code`, which must end well."""
+    """Run `code` in a new Python process and return its output; it must succeed."""
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     return done.stdout
 

@@ -68,7 +68,7 @@ def install(folder: Path) -> None:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Iterator[Command]:
-    """Run `camshaft` in a process of its own with the package installed; no process may outlive the test."""
+    """Run `camshaft` in a separate process with the package installed; no process may outlive the test."""
     packages, mark = tmp_path / "packages", uuid.uuid4().hex
     packages.mkdir()
     install(packages)

@@ -37,7 +37,7 @@ STEPS = 5
 
 
 def processor() -> str:
-    """What decides how sums are rounded: the model of the processor, its vector units, torch."""
+    """Describe the environment on which rounding depends: processor model, vector units and torch version."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"

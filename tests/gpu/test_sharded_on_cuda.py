@@ -1,4 +1,4 @@
-"""What only an accelerator shows: the contract on its own collectives, places that differ, half precision kernels.
+"""Tests that need an accelerator: the contract with its collectives, several devices, half-precision kernels.
 
 `make test-gpu` runs these; without an accelerator they are skipped.
 """
@@ -28,7 +28,7 @@ FEATURES = ("", "offload", "offload_policy", "activation_offload", "selective", 
 
 @pytest.fixture(scope="module")
 def problem(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], str | None]]:
-    """What is wrong with a rule, tried in a folder."""
+    """Check a rule in a folder and return its problem."""
     strategy, world, feature = request.param
     always = together(feature) if feature else {}
     with RuleRanks(world, DEVICE) as ranks:

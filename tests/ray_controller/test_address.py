@@ -1,4 +1,4 @@
-"""Which cluster a run joins, and what it says where there is none; no cluster is started here."""
+"""The cluster that a run joins, and the error without one. No cluster is started here."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ HERE = [PoolSpec(device="cpu")]
 
 @pytest.fixture
 def unused() -> str:
-    """An address where nobody is."""
+    """An address without a listening process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"

@@ -46,7 +46,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def finished(command: list[str], env: Mapping[str, str], cwd: Path, seconds: float = 200) -> str:
-    """What it prints; it is to end well, and in time."""
+    """Return the output of the process; it must succeed within the time limit."""
     with subprocess.Popen(
         command, env=env, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:

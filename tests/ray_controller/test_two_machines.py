@@ -32,7 +32,7 @@ def test_two_machines_give_the_same_numbers(alone: tuple[Path, list[Step]]) -> N
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    """With networks of their own."""
+    """Yield two machines with separate networks."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)

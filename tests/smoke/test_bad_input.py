@@ -1,4 +1,4 @@
-"""What people get wrong, at the command line: one clear error and an exit status, or a counted outcome.
+"""User errors at the command line: each gives one clear error and an exit status, or a counted outcome.
 
 A wrong config is status 2 and every other error of ours 1, always as one message without a traceback. A reward
 function that misbehaves costs its samples and never the run. `conftest.py` sees that no process is left.

@@ -197,7 +197,7 @@ def test_a_score_by_data_source_needs_one_that_is_known(home: Path, tmp_path: Pa
 
 
 def killed_in_call(call: int, words: list[str], hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start the command in a process of its own, and kill it while it makes the batch of this number."""
+    """Start the command in a separate process, and kill it while it makes the batch of this number."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))
     hold.write_text(str(call))

@@ -54,7 +54,7 @@ def there(root: Path) -> dict[int, list[str]]:
 
 
 def resumed(config: EngineConfig, folder: Path) -> Tensor:
-    """What the plain engine in one process gives for `ROWS`, from the checkpoint that two ranks have written."""
+    """Return the outputs for `ROWS` of a single-process engine that loads a checkpoint written by two ranks."""
     engine = SingleDeviceEngine(config.model_copy(update={"optim": None, "options": {}}))
     engine.init_model()
     engine.load_checkpoint(str(folder))

@@ -34,7 +34,7 @@ PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", 
 
 
 def places(folder: Path) -> dict[str, str]:
-    """Model and data that are there."""
+    """Existing model and data."""
     return {key: value for key, _, value in (word.partition("=") for word in ppo_words(folder)) if key in PLACES}
 
 
@@ -52,7 +52,7 @@ def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -
 
 
 def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
-    """What the trainer would be given on its command line."""
+    """Return the trainer's command-line arguments."""
     done = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
     assert done.returncode == 0, done.stderr
     module, name, *words = (folder / "words").read_text().splitlines()

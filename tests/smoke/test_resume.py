@@ -1,4 +1,4 @@
-"""Runs that were interrupted and go on: what they log and write is that of the undisturbed run, bit for bit."""
+"""Interrupted runs resume with bitwise the same logs and files as an uninterrupted run."""
 
 import json
 import os
@@ -91,7 +91,7 @@ def undisturbed(home: Path) -> Path:
 
 
 def lines(run: Path) -> list[str]:
-    """What the run logged, as text with every bit, without what a clock measured."""
+    """Return the logged metrics as text with full precision, without timings."""
     return [json.dumps(deterministic(line)) for line in read_metrics(run / "metrics.jsonl")]
 
 

@@ -1,4 +1,4 @@
-"""Runs that a scheduler asks to stop: what is in hand is saved, the status says so, and the same command goes on."""
+"""Runs stopped by a scheduler save the current step, set the exit status and resume with the same command."""
 
 import os
 import signal

@@ -81,7 +81,7 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
 
 
 def runs_of(folder: Path) -> list[str]:
-    """How MLflow says that each run ended."""
+    """Return the final status of each run according to MLflow."""
     client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("camshaft_examples")
     return [run.info.status for run in client.search_runs([experiment.experiment_id])]

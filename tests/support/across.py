@@ -1,4 +1,4 @@
-"""What a driver does with a role on two machines, for `Machine.call` of `namespaces.py`.
+"""Driver programs for a role on two machines, called by `Machine.call` of `namespaces.py`.
 
 told, seconds = head.call(failing, "stall", folder)
 
@@ -48,7 +48,7 @@ def chosen() -> list[str | None]:
 
 
 def places() -> list[tuple[str, RankInfo, str | None]]:
-    """Where the ranks are; they have summed something together."""
+    """Return the machines of the ranks after an all-reduce."""
     with pool(TWO, "ray") as two:
         role = spawn(Traveller, pool=two, timeout=60)
         assert role.sum_over_ranks(1.0) == 3.0
@@ -58,7 +58,7 @@ def places() -> list[tuple[str, RankInfo, str | None]]:
 
 
 def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]:
-    """What is told of a call that goes wrong on rank 1, and how long that took. `sign` is there when it starts."""
+    """Return the error of a call that fails on rank 1, and its duration. The call creates `sign` when it starts."""
     with pool(TWO, "ray", Options(timeout=60)) as two:
         role = spawn(Traveller, pool=two, timeout=timeout, name="critic")
         role.leave_a_sign(sign)

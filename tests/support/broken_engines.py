@@ -109,7 +109,7 @@ class AdapterStaysOn(SingleDeviceEngine):
 
 
 class StepsIntoNaN(SingleDeviceEngine):
-    """Updates whatever the gradient is."""
+    """Apply the update for any gradient."""
 
     def optimizer_step(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.grad_clip)
@@ -139,7 +139,7 @@ class AlwaysTrains(SingleDeviceEngine):
 
 
 class IgnoresTemperature(SingleDeviceEngine):
-    """Takes log-probs at temperature 1, whatever was sampled."""
+    """Compute log-probs at temperature 1 for any sampling temperature."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
         ctx = None if ctx is None else {k: v for k, v in ctx.items() if k != "temperature"}
@@ -172,7 +172,7 @@ class ForgetsRandomState(SingleDeviceEngine):
 
 
 class TrustsFiles(SingleDeviceEngine):
-    """Loads what is there without looking at the checksums."""
+    """Load files without verifying the checksums."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with mock.patch("camshaft.storage.verify", return_value={}):
@@ -256,7 +256,7 @@ class SkipsHooks(SingleDeviceEngine):
 
 
 class HalfGradient(SingleDeviceEngine):
-    """Averages over two ranks that are not there."""
+    """Average over two ranks that do not exist."""
 
     def optimizer_step(self) -> float:
         for parameter in self.module.parameters():
@@ -284,7 +284,7 @@ class CountsPadding(SingleDeviceEngine):
 
 
 class UnseededStart(SingleDeviceEngine):
-    """Draws initial weights from whatever the random state is."""
+    """Draw initial weights from the global random state."""
 
     def __init__(self, config: Any):
         super().__init__(config.model_copy(update={"seed": int(torch.randint(1 << 30, ()))}))
@@ -298,7 +298,7 @@ class LosesRowsInShards(SingleDeviceEngine):
 
 
 class SilentWithoutLoss(SingleDeviceEngine):
-    """Trains on nothing when nobody set a loss."""
+    """Train with a zero loss if none is set."""
 
     def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **kwargs: Any) -> Any:
         if self._loss_fn is None and not forward_only:

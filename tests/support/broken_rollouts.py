@@ -159,7 +159,7 @@ class AnswersNobody(TorchRollout):
 
 
 class ShortensPrompts(TorchRollout):
-    """Cuts what is too long, and says nothing."""
+    """Truncate overlong prompts silently."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         fitting = prompts.prefix(prompts.lengths.clamp(max=self.config.max_model_len - 1))
@@ -179,7 +179,7 @@ class KeepsTheFirstHead(TorchRollout):
 
 
 class TakesWhatFits(TorchRollout):
-    """What is missing stays as it was, and what does not fit is passed over."""
+    """Keep the old values of missing weights and skip weights of the wrong shape."""
 
     def load_weights(self, weights: Weights) -> None:
         known = self.model.expected.weights

@@ -54,7 +54,7 @@ SMALL_GENERATE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Run:
-    """What a shell sees of a run that has ended."""
+    """Exit status and output of a finished run."""
 
     status: int
     out: str
@@ -120,7 +120,7 @@ def hear_ctrl_c() -> None:
 
 
 def finished(process: subprocess.Popen[str], seconds: float = 100) -> Run:
-    """How it ended; it is killed if it does not."""
+    """Wait for the process and return its result; kill it after the time limit."""
     try:
         out, err = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -1,9 +1,9 @@
-"""What a kernel of Triton takes of a GPU's multiprocessor, from its compiler, which needs none.
+"""Resources of a compiled Triton kernel, reported by the compiler without a GPU.
 
     used = resources(kernel, types, constants, {"num_warps": 8}, capability=90, folder=tmp_path)
     used["REG"], used["STACK"], used["SHARED"]
 
-STACK is what does not find room in registers. Needs Triton: `make test-kernels`.
+STACK is the size of spilled registers. Needs Triton: `make test-kernels`.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What would make the host wait for an accelerator, found on a machine that has none.
+"""Find operations that would make the host wait for an accelerator, without an accelerator.
 
     with accelerated(monkeypatch) as device:                # "meta": tensors there pass for those of an accelerator
         actor = ...                                         # built there
@@ -152,7 +152,7 @@ def _there(device: torch.device | str) -> bool:
 
 
 def _answer(name: str, func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """What the work goes on with; an error where nothing can be made up."""
+    """Return a substitute result; raise an error if none is possible."""
     if name == "aten::_local_scalar_dense":
         return torch.ones((), dtype=args[0].dtype).item()
     if name == "aten::_to_copy" and not _there(options["device"]):

@@ -31,7 +31,7 @@ class Transposed(TorchRollout):
 
 
 class _Arrived(TorchRollout):
-    """Tells digests of what arrived, whatever it goes on to compute with."""
+    """Report digests of the received weights but compute with others."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -89,14 +89,14 @@ class DropsFirst(TorchRollout):
 
 
 class OwnTemperature(TorchRollout):
-    """Samples at the temperature of its own settings."""
+    """Sample at the temperature of its generation config."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         return super().generate_sequences(prompts, replace(sampling, temperature=0.6), seeds)
 
 
 class OwnTopK(TorchRollout):
-    """Cuts unlikely tokens away though nobody told it to."""
+    """Exclude improbable tokens without being configured to."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         return super().generate_sequences(prompts, replace(sampling, top_k=20), seeds)

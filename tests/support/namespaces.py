@@ -69,7 +69,7 @@ class Machine:
         return out
 
     def call(self, function: Callable[..., Any], *args: Any, seconds: float = 150.0) -> Any:
-        """What a function of an importable module gives in a new process there."""
+        """Call a function of an importable module in a new process on this machine and return its result."""
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "task").write_bytes(pickle.dumps((function, args)))

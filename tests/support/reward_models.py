@@ -52,7 +52,7 @@ def make_tiny_reward_model(
 
 
 def plain_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
-    """(B,) logits of transformers, each row by itself."""
+    """Return (B,) logits of transformers, one row at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         return torch.stack([model(torch.tensor([list(row)])).logits[0, 0] for row in rows])

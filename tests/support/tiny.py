@@ -32,7 +32,7 @@ _HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
 
 @cache
 def tiny_tokenizer_folder() -> Path:
-    """A folder with the tokenizer alone."""
+    """Return a folder with only the tokenizer."""
     folder = Path(_HOME.name) / "tokenizer"
     make_tiny_tokenizer(folder)
     return folder

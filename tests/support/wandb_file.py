@@ -1,4 +1,4 @@
-"""What wandb wrote while offline, read without wandb's own reader: records of protobuf in LevelDB's log format.
+"""Read the files of wandb's offline mode without wandb: protobuf records in LevelDB's log format.
 
 steps = history(folder)     # [{"step": 1, "critic/score/mean": 0.5}, ...], of all files of the run in order
 config_of(folder)
@@ -47,7 +47,7 @@ def _records(data: bytes) -> Iterator[Any]:
 
 
 def history(folder: Path) -> list[dict[str, Any]]:
-    """What was logged, without the library's own entries."""
+    """Return the logged metrics without wandb's internal entries."""
     found = []
     for record in records(folder):
         if record.WhichOneof("record_type") == "history":
@@ -58,10 +58,10 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def exit_codes(folder: Path) -> list[int]:
-    """What each file says of how its run ended."""
+    """Return the exit code of the run in each file."""
     return [record.exit.exit_code for record in records(folder) if record.WhichOneof("record_type") == "exit"]
 
 
 def run_record(folder: Path) -> Any:
-    """The run as it was begun last."""
+    """Return the last started run."""
     return [record.run for record in records(folder) if record.WhichOneof("record_type") == "run"][-1]

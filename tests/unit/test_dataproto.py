@@ -26,7 +26,7 @@ def batch_of(num_rows=4):
 
 
 def ids(batch):
-    """Which rows of `batch_of` these are, by each column; the columns must agree."""
+    """Return the row numbers of `batch_of`, read from each column; the columns must agree."""
     by_object = [info["id"] for info in batch["extra_info"]]
     assert batch["score"].tolist() == [i / 2 for i in by_object]
     assert [row.tolist() for row in batch.ragged("responses").rows()] == [[i] * i for i in by_object]

@@ -1,4 +1,4 @@
-"""What is on another file system is copied near once, whole, by one process."""
+"""Remote files are downloaded once, completely, by one process."""
 
 import base64
 import hashlib

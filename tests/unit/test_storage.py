@@ -130,7 +130,7 @@ def reads(name: str) -> Callable[[Path], Any]:
 
 
 class Killed(BaseException):
-    """What no handler of errors sees, as little as a kill."""
+    """An exception that, like a kill, no error handler catches."""
 
 
 @pytest.mark.parametrize("reader", ["verify", "is_complete", "read_manifest"])

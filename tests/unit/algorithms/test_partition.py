@@ -20,7 +20,7 @@ def spread(costs: list[float], groups: list[list[int]]) -> float:
 
 
 def longest_first(costs: list[float], count: int) -> list[list[int]]:
-    """Longest processing time first: what there is to beat."""
+    """Longest processing time first, the baseline."""
     groups: list[list[int]] = [[] for _ in range(count)]
     for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
         min(groups, key=lambda rows: sum(costs[r] for r in rows)).append(row)

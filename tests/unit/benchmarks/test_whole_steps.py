@@ -1,4 +1,4 @@
-"""What of the sides with a critic, and of those of TRL, can be tested without TRL."""
+"""Tests of the benchmarks with a critic and against TRL that do not need TRL."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What is counted in data files, against numbers counted by hand or by numpy."""
+"""Statistics of data files, compared with hand-counted numbers or numpy."""
 
 from pathlib import Path
 

@@ -23,7 +23,7 @@ def prompts(last: str = "29"):
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What holds for many prompts, with few."""
+    """Lower the limits so that few prompts behave like many."""
     monkeypatch.setattr(tokens, "_MIN_PARALLEL_ROWS", 10)
     monkeypatch.setattr(tokens, "_CHUNK", 4)
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))

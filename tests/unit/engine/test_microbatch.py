@@ -63,7 +63,7 @@ def fewest(lengths: list[int], budget: int) -> int:
 
 
 def longest_first_into_the_lightest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Balanced on tokens alone, by greedy choice: what there is to beat."""
+    """Greedy balancing by tokens only, the baseline."""
     groups: list[list[int]] = [[] for _ in range(-(-sum(lengths) // budget))]
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         loads = [sum(lengths[r] for r in rows) for rows in groups]

@@ -1,4 +1,4 @@
-"""What waits in host memory between phases, on a device that is only pretended: tensors without data have a place.
+"""Offload between phases, on the meta device in place of an accelerator.
 
 Parameters themselves do not move here (torch cannot exchange such tensors); tests/gpu moves real ones.
 """

@@ -119,7 +119,7 @@ def test_a_model_without_checkpointing_is_rejected(monkeypatch: pytest.MonkeyPat
 
 
 class Watched:
-    """Looks over the shoulder of whatever saves tensors for the backward pass."""
+    """Observes the code that saves tensors for the backward pass."""
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.moved, self.left, self.back = model, [], [], 0

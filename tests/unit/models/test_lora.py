@@ -503,7 +503,7 @@ except EngineError as error:
 
 
 def sharded(folder: str, adapter: str) -> dict[str, Any]:
-    """What a rank sees of a model whose parameters are sharded, the base model first as in a reference pass."""
+    """Return a rank's view of a model with sharded parameters, first for the base model as in a reference pass."""
     lora = LORA.model_copy(update={"adapter_path": adapter})
     model = load_model(EngineModel(path=folder, lora=lora), "float32", "cpu", 0)
     for layer in model.hf.model.layers:

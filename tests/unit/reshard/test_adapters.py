@@ -27,7 +27,7 @@ NORM = "model.norm.weight"
 
 
 class Keeps(BaseRollout):
-    """Keeps what it is given; `calls` has what was asked of it."""
+    """Keeps the tensors that it receives; `calls` lists its calls."""
 
     keeps_tensors = False
     capabilities = RolloutCapabilities(takes_adapter=True)
@@ -73,7 +73,7 @@ def engine() -> BaseEngine:
 
 
 def update(engine: BaseEngine) -> None:
-    """What an optimizer does."""
+    """Update the weights like an optimizer."""
     for name, weight in engine.named_weights(adapter_only=True):
         weight.add_(torch.full_like(weight, 0.01 if ".lora_A." in name else 0.02))
 
@@ -95,7 +95,7 @@ def test_the_base_goes_over_once_and_the_adapter_each_time(engine: BaseEngine) -
 
 
 def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
-    """The scaling is in B, so that nobody has to know of it."""
+    """B contains the scaling, so the receiver needs no scaling factor."""
     rollout = Keeps()
     with rollout_mode(engine, rollout):
         name = "model.layers.0.self_attn.q_proj.weight"

@@ -84,7 +84,7 @@ class GoesOnWithTheFirst(OnTheWay):
 
 
 class OverwritesAfterwards(TorchRollout):
-    """What arrives is right; what it generates with is not."""
+    """Receive correct weights and generate with wrong ones."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights((name, tensor.clone()) for name, tensor in weights)
@@ -110,7 +110,7 @@ def engine() -> BaseEngine:
 
 
 def change(engine: BaseEngine) -> None:
-    """What an optimizer does, and like a fused one it leaves no trace on the tensors."""
+    """Update the weights like a fused optimizer, without incrementing the version of the tensors."""
     for _, weight in engine.named_weights():
         weight.data.mul_(1.01)
 

@@ -31,7 +31,7 @@ def engine() -> BaseEngine:
 
 
 class Watched(BaseRollout):
-    """Writes down what is asked of it, and what it was given."""
+    """Records its calls and arguments."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), **config))

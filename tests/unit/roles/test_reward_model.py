@@ -140,7 +140,7 @@ def test_row_limit_defaults_to_prompt_plus_response_length(home: Path) -> None:
 
 
 def conversations(home: Path, **columns: Any) -> DataProto:
-    """What the policy saw and wrote, ended by itself but for the last."""
+    """Return prompts with responses; all but the last end with the end-of-sequence token."""
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
     end = tokenizer.convert_tokens_to_ids(END)
     prompts = [

@@ -1,4 +1,4 @@
-"""What is written once for all generators: checking a call, numbering its rows."""
+"""Code shared by all rollouts: validation of a call and seeds of its rows."""
 
 from typing import Any
 

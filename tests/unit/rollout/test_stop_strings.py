@@ -1,4 +1,4 @@
-"""Which token of a response completes a stop string; the oracle is the text of the whole response."""
+"""The token that completes a stop string; the oracle is the text of the full response."""
 
 import random
 

@@ -52,7 +52,7 @@ for line in sys.stdin:
 
 
 class Other:
-    """A receiver in a process of its own, spoken to in lines of JSON."""
+    """A receiver in a separate process that communicates in lines of JSON."""
 
     def __init__(self, rank: int = 1):
         self.process = subprocess.Popen(
@@ -102,7 +102,7 @@ def meet(sender: Sender, others: list[Other]) -> None:
 
 
 def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
-    """What the receivers say of what came."""
+    """Return the receivers' reports."""
     found: dict[str, int] = {}
     for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
         for other in others:
@@ -134,7 +134,7 @@ def test_broadcast_reaches_all_receivers(others: list[Other]) -> None:
 
 
 def push_often(sender: Sender, other: Other) -> None:
-    """What is small goes out before anybody notices that nobody is there."""
+    """Send repeatedly, because small messages are sent before a missing receiver is detected."""
     for _ in range(50):
         other.tell({"pieces": [], "used": SIZE})
         sender.push(SIZE)

@@ -1,4 +1,4 @@
-"""Trackers that fail and hang: the run goes on, the user is told once."""
+"""Trackers that fail or hang: the run continues and one warning is logged."""
 
 import sys
 import threading

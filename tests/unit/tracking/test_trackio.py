@@ -1,4 +1,4 @@
-"""What is asked of the library, with a double of it; and the library itself where it is installed."""
+"""Calls of the trackio library, with a double and, if installed, with the library."""
 
 import importlib.util
 import sys

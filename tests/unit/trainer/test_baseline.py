@@ -32,7 +32,7 @@ def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[DataProto]:
-    """The batches of the steps, as they were learnt from."""
+    """Return the training batches of the steps."""
     found: list[DataProto] = []
     plain = ppo.batch_metrics
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (found.append(batch), plain(batch))[1])

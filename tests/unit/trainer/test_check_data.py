@@ -1,4 +1,4 @@
-"""What `camshaft check-data` says of data, good and bad, and with which exit status."""
+"""Reports and exit status of `camshaft check-data` for valid and invalid data."""
 
 from collections.abc import Callable
 from pathlib import Path

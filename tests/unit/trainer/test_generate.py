@@ -1,4 +1,4 @@
-"""What a run of `camshaft generate` must have in common with the one whose parts it goes on from."""
+"""Conditions under which `camshaft generate` resumes the parts of an earlier run."""
 
 import shutil
 from pathlib import Path

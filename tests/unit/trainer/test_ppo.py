@@ -1,4 +1,4 @@
-"""What the loop around the step does, on runs of a second; the step itself is compared in tests/parity."""
+"""The training loop on runs of a second; tests/parity compares the step."""
 
 import json
 from pathlib import Path

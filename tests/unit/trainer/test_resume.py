@@ -1,4 +1,4 @@
-"""What a run goes on from, kind by kind, and what it says of a config that has changed."""
+"""Resume modes, and the report of a changed config."""
 
 import json
 from pathlib import Path

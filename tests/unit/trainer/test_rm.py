@@ -74,7 +74,7 @@ def trained(home: Path, folder: Path, **overrides: Any) -> tuple[list[dict[str, 
 
 
 def scores_of(model: Any, ids: Ragged) -> Tensor:
-    """(B,) logits in plain transformers, each row by itself."""
+    """(B,) logits in transformers, one row at a time."""
     return torch.stack([model(row[None]).logits[0, 0] for row in ids.rows()])
 
 
@@ -87,7 +87,7 @@ def plain_terms(model: Any, pairs: DataProto) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture(scope="module")
 def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """What `trained` gives, by a loop of torch and transformers that packs nothing and cuts nothing."""
+    """Return the results of `trained`, computed with torch and transformers without packing or micro-batches."""
     trainer = trainer_of(home, tmp_path_factory.mktemp("plain"), **EXACT)
     model: Any = AutoModelForSequenceClassification.from_pretrained(home / "start", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)

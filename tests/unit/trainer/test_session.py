@@ -53,7 +53,7 @@ def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerC
 
 
 class Keeper(Tracker):
-    """Keeps what it is told of the run."""
+    """Records its arguments."""
 
     told: ClassVar[list[RunInfo]] = []
 

@@ -21,7 +21,7 @@ def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
 
 
 def plain_loss(model: Any, rows: DataProto) -> float:
-    """Cross-entropy per trained token, each row by itself."""
+    """Cross-entropy per trained token, one row at a time."""
     total, count = 0.0, 0
     for ids, mask in zip(rows["input_ids"].rows(), rows["loss_mask"].rows(), strict=True):
         with torch.no_grad():

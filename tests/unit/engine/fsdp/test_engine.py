@@ -1,4 +1,4 @@
-"""What the contract does not ask of the sharded engine: dropout across ranks, units, saves before the first step."""
+"""Properties of the sharded engine beyond the contract: dropout across ranks, units, saves before the first step."""
 
 from pathlib import Path
 from typing import Any

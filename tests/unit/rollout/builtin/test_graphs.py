@@ -81,7 +81,7 @@ SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
 
 
 def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:
-    """A generation whose log-probs are those of the plain model."""
+    """Return a generation after checking its log-probs against the oracle."""
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(len(prompts)))
     case.check_log_probs(prompts, out, sampling)
     return out
@@ -199,7 +199,7 @@ def test_a_model_that_looks_at_values_is_rejected(harness: RolloutHarness) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
-    """Which a recording would freeze, or refuse: on a device other than the host all tensors of a step are there."""
+    """A capture would freeze or reject such an operator. All tensors of a step are on the device."""
     config = RolloutEngineConfig(model_path=str(tiny_folder(family, **FAMILIES[family])), dtype="bfloat16")
     for device in ("meta", "cpu"):
         rollout = TorchRollout(config)
@@ -313,7 +313,7 @@ def test_numbers_of_rows_that_are_captured() -> None:
 
 
 class Backend:
-    """What a recorder asks of a device, with the signatures of CUDA's."""
+    """The device functions that graph capture uses, with the signatures of torch.cuda."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

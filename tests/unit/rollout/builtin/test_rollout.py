@@ -1,4 +1,4 @@
-"""What the built-in generator promises beyond the contract: seeds per row, shared weights, prompts computed once."""
+"""Properties of the built-in generator beyond the contract: seeds per row, shared weights, prefix sharing."""
 
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 
 def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
-    """A generation whose log-probs are those of the plain model."""
+    """Return a generation after checking its log-probs against the oracle."""
     out = case.rollout.generate_sequences(prompts, sampling, seeds)
     case.check_log_probs(prompts, out, sampling)
     return out
