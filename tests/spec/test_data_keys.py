@@ -1,4 +1,4 @@
-"""Each key of `data` changes what a run reads: its tokenizer, its rows, their order, their columns, their batches."""
+"""Each key of `data` changes the data of a run: tokenizer, rows, order, columns, or batches."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ from camshaft.errors import BatchError
 from camshaft.trainer.build import PPOParts
 
 SHORTEST, ROWS = 3, 8
-"""Tokens of the first prompt beside those of the template; each of the others has one more than the one before."""
+"""Tokens of the first prompt without the template, and rows; each prompt has one token more than the previous one."""
 TEMPLATE = 5
 MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 
@@ -31,8 +31,8 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_scores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that no key here is about."""
+def _no_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the scoring processes, which none of these keys changes."""
     monkeypatch.setattr("camshaft.trainer.build.run_rewards", lambda config: SimpleNamespace(close=lambda: None))
 
 
@@ -60,10 +60,10 @@ DAPO = {
     "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 2,
     "data.train_batch_size": 4,
 }  # fmt: skip
-Look = Callable[[PPOParts], Any]
+Observe = Callable[[PPOParts], Any]
 
-SEEN: dict[str, tuple[Any, Mapping[str, Any], Look, Any, Any]] = {
-    # key: typed, beside what, where to look, what is seen without it, what with it
+OBSERVED: dict[str, tuple[Any, Mapping[str, Any], Observe, Any, Any]] = {
+    # key: value, other keys, observation, observed without the key, observed with it
     "data.tokenizer": (
         "{home}/critic", {}, lambda parts: Path(parts.tokenizer.name_or_path).name, "actor", "critic",
     ),
@@ -95,43 +95,43 @@ SEEN: dict[str, tuple[Any, Mapping[str, Any], Look, Any, Any]] = {
 ORDERS: dict[str, Any] = {"data.shuffle": False, "data.seed": 5}
 
 
-def seen(home: Path, look: Look, overrides: Mapping[str, Any]) -> Any:
+def observed(home: Path, observe: Observe, overrides: Mapping[str, Any]) -> Any:
     files = {"data.train_files": home / "train.parquet", "data.val_files": home / "val.parquet"}
-    words = {**files, **overrides}
-    config = ppo_config(home, {key: str(value).format(home=home) for key, value in words.items()})
+    values = {**files, **overrides}
+    config = ppo_config(home, {key: str(value).format(home=home) for key, value in values.items()})
     try:
         with PPOParts(config) as parts:
-            return look(parts)
+            return observe(parts)
     except BatchError as error:
         return "error" if "data.max_prompt_" in str(error) else str(error)
 
 
-@pytest.mark.parametrize("key", SEEN)
+@pytest.mark.parametrize("key", OBSERVED)
 def test_key_changes_the_data(home: Path, key: str) -> None:
-    typed, beside, look, before, after = SEEN[key]
-    assert seen(home, look, beside) == before
-    assert seen(home, look, {**beside, key: typed}) == after
+    value, others, observe, before, after = OBSERVED[key]
+    assert observed(home, observe, others) == before
+    assert observed(home, observe, {**others, key: value}) == after
 
 
 @pytest.mark.parametrize("key", ORDERS)
 def test_key_changes_the_order_of_rows(home: Path, key: str) -> None:
     once = {"trainer.total_epochs": 1}
-    usual, changed = seen(home, order, once), seen(home, order, {**once, key: ORDERS[key]})
-    assert usual == seen(home, order, once)
+    usual, changed = observed(home, order, once), observed(home, order, {**once, key: ORDERS[key]})
+    assert usual == observed(home, order, once)
     assert usual != changed
     assert sorted(usual) == sorted(changed)
     assert (changed == sorted(changed)) == (key == "data.shuffle")
 
 
 def test_tokenizer_code_runs_only_if_trusted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[bool] = []
+    flags: list[bool] = []
     real = PPOParts.__init__.__globals__["load_tokenizer"]
     monkeypatch.setattr(
-        "camshaft.trainer.build.load_tokenizer", lambda path, trust: (told.append(trust), real(path, trust))[1]
+        "camshaft.trainer.build.load_tokenizer", lambda path, trust: (flags.append(trust), real(path, trust))[1]
     )
-    for words in ({}, {"data.trust_remote_code": True}, {"actor_rollout_ref.model.trust_remote_code": True}):
-        seen(home, len_of_loader, words)
-    assert told == [False, True, True]
+    for overrides in ({}, {"data.trust_remote_code": True}, {"actor_rollout_ref.model.trust_remote_code": True}):
+        observed(home, len_of_loader, overrides)
+    assert flags == [False, True, True]
 
 
 def len_of_loader(parts: PPOParts) -> int:
@@ -139,7 +139,7 @@ def len_of_loader(parts: PPOParts) -> int:
 
 
 def test_key_is_the_number_of_tokenizing_processes(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of sets that are large enough; without the key there is one for each CPU."""
+    """Large data sets are tokenized by one process per CPU unless the key is set."""
     pools: list[int] = []
     real = tokens.ProcessPoolExecutor
 
@@ -149,9 +149,9 @@ def test_key_is_the_number_of_tokenizing_processes(home: Path, monkeypatch: pyte
 
     monkeypatch.setattr(tokens, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(tokens, "_usable_cpus", lambda: 2)
-    monkeypatch.setattr(tokens, "_kept_at", lambda work: None)
-    monkeypatch.setattr(tokens, "_MANY", ROWS)
+    monkeypatch.setattr(tokens, "_cache_path", lambda work: None)
+    monkeypatch.setattr(tokens, "_MIN_PARALLEL_ROWS", ROWS)
     monkeypatch.setattr(tokens, "_CHUNK", 1)
-    for typed in ({}, {"data.filter_overlong_prompts_workers": 3}):
-        assert seen(home, lengths, typed) == ALL
+    for value in ({}, {"data.filter_overlong_prompts_workers": 3}):
+        assert observed(home, lengths, value) == ALL
     assert pools == [2, 3]

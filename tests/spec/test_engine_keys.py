@@ -1,4 +1,4 @@
-"""Fields of an engine's config that its contract, which is about numbers, does not tell apart: seen from inside."""
+"""Fields of `EngineConfig` that do not change numbers, so that the engine contract does not cover them."""
 
 import math
 from pathlib import Path
@@ -14,23 +14,23 @@ from camshaft.engine import BaseEngine, StepContext, engine_class
 from camshaft.engine.optim import rate
 from camshaft.errors import EngineError
 
-OURS = ("reference", "fsdp2")
+STRATEGIES = ("reference", "fsdp2")
 
 
 def passes(harness: EngineHarness, engine: BaseEngine, training: bool) -> list[tuple[int, int]]:
-    """(rows, tokens) of each micro-batch."""
-    seen: list[tuple[int, int]] = []
+    """Return (rows, tokens) of each micro-batch."""
+    sizes: list[tuple[int, int]] = []
 
     def watch(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
-        seen.append((len(data), len(data["input_ids"].values)))
+        sizes.append((len(data), len(data["input_ids"].values)))
         return data, ctx
 
     with engine.train_mode() if training else engine.eval_mode():
         engine.forward_backward_step(harness.batch, forward_only=not training, preprocess_fn=watch)
-    return seen
+    return sizes
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("training", [True, False])
 def test_micro_batch_size_limits_the_rows_of_a_pass(strategy: str, training: bool, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
@@ -39,17 +39,17 @@ def test_micro_batch_size_limits_the_rows_of_a_pass(strategy: str, training: boo
     assert [rows for rows, _ in passes(harness, harness.build(**limit), training)] == [3, 3, 2]
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("training", [True, False])
 def test_max_tokens_limits_the_tokens_of_a_pass(strategy: str, training: bool, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
     limit: dict[str, Any] = {"max_tokens" if training else "infer_max_tokens": 20}
-    found = passes(harness, harness.build(**limit), training)
-    assert len(found) >= math.ceil(59 / 20)
-    assert max(tokens for _, tokens in found) <= 20
+    sizes = passes(harness, harness.build(**limit), training)
+    assert len(sizes) >= math.ceil(59 / 20)
+    assert max(tokens for _, tokens in sizes) <= 20
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_have_the_configured_dtype(strategy: str, tmp_path: Path) -> None:
     harness = EngineHarness(engine_class(strategy), tmp_path)
     for dtype in ("float32", "bfloat16", "float64"):
@@ -57,16 +57,16 @@ def test_weights_have_the_configured_dtype(strategy: str, tmp_path: Path) -> Non
         assert {p.dtype for p in engine.module.parameters()} == {getattr(torch, dtype)}
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_model_is_built_on_the_configured_device(strategy: str, tmp_path: Path) -> None:
-    """An engine that is told of a device that nobody has does not build on another."""
+    """An unavailable device is an error."""
     harness = EngineHarness(engine_class(strategy), tmp_path)
     assert {weight.device.type for _, weight in harness.build().named_weights()} == {"cpu"}
     with pytest.raises(EngineError, match="device=xpu is not available"):
         harness.build(device="xpu")
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_to_moves_the_selected_parts(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = EngineHarness(engine_class(strategy), tmp_path).build()
     moved: list[tuple[str, str]] = []
@@ -81,14 +81,14 @@ def test_num_cycles_is_the_number_of_cosine_cycles() -> None:
         optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine", total_training_steps=4, **changes)
         return [rate(optim, k) for k in range(5)]
 
-    # (1 + cos(2 pi cycles k / 4)) / 2: half a wave falls once, a whole one rises again.
+    # (1 + cos(2 pi cycles k / 4)) / 2: half a cycle decays once, a full cycle rises again.
     assert rates() == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0])
     assert rates(num_cycles=1.0) == pytest.approx([1, 0.5, 0, 0.5, 1])
 
 
-@pytest.mark.parametrize("strategy", OURS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
 def test_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Path) -> None:
-    """In its order: gradients are zero, forward and backward, then a step and the schedule outside of train_mode."""
+    """Clear gradients, run forward and backward, then step optimizer and schedule outside of train_mode."""
     harness = EngineHarness(engine_class(strategy), tmp_path)
     engine: Any = harness.build(optim=OptimConfig(lr=1e-2))
     losses: list[float] = []
@@ -103,5 +103,5 @@ def test_classic_training_loop_runs_on_every_engine(strategy: str, tmp_path: Pat
         losses.append(float(loss))
     assert losses[-1] < losses[0]
     with engine.eval_mode():
-        found, _ = engine.forward_backward_step(harness.batch, None, forward_only=True)
-    assert len(found["log_probs"]) == len(harness.batch)
+        predictions, _ = engine.forward_backward_step(harness.batch, None, forward_only=True)
+    assert len(predictions["log_probs"]) == len(harness.batch)

@@ -1,6 +1,6 @@
-"""Keys of generators that are libraries, without the libraries: under which name each is told, and to what.
+"""Keys of the vLLM rollout and of weight buckets, without the libraries.
 
-What the libraries make of it is tested with them, by `make test-vllm` and `make test-sglang`.
+`make test-vllm` and `make test-sglang` test the effect of the keys in the libraries.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from camshaft.rollout.process import rollout as process_rollout
 from camshaft.rollout.vllm.engine import engine_arguments
 
 VLLM: dict[str, tuple[Any, str, Any, Any]] = {
-    # key: told, vLLM's name, what it is by default, what with the key
+    # key: value, argument of vLLM, default, result
     "gpu_memory_utilization": (0.25, "gpu_memory_utilization", 0.5, 0.25),
     "enforce_eager": (False, "enforce_eager", True, False),
     "load_format": ("auto", "load_format", "dummy", "auto"),
@@ -30,11 +30,11 @@ VLLM: dict[str, tuple[Any, str, Any, Any]] = {
 
 @pytest.mark.parametrize("key", VLLM)
 def test_key_reaches_the_library(key: str) -> None:
-    told, name, before, after = VLLM[key]
+    value, name, before, after = VLLM[key]
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device="cuda")
-    plain, changed = engine_arguments(config), engine_arguments(config.model_copy(update={key: told}))
-    assert (plain[name], changed[name]) == (before, after)
-    assert {other for other in plain if plain[other] != changed[other]} == {name}
+    default, changed = engine_arguments(config), engine_arguments(config.model_copy(update={key: value}))
+    assert (default[name], changed[name]) == (before, after)
+    assert {other for other in default if default[other] != changed[other]} == {name}
 
 
 @pytest.mark.parametrize("load_format", ["auto", "hf", "dtensor", "megatron"])
@@ -45,23 +45,24 @@ def test_load_format_without_dummy_reads_the_model_folder(load_format: str) -> N
 
 
 def test_weight_buckets_have_the_configured_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a real process, which answers each bucket."""
+    """Sync weights to a real process, which confirms each bucket."""
     real, pushed = process_rollout.open_sender, []
 
-    def opened(device: Any, size: int) -> Any:
+    def open_sender(device: Any, size: int) -> Any:
         sender = real(device, size)
         push, used_of_call = sender.push, []
         pushed.append(used_of_call)
         sender.push = lambda used: (used_of_call.append(used), push(used))[1]
         return sender
 
-    monkeypatch.setattr(process_rollout, "open_sender", opened)
+    monkeypatch.setattr(process_rollout, "open_sender", open_sender)
     folder = tiny_folder(hidden=128, intermediate=2304)
     config = RolloutEngineConfig(model_path=str(folder), update_weights_bucket_megabytes=1)
     weights = list(stored_weights(EngineModel(path=str(folder))))
     process_rollout.ProcessRollout(config).load_weights(iter(weights))
     total = sum(weight.nbytes for _, weight in weights)
-    assert total < RolloutEngineConfig(model_path=str(folder)).update_weights_bucket_megabytes * 2**20  # without: one
+    default = RolloutEngineConfig(model_path=str(folder)).update_weights_bucket_megabytes
+    assert total < default * 2**20, "the default size needs a single bucket"
     (buckets,) = pushed
     assert len(buckets) > 1
     assert max(buckets) <= 2**20

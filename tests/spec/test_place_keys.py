@@ -1,4 +1,4 @@
-"""Keys that say where a run lives, which engine computes, and what goes to a tracker: seen where they arrive."""
+"""Keys of placement, engines and trackers, observed at the objects that they configure."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,72 +25,72 @@ def cpus(config: PPOConfig) -> set[float]:
     return {spec.cpus_per_rank for spec in pool_specs(config)}
 
 
-TOGETHER = {"actor_rollout_ref": (1, 4), "critic": (1, 4), "reward_model": (1, 4)}
+SHARED = {"actor_rollout_ref": (1, 4), "critic": (1, 4), "reward_model": (1, 4)}
 
 PLACED: dict[str, tuple[Any, Mapping[str, Any], Callable[[PPOConfig], Any], Any, Any]] = {
-    # key: typed, beside what, where to look, what is seen without it, what with it
-    "trainer.nnodes": (2, {}, pools, TOGETHER, dict.fromkeys(TOGETHER, (2, 4))),
-    "trainer.n_gpus_per_node": (2, {}, pools, TOGETHER, dict.fromkeys(TOGETHER, (1, 2))),
+    # key: value, other keys, observation, observed without the key, observed with it
+    "trainer.nnodes": (2, {}, pools, SHARED, dict.fromkeys(SHARED, (2, 4))),
+    "trainer.n_gpus_per_node": (2, {}, pools, SHARED, dict.fromkeys(SHARED, (1, 2))),
     "trainer.cpus_per_rank": (0.5, {}, cpus, {1.0}, {0.5}),
     "actor_rollout_ref.resource_pool": (
         "apart", POOL | {"critic.resource_pool": "apart", f"{ROLLOUT}.tensor_model_parallel_size": 1}, pools,
-        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 1), "actor_rollout_ref": (1, 1)},
+        SHARED | {"critic": (1, 1)}, SHARED | {"critic": (1, 1), "actor_rollout_ref": (1, 1)},
     ),
     "critic.resource_pool": (
         "apart", POOL | {"reward_model.resource_pool": "apart"}, pools,
-        TOGETHER | {"reward_model": (1, 1)}, TOGETHER | {"critic": (1, 1), "reward_model": (1, 1)},
+        SHARED | {"reward_model": (1, 1)}, SHARED | {"critic": (1, 1), "reward_model": (1, 1)},
     ),
     "reward_model.resource_pool": (
         "apart", POOL | {"critic.resource_pool": "apart"}, pools,
-        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 1), "reward_model": (1, 1)},
+        SHARED | {"critic": (1, 1)}, SHARED | {"critic": (1, 1), "reward_model": (1, 1)},
     ),
     "trainer.resource_pools": (
         {"apart": {"n_gpus_per_node": 2}}, {"critic.resource_pool": "apart"} | POOL, pools,
-        TOGETHER | {"critic": (1, 1)}, TOGETHER | {"critic": (1, 2)},
+        SHARED | {"critic": (1, 1)}, SHARED | {"critic": (1, 2)},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", PLACED)
 def test_key_changes_the_requested_processes(key: str, tmp_path: Path) -> None:
-    typed, beside, look, before, after = PLACED[key]
-    assert look(run_with(tmp_path, beside)) == before
-    assert look(run_with(tmp_path, {**beside, key: typed})) == after
+    value, others, observe, before, after = PLACED[key]
+    assert observe(run_with(tmp_path, others)) == before
+    assert observe(run_with(tmp_path, {**others, key: value})) == after
 
 
 @pytest.mark.parametrize(
     "key", ["trainer.controller", "ray_kwargs.ray_init", "trainer.device", "trainer.default_local_dir"]
 )
 def test_key_reaches_the_controller(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The controller's own tests show what it makes of them."""
-    told: dict[str, Any] = {}
+    """The tests of the controller show the effect of these settings."""
+    settings: dict[str, Any] = {}
 
-    def started(specs: Any, options: Any) -> list[Any]:
-        told.update(device=specs[0].device, ray=dict(options.ray_init), logs=options.log_folder)
+    def start(specs: Any, options: Any) -> list[Any]:
+        settings.update(device=specs[0].device, ray=dict(options.ray_init), logs=options.log_folder)
         return []
 
     monkeypatch.setattr("camshaft.trainer.session.check_device", lambda *_: None)
     for backend in ("local", "ray"):
         monkeypatch.setattr(
             f"camshaft.controller.{backend}.start",
-            lambda specs, options, name=backend: (told.update(backend=name), started(specs, options))[1],
+            lambda specs, options, name=backend: (settings.update(backend=name), start(specs, options))[1],
         )
 
-    def seen(**changed: Any) -> dict[str, Any]:
+    def observed(**changed: Any) -> dict[str, Any]:
         config = run_with(tmp_path, {"trainer.default_local_dir": f"{tmp_path}/run", **changed})
         logs = Path(config.trainer.default_local_dir) / "logs"
         with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs):
-            return dict(told)
+            return dict(settings)
 
     usual = {"backend": "local", "device": "cpu", "ray": {}, "logs": f"{tmp_path}/run/logs"}
-    assert seen() == usual
-    typed, changed = {
+    assert observed() == usual
+    value, changed = {
         "trainer.controller": ("ray", {"backend": "ray"}),
         "ray_kwargs.ray_init": ({"num_cpus": 3}, {"ray": {"num_cpus": 3}}),
         "trainer.device": ("cuda", {"device": "cuda"}),
         "trainer.default_local_dir": (f"{tmp_path}/other", {"logs": f"{tmp_path}/other/logs"}),
     }[key]
-    assert seen(**{key: typed}) == usual | changed
+    assert observed(**{key: value}) == usual | changed
 
 
 BUILT: dict[str, Callable[[PPOConfig], Any]] = {
@@ -105,32 +105,34 @@ def test_key_selects_the_engine(key: str, tmp_path: Path) -> None:
     ppo_config(tmp_path)
     folder = {f"{role}.path": tmp_path / "actor" for role in ("reward_model.model", "critic.model")}
     others = dict.fromkeys(BUILT, "fsdp")
-    words = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
-    found = [type(BUILT[key](ppo_config(tmp_path, {**words, key: name}))).__name__ for name in ("fsdp", "reference")]
-    assert found == ["FSDPEngine", "SingleDeviceEngine"]
+    overrides = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
+    engines = [
+        type(BUILT[key](ppo_config(tmp_path, {**overrides, key: name}))).__name__ for name in ("fsdp", "reference")
+    ]
+    assert engines == ["FSDPEngine", "SingleDeviceEngine"]
 
 
-NOTHING = {
+WITHOUT_EFFECT = {
     "actor_rollout_ref.model.use_remove_padding": False,
     "critic.model.use_remove_padding": False,
     "trainer.use_legacy_worker_impl": "disable",
 }
 
 
-@pytest.mark.parametrize("key", NOTHING)
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_key_without_effect_is_a_warning(key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_with(tmp_path, {})
     assert not caplog.messages
-    run_with(tmp_path, {key: NOTHING[key]})
+    run_with(tmp_path, {key: WITHOUT_EFFECT[key]})
     assert len(caplog.messages) == 1
     assert key in caplog.messages[0]
     assert "has no effect" in caplog.messages[0]
 
 
-class Kept(Tracker):
-    """A tracker that shows what it was told of the run."""
+class RecordingTracker(Tracker):
+    """A tracker that records the `RunInfo` of each run."""
 
-    runs: list[RunInfo] = []  # noqa: RUF012  (of the class, which the trainer builds)
+    runs: list[RunInfo] = []  # noqa: RUF012  (the trainer constructs the tracker)
 
     def __init__(self, run: RunInfo):
         self.runs.append(run)
@@ -140,19 +142,19 @@ class Kept(Tracker):
     def finish(self) -> None: ...
 
 
-TOLD_OF: dict[str, Callable[[RunInfo], str]] = {
+RUN_FIELDS: dict[str, Callable[[RunInfo], str]] = {
     "trainer.project_name": lambda run: run.project,
     "trainer.experiment_name": lambda run: run.experiment,
 }
 
 
-@pytest.mark.parametrize("key", TOLD_OF)
+@pytest.mark.parametrize("key", RUN_FIELDS)
 def test_key_reaches_the_trackers(key: str, tmp_path: Path) -> None:
-    Kept.runs.clear()
-    for typed in ({}, {key: "mine"}):
-        config = run_with(tmp_path, {"trainer.logger": [f"{__name__}:Kept"], **typed})
+    RecordingTracker.runs.clear()
+    for value in ({}, {key: "mine"}):
+        config = run_with(tmp_path, {"trainer.logger": [f"{__name__}:RecordingTracker"], **value})
         Session(config.trainer).tracking(config, 1, None).finish()
-    usual, changed = (TOLD_OF[key](run) for run in Kept.runs)
+    usual, changed = (RUN_FIELDS[key](run) for run in RecordingTracker.runs)
     assert usual != changed == "mine"
     assert (
         run_with(tmp_path, {key: "mine"}).trainer.default_local_dir != run_with(tmp_path, {}).trainer.default_local_dir

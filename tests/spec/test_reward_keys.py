@@ -1,6 +1,6 @@
-"""Each key of `custom_reward_function` changes how responses are scored, by the real manager and its processes.
+"""Each key of `custom_reward_function` and `reward_model.overlong_buffer` changes the scores of a batch.
 
-So does each of `reward_model.overlong_buffer`, whatever scores.
+The scores are computed by the reward manager and its processes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,8 +27,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
         raise ValueError("no")
     return {"score": 1.0 + bonus, "pid": float(os.getpid())}
 
-def either(**given):
-    return [2.0] * len(given["solution_strs"]) if "solution_strs" in given else 1.0
+def either(**arguments):
+    return [2.0] * len(arguments["solution_strs"]) if "solution_strs" in arguments else 1.0
 
 def half(data_source, solution_str, ground_truth, extra_info):
     return 0.5
@@ -36,7 +36,7 @@ def half(data_source, solution_str, ground_truth, extra_info):
 
 
 def batch_of(lengths: Sequence[int]) -> DataProto:
-    """Responses whose tokens are the number of their row."""
+    """Build responses whose tokens equal the number of their row."""
     ids = Ragged.from_rows([[row] * length for row, length in enumerate(lengths)], torch.int64)
     return DataProto.from_dict(
         {
@@ -49,20 +49,20 @@ def batch_of(lengths: Sequence[int]) -> DataProto:
     )
 
 
-def scored(folder: Path, said: tuple[str, ...] = ("a", "b", "c", "d"), **keys: Any) -> RewardResult:
+def scored(folder: Path, responses: tuple[str, ...] = ("a", "b", "c", "d"), **keys: Any) -> RewardResult:
     (folder / "scores.py").write_text(SCORES)
     changed = {f"custom_reward_function.{key}": value for key, value in keys.items()}
     config = run_with(folder, {"custom_reward_function.path": f"{folder}/scores.py", **changed})
-    batch = batch_of([1] * len(said))
+    batch = batch_of([1] * len(responses))
     with build_rewards(config.custom_reward_function) as rewards:
-        return rewards.score(batch, lambda rows: [said[row[0]] for row in rows])
+        return rewards.score(batch, lambda rows: [responses[row[0]] for row in rows])
 
 
 def test_path_and_name_select_the_function(tmp_path: Path) -> None:
     assert scored(tmp_path).scores.tolist() == [1.0] * 4
     assert scored(tmp_path, name="half").scores.tolist() == [0.5] * 4
-    # Without a path it is one of those here: "#### 1" is what this data set calls an answer.
-    assert scored(tmp_path, said=("#### 1", "a"), path=None).scores.tolist() == [1.0, 0.0]
+    # Without a path a built-in function scores; "#### 1" is the answer format of this data set.
+    assert scored(tmp_path, responses=("#### 1", "a"), path=None).scores.tolist() == [1.0, 0.0]
 
 
 def test_reward_kwargs_are_arguments_of_every_call(tmp_path: Path) -> None:
@@ -75,23 +75,23 @@ def test_batched_selects_the_calling_convention(tmp_path: Path) -> None:
 
 
 def test_timeout_limits_one_call(tmp_path: Path) -> None:
-    slow = {"reward_kwargs": {"seconds": 0.6}, "num_workers": 1, "said": ("a",)}
+    slow = {"reward_kwargs": {"seconds": 0.6}, "num_workers": 1, "responses": ("a",)}
     assert scored(tmp_path, **slow).metrics["reward/timeouts"] == 0
     assert scored(tmp_path, **slow, timeout=0.1).metrics["reward/timeouts"] == 1
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_num_workers_is_the_number_of_scoring_processes(tmp_path: Path, workers: int) -> None:
-    found = scored(tmp_path, said=tuple("abcdef"), num_workers=workers, reward_kwargs={"seconds": 0.2})
-    assert len({parts["pid"] for parts in found.parts}) == workers
+    result = scored(tmp_path, responses=tuple("abcdef"), num_workers=workers, reward_kwargs={"seconds": 0.2})
+    assert len({parts["pid"] for parts in result.parts}) == workers
 
 
 def test_on_error_selects_the_handling_of_failed_calls(tmp_path: Path) -> None:
-    zero, drop = (scored(tmp_path, said=("a", "bad"), on_error=name) for name in ("zero", "drop"))
+    zero, drop = (scored(tmp_path, responses=("a", "bad"), on_error=name) for name in ("zero", "drop"))
     assert zero.scores.tolist() == drop.scores.tolist() == [1.0, 0.0]
     assert (zero.dropped, drop.dropped) == ((), (1,))
     with pytest.raises(RewardError, match="no"):
-        scored(tmp_path, said=("a", "bad"), on_error="raise")
+        scored(tmp_path, responses=("a", "bad"), on_error="raise")
 
 
 # -- the penalty for long responses ---------------------------------------------------------------
@@ -99,24 +99,24 @@ def test_on_error_selects_the_handling_of_failed_calls(tmp_path: Path) -> None:
 BUFFER = "reward_model.overlong_buffer"
 ON = {f"{BUFFER}.enable": True, f"{BUFFER}.len": 4}
 PENALTIES: dict[str, tuple[Any, Mapping[str, Any], Callable[[RewardResult], Any], Any, Any]] = {
-    # key: typed, beside what, where to look, what is seen without it, what with it
-    "enable": (True, {f"{BUFFER}.len": 4}, lambda found: found.token_level_scores.sum().tolist(), [1, 1, 1],
+    # key: value, other keys, observation, observed without the key, observed with it
+    "enable": (True, {f"{BUFFER}.len": 4}, lambda result: result.token_level_scores.sum().tolist(), [1, 1, 1],
                [1, 0.5, 0]),
-    "len": (2, ON, lambda found: found.token_level_scores.sum().tolist(), [1, 0.5, 0], [1, 1, 0]),
-    "penalty_factor": (2.0, ON, lambda found: found.token_level_scores.sum().tolist(), [1, 0.5, 0], [1, 0, -1]),
-    "log": (True, ON, lambda found: found.metrics.get("reward/overlong/mean"), None, pytest.approx(2 / 3)),
+    "len": (2, ON, lambda result: result.token_level_scores.sum().tolist(), [1, 0.5, 0], [1, 1, 0]),
+    "penalty_factor": (2.0, ON, lambda result: result.token_level_scores.sum().tolist(), [1, 0.5, 0], [1, 0, -1]),
+    "log": (True, ON, lambda result: result.metrics.get("reward/overlong/mean"), None, pytest.approx(2 / 3)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("key", [f"{BUFFER}.{name}" for name in PENALTIES])
 def test_key_changes_the_overlong_penalty(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each response is worth 1; at most 8 tokens, of which there are 4, 6 and 8."""
+    """Responses of 4, 6 and 8 tokens, at most 8, have a score of 1 each."""
     batch, ones = batch_of([4, 6, 8]), torch.ones(3)
-    given = RewardResult(ones, {}, (), (), (), on_last_token(ones, batch.ragged("response_mask")))
-    function = SimpleNamespace(score=lambda batch, decode, begun=None: given)
+    unpenalized = RewardResult(ones, {}, (), (), (), on_last_token(ones, batch.ragged("response_mask")))
+    function = SimpleNamespace(score=lambda batch, decode, begun=None: unpenalized)
     monkeypatch.setattr("camshaft.trainer.scoring.build_rewards", lambda custom: function)
-    typed, beside, look, before, after = PENALTIES[key.rpartition(".")[2]]
-    base = {"reward_model.enable": False, "data.max_response_length": 8, **beside}
-    for words, wanted in ((base, before), ({**base, key: typed}, after)):
-        rewards = run_rewards(run_with(tmp_path, words))
-        assert look(rewards.score(batch, lambda rows: [""] * len(rows))) == wanted
+    value, others, observe, before, after = PENALTIES[key.rpartition(".")[2]]
+    base = {"reward_model.enable": False, "data.max_response_length": 8, **others}
+    for overrides, expected in ((base, before), ({**base, key: value}, after)):
+        rewards = run_rewards(run_with(tmp_path, overrides))
+        assert observe(rewards.score(batch, lambda rows: [""] * len(rows))) == expected

@@ -1,6 +1,6 @@
-"""Keys of the algorithm and of the loop, on runs of a step: with the key the run is another one.
+"""Keys of the algorithm and the training loop change the results of a run with one step.
 
-What has a counterpart in the plain program of `tests/parity` is compared with that, and not here.
+`tests/parity` compares further keys with a reference program.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,7 +42,7 @@ def responses(steps: Steps) -> Any:
 
 FILTERED = {**GROUPS, "algorithm.filter_groups.enable": True}
 CHANGES: dict[str, tuple[Any, Mapping[str, Any], Callable[[Steps], Any]]] = {
-    # key: typed, beside what, where to look after a step
+    # key: value, other keys, observation after one step
     f"{ACTOR}.shuffle": (False, {}, actor),
     f"{ACTOR}.clip_ratio": (0.001, {}, metric("actor/pg_clipfrac")),
     f"{ACTOR}.kl_loss_type": ("abs", KL_LOSS, metric("actor/kl_loss")),
@@ -64,24 +64,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, Any]
     home = tmp_path_factory.mktemp("home")
 
     @cache
-    def known(overrides: tuple[tuple[str, Any], ...]) -> Steps:
+    def cached(overrides: tuple[tuple[str, Any], ...]) -> Steps:
         return run_ppo(home, {"data.max_response_length": 6, **dict(overrides)}, steps=1)
 
-    return lambda overrides: known(tuple(overrides.items()))
+    return lambda overrides: cached(tuple(overrides.items()))
 
 
 @pytest.mark.parametrize("key", CHANGES)
 def test_key_changes_the_run(key: str, run: Callable[[Mapping[str, Any]], Steps]) -> None:
-    typed, beside, look = CHANGES[key]
-    assert look(run({**beside, key: typed})) != look(run(beside))
+    value, others, observe = CHANGES[key]
+    assert observe(run({**others, key: value})) != observe(run(others))
 
 
 def test_val_batch_size_is_the_size_of_validation_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
+    sizes: list[int] = []
     real = RewardManager.score
 
     def score(rewards: RewardManager, batch: Any, *more: Any) -> Any:
-        taken.append(len(batch))
+        sizes.append(len(batch))
         return real(rewards, batch, *more)
 
     monkeypatch.setattr(RewardManager, "score", score)
@@ -89,11 +89,11 @@ def test_val_batch_size_is_the_size_of_validation_batches(tmp_path: Path, monkey
     with PPOParts(config) as parts:
         parts.actor.init_model()
         validate(parts, config)
-    assert taken == [6, 6, 4]
+    assert sizes == [6, 6, 4]
 
 
 @pytest.mark.parametrize(
-    ("words", "saved"),
+    ("overrides", "saved"),
     [
         ({}, []),
         ({"trainer.best_metric": "val/x"}, [1, 3]),
@@ -101,13 +101,13 @@ def test_val_batch_size_is_the_size_of_validation_batches(tmp_path: Path, monkey
     ],
 )
 def test_best_step_by_the_metric_is_saved(
-    words: dict[str, Any], saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    overrides: dict[str, Any], saved: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three steps that do nothing and are validated with 0.5, 0.25 and 0.75."""
-    found: list[int] = []
+    """Run three empty steps with the validation metrics 0.5, 0.25 and 0.75."""
+    saved_steps: list[int] = []
     values = iter((0.5, 0.25, 0.75))
     monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
     monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
-    monkeypatch.setattr(PPOTrainer, "save", lambda trainer: found.append(trainer.global_step))
-    run_ppo(tmp_path, {"trainer.test_freq": 1, **words}, steps=3)
-    assert found == saved
+    monkeypatch.setattr(PPOTrainer, "save", lambda trainer: saved_steps.append(trainer.global_step))
+    run_ppo(tmp_path, {"trainer.test_freq": 1, **overrides}, steps=3)
+    assert saved_steps == saved
