@@ -49,34 +49,34 @@ REWARDS = {
 """Built-in scoring functions; packages add theirs as entry points of `camshaft.rewards`."""
 
 
-def find(name: str, known: Mapping[str, str], group: str) -> str | None:
+def find(name: str, built_in: Mapping[str, str], group: str) -> str | None:
     """Return the `module:attribute` of `name`, or None if it is unknown."""
     if ":" in name:
         return name
-    if name in known:
-        return known[name]
+    if name in built_in:
+        return built_in[name]
     return next((point.value for point in entry_points(group=group) if point.name == name), None)
 
 
-def names(known: Mapping[str, str], group: str) -> list[str]:
+def names(built_in: Mapping[str, str], group: str) -> list[str]:
     """Return all names that `load` accepts."""
-    return sorted({*known, *(point.name for point in entry_points(group=group))})
+    return sorted({*built_in, *(point.name for point in entry_points(group=group))})
 
 
-def load(name: str, known: Mapping[str, str], group: str, base: type[T]) -> type[T]:
+def load(name: str, built_in: Mapping[str, str], group: str, base: type[T]) -> type[T]:
     """Import the class `name`, which must be a subclass of `base`."""
-    target = target_of(name, known, group)
+    target = target_of(name, built_in, group)
     loaded = import_attribute(target)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{target} is not a {base.__name__} class")
     return loaded
 
 
-def target_of(name: str, known: Mapping[str, str], group: str, kind: str = "Class") -> str:
+def target_of(name: str, built_in: Mapping[str, str], group: str, kind: str = "Class") -> str:
     """Return the `module:attribute` of `name`; raise ConfigError with the nearest name if it is unknown."""
-    target = find(name, known, group)
+    target = find(name, built_in, group)
     if target is None:
-        choices = names(known, group)
+        choices = names(built_in, group)
         close = difflib.get_close_matches(name, choices, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         listed = f"{', '.join(choices)}, or package.module:{kind}"
@@ -84,11 +84,11 @@ def target_of(name: str, known: Mapping[str, str], group: str, kind: str = "Clas
     return target
 
 
-def load_function(name: str, known: Mapping[str, F], group: str) -> F | Callable[..., Any]:
-    """Return the function `name`: an entry of `known`, or an imported function of another package."""
-    if name in known:
-        return known[name]
-    target = target_of(name, dict.fromkeys(known, ""), group, "function")
+def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Callable[..., Any]:
+    """Return the function `name`: an entry of `built_in`, or an imported function of another package."""
+    if name in built_in:
+        return built_in[name]
+    target = target_of(name, dict.fromkeys(built_in, ""), group, "function")
     loaded = import_attribute(target)
     if not callable(loaded):
         raise ConfigError(f"{target} is {type(loaded).__name__}, not a function")

@@ -147,14 +147,14 @@ class Ragged:
         """Gather `lengths[i]` tokens from each start offset."""
         return Ragged(self.values[to_device(_spans(starts, lengths), self.values.device)], lengths)
 
-    def _within(self, what: str, lengths: Tensor) -> Tensor:
+    def _within(self, caller: str, lengths: Tensor) -> Tensor:
         lengths = lengths.to("cpu", torch.int64)
         if len(lengths) != len(self):
-            raise BatchError(f"{what}: {len(lengths)} lengths for {len(self)} rows")
+            raise BatchError(f"{caller}: {len(lengths)} lengths for {len(self)} rows")
         invalid = ((lengths > self.lengths) | (lengths < 0)).nonzero().flatten().tolist()
         if invalid:
             requested, available = int(lengths[invalid[0]]), int(self.lengths[invalid[0]])
-            raise BatchError(f"{what}: requested {requested} of the {available} tokens of row {invalid[0]}")
+            raise BatchError(f"{caller}: requested {requested} of the {available} tokens of row {invalid[0]}")
         return lengths
 
     def to(self, device: torch.device | str) -> Ragged:

@@ -142,17 +142,17 @@ def _sequence(
     return _Sequence((render(turns, tokenizer, place, False),), templated=True)
 
 
-def _conversation(prompt: Prompt | None, answer: Prompt, what: str) -> list[Message]:
+def _conversation(prompt: Prompt | None, answer: Prompt, location: str) -> list[Message]:
     """Join the messages of prompt and response; response messages may include those of the prompt."""
     before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
     after: list[Message] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     if after[-1]["role"] != "assistant":
-        raise BatchError(f"{what} ends with a turn of '{after[-1]['role']}'; the last turn must be the assistant's")
+        raise BatchError(f"{location} ends with a turn of '{after[-1]['role']}'; the last turn must be the assistant's")
     if not before or after[: len(before)] == before:
         return after
     if after[0]["role"] != "assistant":
         raise BatchError(
-            f"{what} is a conversation that does not begin with the prompt: it begins with a turn of "
+            f"{location} is a conversation that does not begin with the prompt: it begins with a turn of "
             f"'{after[0]['role']}'. Store only the assistant's turns, or use data.prompt_key=null"
         )
     return before + after

@@ -45,9 +45,9 @@ def write_reasoning_gym(
     if min(num_train, num_heldout) < 1:
         raise ConfigError(f"num_train={num_train} and num_heldout={num_heldout} must be at least 1")
     count = num_train + num_heldout
-    made = _created(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
+    dataset = _created(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
     entries = []
-    for entry in _new(made):
+    for entry in _new(dataset):
         entries.append(entry)
         if len(entries) == count:
             break
@@ -55,13 +55,13 @@ def write_reasoning_gym(
         raise ConfigError(
             f"{task} produced {len(entries)} unique questions in {PATIENCE * count} draws; "
             f"num_train={num_train} + num_heldout={num_heldout} need more. Request fewer, or widen its settings: "
-            f"{asdict(made.config)}"
+            f"{asdict(dataset.config)}"
         )
-    config = json.dumps(asdict(made.config))
+    config = json.dumps(asdict(dataset.config))
     splits = {"test": entries[:num_heldout], "train": entries[num_heldout:]}
     paths = {}
-    for split, chosen in splits.items():
-        rows = [_row(made, task, config, entry, split, index, system) for index, entry in enumerate(chosen)]
+    for split, split_entries in splits.items():
+        rows = [_row(dataset, task, config, entry, split, index, system) for index, entry in enumerate(split_entries)]
         paths[split] = write_parquet(Path(folder).expanduser() / f"{split}.parquet", rows)
     return TaskPaths(**paths)
 
@@ -82,20 +82,20 @@ def _created(task: str, settings: dict[str, Any]) -> Any:
         raise ConfigError(f"invalid settings for {task}: {error}. Its settings: {fields}") from error
 
 
-def _new(made: Any) -> Iterator[dict[str, Any]]:
+def _new(dataset: Any) -> Iterator[dict[str, Any]]:
     """Yield the entries with a question that did not occur before."""
-    seen = set()
-    for index in range(len(made)):
-        entry = made[index]
-        if entry["question"] not in seen:
-            seen.add(entry["question"])
+    questions = set()
+    for index in range(len(dataset)):
+        entry = dataset[index]
+        if entry["question"] not in questions:
+            questions.add(entry["question"])
             yield entry
 
 
 def _row(
-    made: Any, task: str, config: str, entry: dict[str, Any], split: str, index: int, system: str | None
+    dataset: Any, task: str, config: str, entry: dict[str, Any], split: str, index: int, system: str | None
 ) -> dict[str, Any]:
-    answer, serialized = entry["answer"], _serialize(made, task, entry)
+    answer, serialized = entry["answer"], _serialize(dataset, task, entry)
     before = [{"role": "system", "content": system}] if system else []
     return {
         "data_source": f"reasoning_gym/{task}",
@@ -107,12 +107,12 @@ def _row(
     }
 
 
-def _serialize(made: Any, task: str, entry: dict[str, Any]) -> str:
+def _serialize(dataset: Any, task: str, entry: dict[str, Any]) -> str:
     """Serialize an entry to JSON; raise ConfigError if the deserialized entry scores its answer differently."""
     answer = "" if entry["answer"] is None else str(entry["answer"])
     try:
         text = json.dumps(entry)
-        same = made.score_answer(answer, json.loads(text)) == made.score_answer(answer, entry)
+        same = dataset.score_answer(answer, json.loads(text)) == dataset.score_answer(answer, entry)
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"an entry of {task} cannot be serialized: {error}; choose another task") from error
     if not same:

@@ -77,11 +77,11 @@ class ResponseFile:
         for source in open_all(sources):
             with source:
                 schemas.append(source.schema_arrow)
-            taken = [f"{self.name}{ending}" for ending in TYPES if f"{self.name}{ending}" in schemas[-1].names]
-            if taken:
+            conflicts = [f"{self.name}{ending}" for ending in TYPES if f"{self.name}{ending}" in schemas[-1].names]
+            if conflicts:
                 raise ConfigError(
-                    f"data.response_key={self.name}: data.path already has a column '{taken[0]}'; use another name, "
-                    f"for example data.response_key={self.name}_2"
+                    f"data.response_key={self.name}: data.path already has a column '{conflicts[0]}'; use another "
+                    f"name, for example data.response_key={self.name}_2"
                 )
         try:
             pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)

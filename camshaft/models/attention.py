@@ -181,10 +181,11 @@ def _attend_segments(
         return packed_cpu_attention(query[0], key[0], value[0], packing, scaling)[None]
     if shared:
         raise EngineError(
-            "prefix sharing supports full attention without dropout on a CPU; pack whole rows for this model or device"
+            "prefix sharing supports full attention without dropout on a CPU; pack complete rows for this model and "
+            "device"
         )
     runs = [(length, len(list(run))) for length, run in itertools.groupby(packing.lengths)]
-    # One split for all runs: autograd would write a gradient of the whole row for every separate slice.
+    # One split for all runs: autograd would write a gradient of the full row for every separate slice.
     parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
     outputs = []
     for (_, count), q, k, v in zip(runs, *parts, strict=True):
@@ -269,7 +270,7 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 def _unsupported(name: str, features: Sequence[str]) -> EngineError:
     return EngineError(
         f"{name} needs {' and '.join(features)}, which packed attention does not support; "
-        "choose a model with plain causal or sliding-window attention"
+        "choose a model with causal or sliding-window attention"
     )
 
 

@@ -80,8 +80,8 @@ def linear_logprob(
     `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, `targets` (M,) int64. With `part`, weight and bias are the
     rows of this rank; all other arguments and the gradient of `hidden` are equal on all ranks of the group.
     """
-    how = _How.of(hidden, temperature, tile, part)
-    return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, how)  # pyright: ignore[reportReturnType]
+    options = _Options.of(hidden, temperature, tile, part)
+    return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, options)  # pyright: ignore[reportReturnType]
 
 
 def linear_full_kl(
@@ -99,8 +99,8 @@ def linear_full_kl(
     `hidden` (M, H), `weight` (V, H) and `bias` define p. Row `rows[i]` of `log_q` (N, V), which is not sharded, has the
     log q of token i; `rows` is (M,) int64. `part` as in `linear_logprob`.
     """
-    how = _How.of(hidden, temperature, tile, part)
-    return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, how)  # pyright: ignore[reportReturnType]
+    options = _Options.of(hidden, temperature, tile, part)
+    return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, options)  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -133,13 +133,13 @@ def _all_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
 
 
-class _How(NamedTuple):
+class _Options(NamedTuple):
     temperature: float
     tile: Tile
     part: VocabularyPart | None
 
     @classmethod
-    def of(cls, hidden: Tensor, temperature: float, tile: Tile | None, part: VocabularyPart | None) -> "_How":
+    def of(cls, hidden: Tensor, temperature: float, tile: Tile | None, part: VocabularyPart | None) -> "_Options":
         if not temperature > 0:
             raise EngineError(
                 f"temperature={temperature} must be above 0; use 1.0 for the log-probs of greedy decoding"
@@ -150,35 +150,41 @@ class _How(NamedTuple):
 class _LinearLogProb(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, need_entropy: bool, how: _How
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        need_entropy: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        head = _Head(hidden, weight, bias, how)
+        head = _Head(hidden, weight, bias, options)
         kernels = _kernels(head)
 
         def reduce(logits: Tensor, rows: slice, vocabulary: slice) -> list[Tensor]:
             if kernels is not None:
                 return kernels.reduce_tile(
-                    logits, head.unclamped_columns(targets[rows], vocabulary), how.temperature, need_entropy
+                    logits, head.unclamped_columns(targets[rows], vocabulary), options.temperature, need_entropy
                 )
             logits = head.scaled(logits)
             columns, inside = head.columns(targets[rows], vocabulary)
-            chosen = logits.gather(1, columns[:, None])[:, 0]
-            results = [logits.logsumexp(dim=1), chosen if inside is None else chosen.where(inside, 0)]
+            target_logits = logits.gather(1, columns[:, None])[:, 0]
+            results = [logits.logsumexp(dim=1), target_logits if inside is None else target_logits.where(inside, 0)]
             if need_entropy:
                 log_p = logits.sub_(results[0][:, None])
                 results.append(-(log_p.exp().mul_(log_p)).sum(dim=1))
             return results
 
         def combine(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
-            chosen = of_parts[0].sum(dim=0)
-            return [chosen, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in of_parts[1:])]
+            target_logits = of_parts[0].sum(dim=0)
+            return [target_logits, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in of_parts[1:])]
 
-        normalisers, chosen, *rest = head.reduce_vocabulary(reduce, combine)
+        normalisers, target_logits, *rest = head.reduce_vocabulary(reduce, combine)
         entropy = rest[0] if need_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
-        ctx.how = how
-        return chosen - normalisers, entropy
+        ctx.options = options
+        return target_logits - normalisers, entropy
 
     @staticmethod
     @once_differentiable
@@ -186,10 +192,10 @@ class _LinearLogProb(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
         hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, ctx.how)
+        head = _Head(hidden, weight, bias, ctx.options)
         kernels = _kernels(head)
         gradients = _Gradients(ctx.needs_input_grad, head)
-        scaled = [None if each is None else each / ctx.how.temperature for each in (grad_log_probs, grad_entropy)]
+        scaled = [None if each is None else each / ctx.options.temperature for each in (grad_log_probs, grad_entropy)]
         for logits, rows, vocabulary in head.tiles(backward=True):
             of_rows = normalisers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
             if kernels is not None:
@@ -197,7 +203,7 @@ class _LinearLogProb(torch.autograd.Function):
                 gradients.add(
                     rows,
                     vocabulary,
-                    kernels.logit_gradient(logits, columns, *of_rows, ctx.how.temperature, weight.dtype),
+                    kernels.logit_gradient(logits, columns, *of_rows, ctx.options.temperature, weight.dtype),
                 )
             else:
                 columns = head.columns(targets[rows], vocabulary)
@@ -233,12 +239,12 @@ def _logit_gradient(
 class _LinearFullKL(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor, rows: Tensor, how: _How
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor, rows: Tensor, options: _Options
     ) -> Tensor:
-        if how.part is not None:
-            log_q = log_q[:, how.part.first_row : how.part.first_row + len(weight)]
+        if options.part is not None:
+            log_q = log_q[:, options.part.first_row : options.part.first_row + len(weight)]
 
-        head = _Head(hidden, weight, bias, how)
+        head = _Head(hidden, weight, bias, options)
 
         def reduce(logits: Tensor, tokens: slice, vocabulary: slice) -> list[Tensor]:
             logits = head.scaled(logits)
@@ -251,16 +257,16 @@ class _LinearFullKL(torch.autograd.Function):
 
         normalisers, divergence = head.reduce_vocabulary(reduce, combine)
         ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, divergence)
-        ctx.how = how
+        ctx.options = options
         return divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
         hidden, weight, bias, log_q, rows, normalisers, divergence = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, ctx.how)
+        head = _Head(hidden, weight, bias, ctx.options)
         gradients = _Gradients(ctx.needs_input_grad, head)
-        grad_kl = grad_kl / ctx.how.temperature
+        grad_kl = grad_kl / ctx.options.temperature
         for logits, tokens, vocabulary in head.tiles(backward=True):
             log_p = head.scaled(logits).sub_(normalisers[tokens, None])
             p = log_p.exp()
@@ -275,14 +281,17 @@ class _Head(NamedTuple):
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
-    how: _How
+    options: _Options
 
     def tiles(self, backward: bool = False) -> Iterator[tuple[Tensor, slice, slice]]:
         """Yield the unscaled logits of each tile (a writable buffer), its slice of tokens and of the vocabulary.
 
         Forward iterates over the vocabulary for some tokens, backward over the tokens for a part of the vocabulary.
         """
-        spans = _spans(len(self.hidden), self.how.tile.tokens), _spans(len(self.weight), self.how.tile.vocabulary)
+        spans = (
+            _spans(len(self.hidden), self.options.tile.tokens),
+            _spans(len(self.weight), self.options.tile.vocabulary),
+        )
         for one, other in itertools.product(*(reversed(spans) if backward else spans)):
             rows, vocabulary = (other, one) if backward else (one, other)
             bias = None if self.bias is None else self.bias[vocabulary]
@@ -290,7 +299,7 @@ class _Head(NamedTuple):
 
     def scaled(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperature, in place."""
-        return logits if self.how.temperature == 1.0 else logits.div_(self.how.temperature)
+        return logits if self.options.temperature == 1.0 else logits.div_(self.options.temperature)
 
     def reduce_vocabulary(
         self,
@@ -306,7 +315,7 @@ class _Head(NamedTuple):
         for logits, rows, vocabulary in self.tiles():
             by_rows.setdefault(rows.start, []).append(torch.stack(reduce(logits, rows, vocabulary)))
         results = torch.cat([_merge(torch.stack(parts, dim=1), combine) for parts in by_rows.values()], dim=1)
-        part = self.how.part
+        part = self.options.part
         if part is not None and len(self.hidden):
             gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(part.group))]
             dist.all_gather(gathered, results, group=part.group)
@@ -315,12 +324,12 @@ class _Head(NamedTuple):
 
     def unclamped_columns(self, targets: Tensor, vocabulary: slice) -> Tensor:
         """Return the column of each target in this slice of the vocabulary; out of range for targets outside it."""
-        return targets - (vocabulary.start + (0 if self.how.part is None else self.how.part.first_row))
+        return targets - (vocabulary.start + (0 if self.options.part is None else self.options.part.first_row))
 
     def columns(self, targets: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor | None]:
         """Return a valid column for each target, and a mask of the targets inside the slice; None if all are."""
         count = vocabulary.stop - vocabulary.start
-        if self.how.part is None and count == len(self.weight):
+        if self.options.part is None and count == len(self.weight):
             return targets, None
         columns = self.unclamped_columns(targets, vocabulary)
         return columns.clamp(0, count - 1), (columns >= 0) & (columns < count)
@@ -354,9 +363,9 @@ class _Gradients:
 
     def total(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in the dtypes of the inputs, summed over all ranks for the hidden states."""
-        hidden, _, bias, how = self._head
-        if self._hidden is not None and how.part is not None and len(hidden):
-            dist.all_reduce(self._hidden, group=how.part.group)
+        hidden, _, bias, options = self._head
+        if self._hidden is not None and options.part is not None and len(hidden):
+            dist.all_reduce(self._hidden, group=options.part.group)
         of_hidden = None if self._hidden is None else self._hidden.to(hidden.dtype)
         return of_hidden, self._weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
 

@@ -234,10 +234,12 @@ def _pretrained_model(
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
     problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(drawn)]
     problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]
-    problems += [f"{key} is {tuple(got)}, not {tuple(want)}" for key, got, want in sorted(info["mismatched_keys"])]
+    problems += [
+        f"{key} is {tuple(actual)}, not {tuple(expected)}" for key, actual, expected in sorted(info["mismatched_keys"])
+    ]
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise EngineError(f"the weights in {folder} are not those of {type(hf).__name__} (head={model.head}): {shown}")
+        listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise EngineError(f"the weights in {folder} are not those of {type(hf).__name__} (head={model.head}): {listed}")
     return hf
 
 

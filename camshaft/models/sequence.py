@@ -56,7 +56,7 @@ class SequenceSplit:
         The padding is one more segment at the end, to which no other token attends.
         """
         if packing.prefix_of is not None:
-            raise EngineError("prefix sharing is not implemented for sequence parallelism; pack whole rows")
+            raise EngineError("prefix sharing is not implemented for sequence parallelism; pack complete rows")
         extra = -len(tokens) % self.size
         return F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra]) if extra else packing
 

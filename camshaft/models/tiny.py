@@ -70,7 +70,7 @@ def make_tiny_model(
     config. The weights depend only on the seed, and the global random state does not change.
     """
     if family not in CONFIG_MAPPING:
-        raise EngineError(f"transformers knows no model type '{family}'; give one such as qwen2, llama or qwen3")
+        raise EngineError(f"transformers has no model type '{family}'; use for example qwen2, llama or qwen3")
     folder = Path(folder)
     sizes = {
         "vocab_size": VOCABULARY_ROWS,

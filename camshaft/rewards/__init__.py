@@ -40,10 +40,10 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     """Register the decorated function, so that `custom_reward_function.name=name` selects it."""
 
     def register(function: Function) -> Function:
-        taken = REGISTERED.setdefault(name, function)
-        if taken is not function:
+        registered = REGISTERED.setdefault(name, function)
+        if registered is not function:
             raise RewardError(
-                f"two functions are registered as '{name}': {taken.__qualname__} of {taken.__module__} and "
+                f"two functions are registered as '{name}': {registered.__qualname__} of {registered.__module__} and "
                 f"{function.__qualname__} of {function.__module__}. Rename one of them"
             )
         return function

@@ -112,7 +112,7 @@ class WorkerPool:
         for source in wait([job.bell, *busy], timeout=min(limits, default=None)):
             if source is job.bell:
                 job.take_in(self.batched)
-                self._stop([one for one in self._workers if one.is_dead and one.ready and not one.calls])
+                self._stop([w for w in self._workers if w.is_dead and w.ready and not w.calls])
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
             if not worker.receive(job):
@@ -125,8 +125,8 @@ class WorkerPool:
         """Handle a crashed or late worker: fail its current call and requeue the others."""
         self._stop([worker])
         if not worker.ready:
-            how = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
-            raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {how}")
+            outcome = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
+            raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {outcome}")
         timeout = f"no answer within {self.spec.timeout:g} s; the process was killed"
         message = timeout if kind == "timeout" else f"it {worker.fate()}"
         rows = worker.calls.popleft()

@@ -70,9 +70,9 @@ def _check_counts(rows: Sequence[Scored]) -> None:
     for source, groups in by_question(rows).items():
         sizes = {len(group): group[0].uid for group in groups}
         if len(sizes) > 1:
-            (few, one), *_, (many, other) = sorted(sizes.items())
+            (few, first), *_, (many, last) = sorted(sizes.items())
             raise BatchError(
-                f"data_source {source}: row {one} has {few} responses and row {other} has {many}; mean@n and the other "
+                f"data_source {source}: row {first} has {few} responses and row {last} has {many}; mean@n and other "
                 "metrics need the same number for each question, so score these rows separately"
             )
 

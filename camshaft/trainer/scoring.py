@@ -87,11 +87,11 @@ def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
     return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
 
 
-def check_remaining(kept: Tensor, result: RewardResult, what: str) -> None:
+def check_remaining(kept: Tensor, result: RewardResult, noun: str) -> None:
     """Raise an error if all rows were dropped."""
     if len(kept) and not kept.any():
         raise RewardError(
-            f"the reward function failed on all {len(kept)} {what} of a step, and custom_reward_function.on_error=drop "
+            f"the reward function failed on all {len(kept)} {noun} of a step, and custom_reward_function.on_error=drop "
             f"drops them all; first failure: {result.failures[0]}"
         )
 

@@ -165,7 +165,7 @@ def check_device(device: str, ranks: int) -> None:
         return
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
-        raise ConfigError(f"trainer.device={device}: torch finds no such device here; use trainer.device=cpu")
+        raise ConfigError(f"trainer.device={device}: this machine has no such device; use trainer.device=cpu")
     if torch.accelerator.device_count() < ranks:
         raise ConfigError(
             f"trainer.n_gpus_per_node={ranks}: each rank needs a {kind} device and this machine has "

@@ -84,16 +84,16 @@ def _large(packed: PackedModel, limit: int) -> Iterator[nn.Module]:
     """Yield modules of at least `limit` parameters, without those of units inside them."""
     # The root reads the output layer's weight outside that layer's forward, and embeddings may be tied to it.
     ends = (output_layer(packed.hf, packed.head), packed.hf.get_input_embeddings())
-    taken = {id(p) for end in ends for p in end.parameters()}
+    assigned = {id(p) for end in ends for p in end.parameters()}
     of_root = {id(module) for module in packed.modules() if any(end in set(module.modules()) for end in ends)}
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             yield from visit(child)
-        parameters = [p for p in module.parameters() if id(p) not in taken]
+        parameters = [p for p in module.parameters() if id(p) not in assigned]
         if id(module) in of_root or isinstance(module, nn.ModuleList) or sum(p.numel() for p in parameters) < limit:
             return
-        taken.update(id(p) for p in parameters)
+        assigned.update(id(p) for p in parameters)
         yield module
 
     yield from visit(packed)

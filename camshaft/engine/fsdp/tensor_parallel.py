@@ -111,7 +111,7 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
             )
         expected = LAYERS.get(style, nn.Linear)
         if expected is not nn.Module and type(module) is not expected:
-            raise _unsupported(hf, f"its {name} is a {type(module).__name__}, not a plain {expected.__name__}")
+            raise _unsupported(hf, f"its {name} is a {type(module).__name__}, not a {expected.__name__}")
         if style in ("colwise", "rowwise"):
             assert isinstance(module, nn.Linear)
             units = module.out_features if style == "colwise" else module.in_features

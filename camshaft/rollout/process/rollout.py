@@ -198,8 +198,8 @@ class _Child:
 
     def _died(self, request: str) -> RolloutError:
         self.end(f"it died in {request}")
-        how = describe_exit(self._process.returncode)
-        return RolloutError(f"{self} died in {request} ({how}); resume the run from its last checkpoint")
+        outcome = describe_exit(self._process.returncode)
+        return RolloutError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")
 
     def end(self, why: str = "it was closed") -> None:
         """Kill the process and its children; do nothing if it has ended or in a forked copy of this process."""

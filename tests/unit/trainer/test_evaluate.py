@@ -135,7 +135,7 @@ def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> No
             "data_source a has no built-in reward function",
         ),
         ([row("a", ["1"], "1")], {"data__output_path": __file__}, "data.output_path"),
-        ([row("a", ["1"], "1")], {"data__metrics_path": "nowhere/m.json"}, "there is no folder"),
+        ([row("a", ["1"], "1")], {"data__metrics_path": "nowhere/m.json"}, "nowhere does not exist"),
         ([row("a", ["1"], "1")], {"custom_reward_function__name": "gsm9k"}, "gsm8k"),
         ([{"data_source": "a", "responses": ["1"]}], {}, "rows have no ground truth"),
     ],

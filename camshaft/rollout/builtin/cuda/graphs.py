@@ -63,14 +63,14 @@ class CUDAGraphCapture:
         with backend.device(self.device):
             if self._pool is None:
                 self._stream, self._pool = backend.Stream(), backend.graph_pool_handle()
-            graph, here = backend.CUDAGraph(), backend.current_stream()
-            self._stream.wait_stream(here)
+            graph, stream = backend.CUDAGraph(), backend.current_stream()
+            self._stream.wait_stream(stream)
             with backend.stream(self._stream):
                 function()  # warm-up: compilation and allocation are not allowed during a capture
                 # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
                 with backend.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     function()
-            here.wait_stream(self._stream)
+            stream.wait_stream(self._stream)
         return graph.replay
 
     def release(self) -> None:

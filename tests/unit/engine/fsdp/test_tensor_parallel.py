@@ -267,7 +267,7 @@ def _forget_plan(hf: Any) -> None:
 
 def test_layers_missing_in_the_plan_are_rejected():
     adapted, stray, planless, mesh = run_ranks(odd_layers, 2, folder_of("qwen2"))[0]
-    assert "its model.layers.1.self_attn.o_proj is a _Adapted, not a plain Linear" in adapted
+    assert "its model.layers.1.self_attn.o_proj is a _Adapted, not a Linear" in adapted
     assert "has no style for model.layers.1.self_attn.scale next to sharded matrices" in stray
     assert "transformers has no tensor-parallel plan for it" in planless
     assert "a mesh of one axis" in mesh
