@@ -224,7 +224,7 @@ def _conflict(schema: type[BaseModel], location: tuple[Any, ...], kind: str, mes
     names = list(schema.model_fields)
     close = difflib.get_close_matches(str(location[-1]), names, n=1)
     if not names:
-        return Conflict(name, "unknown option; there are none")
+        return Conflict(name, "unknown option; the backend has no options")
     hint = f"did you mean '{close[0]}'? The" if close else "the"
     return Conflict(name, f"unknown option; {hint} options are {', '.join(names)}")
 

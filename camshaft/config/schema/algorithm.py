@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from camshaft.config.schema.fields import KLPenalty, Says, Section, Text
+from camshaft.config.schema.fields import Described, KLPenalty, Section, Text
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
 """Built-in names. The functions are in `camshaft.algorithms`, which imports torch; a test compares the two."""
 
-EstimatorName = Annotated[Text, Says(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
+EstimatorName = Annotated[Text, Described(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
 """Estimators that compare the responses to one prompt with each other; they require rollout.n > 1."""
 
@@ -35,10 +35,12 @@ def _as_list(value: Any) -> Any:
 RejectionRules = Annotated[
     tuple[RejectionRule, ...],
     BeforeValidator(_as_list),
-    Says(f"null, or one or a list of {', '.join(get_args(RejectionRule))}"),
+    Described(f"null, or one or a list of {', '.join(get_args(RejectionRule))}"),
 ]
 Thresholds = Annotated[
-    tuple[str, ...], BeforeValidator(_as_list), Says("null, or per rule a number or a low-high range such as 0.5-2.0")
+    tuple[str, ...],
+    BeforeValidator(_as_list),
+    Described("null, or per rule a number or a low-high range such as 0.5-2.0"),
 ]
 
 _TWO = re.compile(r"(?<![eE])[-_]")

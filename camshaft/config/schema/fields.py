@@ -28,8 +28,8 @@ class Section(Frozen):
 
 
 @dataclass(frozen=True)
-class Says:
-    """Describe a value in words where its Python type is not enough."""
+class Described:
+    """The description of a value, for keys whose Python type is not specific enough."""
 
     text: str
 
@@ -74,26 +74,26 @@ def _off_or_positive(value: int) -> int:
 
 
 Text = Annotated[str, BeforeValidator(_as_text)]
-Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(_local), IsPath(), Says("a path")]
+Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(_local), IsPath(), Described("a path")]
 Paths = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_tuple),
     AfterValidator(_all_local),
     IsPath(),
-    Says("a path or a list of paths"),
+    Described("a path or a list of paths"),
 ]
-Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Says("a list of names")]
+Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Described("a list of names")]
 Contents = Annotated[
     tuple[Literal["model", "optimizer", "extra", "hf_model"], ...],
     BeforeValidator(_as_tuple),
-    Says("a list of model, optimizer, extra, hf_model"),
+    Described("a list of model, optimizer, extra, hf_model"),
 ]
-Modules = Annotated[str, BeforeValidator(_joined), Says("a module, or several separated by commas")]
-OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Says("-1 (off), or an integer >= 1")]
+Modules = Annotated[str, BeforeValidator(_joined), Described("a module, or several separated by commas")]
+OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Described("-1 (off), or an integer >= 1")]
 Betas = Annotated[
     tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]],
     BeforeValidator(_as_tuple),
-    Says("two numbers, each >= 0 and < 1"),
+    Described("two numbers, each >= 0 and < 1"),
 ]
 DType = Literal["float32", "bfloat16", "float64"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -115,7 +115,7 @@ def is_path(field: FieldInfo) -> bool:
 
 def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
     for mark in metadata:
-        if isinstance(mark, Says):
+        if isinstance(mark, Described):
             return mark.text
     origin = get_origin(annotation)
     if origin is Annotated:
@@ -123,8 +123,8 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
         return _describe(inner, [*marks, *metadata])
     if origin in (Union, UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-        words = ", or ".join(_describe(kind, metadata) for kind in kinds)
-        return words if len(kinds) == len(get_args(annotation)) else f"{words}, or null"
+        alternatives = ", or ".join(_describe(kind, metadata) for kind in kinds)
+        return alternatives if len(kinds) == len(get_args(annotation)) else f"{alternatives}, or null"
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     names = {bool: "true or false", str: "a string", int: "an integer", float: "a number"}
@@ -132,14 +132,14 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    words = []
+    bounds = []
     for mark in metadata:
         if isinstance(mark, Ge):
-            words.append(f">= {mark.ge}")
+            bounds.append(f">= {mark.ge}")
         elif isinstance(mark, Gt):
-            words.append(f"> {mark.gt}")
+            bounds.append(f"> {mark.gt}")
         elif isinstance(mark, Le):
-            words.append(f"<= {mark.le}")
+            bounds.append(f"<= {mark.le}")
         elif isinstance(mark, Lt):
-            words.append(f"< {mark.lt}")
-    return (" " + " and ".join(words)) if words else ""
+            bounds.append(f"< {mark.lt}")
+    return (" " + " and ".join(bounds)) if bounds else ""

@@ -96,7 +96,7 @@ class FSDPConfig(TrainedSharding):
 
 
 class FSDPOptions(TrainedSharding, EngineOptions):
-    """Options of `FSDPEngine`: `fsdp_config`, and the keys beside it that concern the engine."""
+    """Options of `FSDPEngine`: `fsdp_config`, and keys of the role that the engine reads."""
 
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Ranks that share the tokens of one micro-batch."""

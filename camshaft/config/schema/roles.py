@@ -11,7 +11,7 @@ from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
-from camshaft.config.schema.fields import DType, KLPenalty, LossAggMode, Path, Says, Section, Text
+from camshaft.config.schema.fields import Described, DType, KLPenalty, LossAggMode, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import (
     CheckpointConfig,
@@ -23,7 +23,7 @@ from camshaft.config.schema.model import (
 LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
 
 
-PolicyLossName = Annotated[Text, Says(f"one of {', '.join(POLICY_LOSSES)}, or package.module:function")]
+PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, or package.module:function")]
 
 
 class PolicyLossConfig(Section):

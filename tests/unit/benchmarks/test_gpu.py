@@ -179,7 +179,7 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
 
 
 class There(gpu_parts.Job):
-    """Says that it is on CUDA, and computes on the CPU."""
+    """Described that it is on CUDA, and computes on the CPU."""
 
     on_cuda = True
 

@@ -12,7 +12,7 @@ from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_roll
 
 
 class Mute(BaseRollout):
-    """Says nothing."""
+    """Described nothing."""
 
     def load_weights(self, weights: Any) -> None: ...
 
