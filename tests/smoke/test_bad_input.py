@@ -67,7 +67,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"data.train_batch_size": 2},
         ["ppo_mini_batch_size = 4", "larger than the iteration", "Set actor_rollout_ref.actor.ppo_mini_batch_size=2"],
     ),
-    "no such train file": ({"data.train_files": "/nowhere/train.parquet"}, ["data.train_files = /nowhere", "file not found"]),
+    "no such train file": (
+        {"data.train_files": "/nowhere/train.parquet"},
+        ["data.train_files = /nowhere", "file not found"],
+    ),
     "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "folder not found"]),
     "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
