@@ -324,7 +324,7 @@ def write_on_disks_of_their_own(folder: str) -> str:
         return {} if dist.get_rank() == 0 else {"model/shard-00002-model-00001-of-00001.safetensors": {}}
 
     state = State(laid_out("1d", whole()), {}, {}, {})
-    with mock.patch.object(checkpoint, "_write", elsewhere), mock.patch.object(checkpoint, "_finish_own_part", own):
+    with mock.patch.object(checkpoint, "_write", elsewhere), mock.patch.object(checkpoint, "_finish_rank", own):
         try:
             save(state, folder, group=group)
         except CheckpointError as error:
@@ -334,7 +334,7 @@ def write_on_disks_of_their_own(folder: str) -> str:
 
 def test_disks_that_are_not_shared_are_found_out(tmp_path: Path) -> None:
     said = run_ranks(write_on_disks_of_their_own, 2, str(tmp_path / "ckpt"))
-    assert all("Name a folder on a disk that all nodes share" in text for text in said)
+    assert all("use a folder on a file system that all nodes share" in text for text in said)
     assert not (tmp_path / "ckpt").exists()
 
 

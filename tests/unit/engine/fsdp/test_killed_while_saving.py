@@ -60,9 +60,9 @@ def _killed(folder: Path, in_background: bool, pause: float) -> None:
         while not list(folder.glob("run/global_step_*3/actor*")) and time.monotonic() < deadline:
             time.sleep(0.001)
         time.sleep(pause)
-        for link in pool.links:
-            assert link.pid is not None
-            os.kill(link.pid, signal.SIGKILL)
+        for process in pool.processes:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGKILL)
 
     threading.Thread(target=kill).start()
     try:
