@@ -78,7 +78,7 @@ class ActorUpdate:
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
-        return told(self.actor.update_actor(data, presharded=True), "actor/pg_loss", "actor/grad_norm")
+        return update_metrics(self.actor.update_actor(data, presharded=True), "actor/pg_loss", "actor/grad_norm")
 
 
 class ActorUpdateOnRanks(contextlib.ExitStack):
@@ -96,7 +96,9 @@ class ActorUpdateOnRanks(contextlib.ExitStack):
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
         order = sharded_rows(len(data), self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
-        return told(self.actor.update_actor(data.reorder(order), presharded=True), "actor/pg_loss", "actor/grad_norm")
+        return update_metrics(
+            self.actor.update_actor(data.reorder(order), presharded=True), "actor/pg_loss", "actor/grad_norm"
+        )
 
 
 class CriticUpdate:
@@ -108,12 +110,12 @@ class CriticUpdate:
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, values=rows.old_values, returns=rows.returns)
-        return told(self.critic.update_critic(data, presharded=True), "critic/vf_loss", "critic/grad_norm")
+        return update_metrics(self.critic.update_critic(data, presharded=True), "critic/vf_loss", "critic/grad_norm")
 
 
-def told(found: DataProto, loss: str, norm: str) -> dict[str, float]:
+def update_metrics(output: DataProto, loss: str, norm: str) -> dict[str, float]:
     """Return the metrics that all sides of an update report."""
-    metrics = found.meta_info["metrics"]
+    metrics = output.meta_info["metrics"]
     return {"loss": metrics[loss], "grad_norm": metrics[norm]}
 
 
@@ -170,8 +172,8 @@ class Steps:
 
     def step(self) -> dict[str, Any]:
         self.trainer.global_step += 1
-        told = self.trainer.step(next(self.batches))
+        metrics = self.trainer.step(next(self.batches))
         return {
             "lengths": self.parts.lengths,
-            **{n: v for n, v in told.items() if n.startswith("timing_s")},
+            **{n: v for n, v in metrics.items() if n.startswith("timing_s")},
         }

@@ -67,10 +67,10 @@ class CarefulLoop:
             do_sample=True, top_k=0, max_new_tokens=LONGEST_ANSWER, num_return_sequences=SAMPLES, pad_token_id=0,
             eos_token_id=end,
         )  # fmt: skip
-        found = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
-        ends = (found == end).float()
-        lengths = torch.where(ends.any(dim=1), ends.argmax(dim=1) + 1, found.shape[1]).tolist()
-        return [row[:length].clone() for row, length in zip(found, lengths, strict=True)]
+        sequences = self.model.generate(ids, attention_mask=mask, generation_config=config)[:, width:]
+        ends = (sequences == end).float()
+        lengths = torch.where(ends.any(dim=1), ends.argmax(dim=1) + 1, sequences.shape[1]).tolist()
+        return [row[:length].clone() for row, length in zip(sequences, lengths, strict=True)]
 
     def step(self, prompts: list[Tensor]) -> dict[str, list[int]]:
         responses = self.generate(prompts)
@@ -78,7 +78,7 @@ class CarefulLoop:
         scores = torch.tensor([even_share(response.tolist()) for response in responses]).view(-1, SAMPLES)
         advantages = ((scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)).flatten()
         rows = Rows(repeated, responses, [], [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
-        self.update(replace(rows, old_log_probs=told_of(rows, self.log_probs)))
+        self.update(replace(rows, old_log_probs=evaluate(rows, self.log_probs)))
         return {"lengths": [len(response) for response in responses]}
 
 
@@ -112,11 +112,11 @@ def adam(model: nn.Module, learning_rate: float) -> torch.optim.Optimizer:
 
 def right_padded(rows: Rows) -> tuple[Tensor, Tensor]:
     """Return padded ids, and a mask of the positions that predict a response token."""
-    whole = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
-    width = max(map(len, whole))
-    ids = torch.stack([F.pad(row, (0, width - len(row))) for row in whole])
+    sequences = [torch.cat([p, r]) for p, r in zip(rows.prompts, rows.responses, strict=True)]
+    width = max(map(len, sequences))
+    ids = torch.stack([F.pad(row, (0, width - len(row))) for row in sequences])
     place = torch.arange(width - 1)
-    starts, ends = torch.tensor([len(p) for p in rows.prompts]), torch.tensor([len(row) for row in whole])
+    starts, ends = torch.tensor([len(p) for p in rows.prompts]), torch.tensor([len(row) for row in sequences])
     return ids, (place >= starts[:, None] - 1) & (place < ends[:, None] - 1)
 
 
@@ -133,14 +133,14 @@ def by_length(rows: Rows, numbers: Iterable[int]) -> Iterator[list[int]]:
 
 
 @torch.no_grad()
-def told_of(rows: Rows, what: Callable[[Rows], Tensor]) -> list[Tensor]:
+def evaluate(rows: Rows, what: Callable[[Rows], Tensor]) -> list[Tensor]:
     """Evaluate `what` in micro-batches; returns one tensor of response-token values per row."""
-    found: list[Tensor] = [torch.empty(0)] * len(rows)
+    values_of_rows: list[Tensor] = [torch.empty(0)] * len(rows)
     for numbers in by_length(rows, range(len(rows))):
-        told = what(rows.part(numbers)).split([len(rows.responses[row]) for row in numbers])
-        for row, values in zip(numbers, told, strict=True):
-            found[row] = values
-    return found
+        parts = what(rows.part(numbers)).split([len(rows.responses[row]) for row in numbers])
+        for row, values in zip(numbers, parts, strict=True):
+            values_of_rows[row] = values
+    return values_of_rows
 
 
 def fit(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from careful import CarefulCritic, CarefulLoop, log_probs, told_of
+from careful import CarefulCritic, CarefulLoop, evaluate, log_probs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from workload import KL, LAMBDA, SAMPLES, Rows, even_share
@@ -28,9 +28,9 @@ class CarefulPPO(CarefulLoop):
     def step(self, prompts: list[Tensor]) -> dict[str, list[int]]:
         responses = self.generate(prompts)
         rows = Rows([prompt for prompt in prompts for _ in range(SAMPLES)], responses, [], [])
-        old = told_of(rows, self.log_probs)
-        reference = told_of(rows, lambda part: log_probs(self.reference, part))
-        values = told_of(rows, self.critic.values)
+        old = evaluate(rows, self.log_probs)
+        reference = evaluate(rows, lambda part: log_probs(self.reference, part))
+        values = evaluate(rows, self.critic.values)
         rewards = [KL * (theirs - ours) for theirs, ours in zip(reference, old, strict=True)]
         for reward, response in zip(rewards, responses, strict=True):
             reward[-1] += even_share(response.tolist())
@@ -47,10 +47,10 @@ class CarefulPPO(CarefulLoop):
 def gae(rewards: list[Tensor], values: list[Tensor]) -> list[Tensor]:
     """Compute the advantages of each row with gamma 1; padding is 0 and adds nothing."""
     reward, value = pad_sequence(rewards, batch_first=True), pad_sequence(values, batch_first=True)
-    found = torch.zeros_like(reward)
+    advantages = torch.zeros_like(reward)
     after = next_value = torch.zeros(len(rewards))
     for t in reversed(range(reward.shape[1])):
         after = reward[:, t] + next_value - value[:, t] + LAMBDA * after
         next_value = value[:, t]
-        found[:, t] = after
-    return [row[: len(own)] for row, own in zip(found, rewards, strict=True)]
+        advantages[:, t] = after
+    return [row[: len(reward_row)] for row, reward_row in zip(advantages, rewards, strict=True)]

@@ -88,12 +88,12 @@ def payload(sequences: int, tokens: int, columns: int) -> DataProto:
 
 
 def lowest(work: Callable[[], Any], times: int) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         work()
-        found.append(time.perf_counter() - start)
-    return min(found)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 def calls(pool: Pool, times: int) -> list[list[str]]:
@@ -151,10 +151,10 @@ def step_batch() -> DataProto:
     def tokens(count: int) -> torch.Tensor:
         return torch.randint(3, 30, (count,), generator=draw)
 
-    found = {"prompts": column(200, tokens), "responses": column(1800, tokens)}
-    found["response_mask"] = column(1800, lambda count: torch.ones(count, dtype=torch.bool))
-    found |= {name: column(1800, noise) for name in ("old_log_probs", "advantages", "values", "returns")}
-    return DataProto(found)
+    columns = {"prompts": column(200, tokens), "responses": column(1800, tokens)}
+    columns["response_mask"] = column(1800, lambda count: torch.ones(count, dtype=torch.bool))
+    columns |= {name: column(1800, noise) for name in ("old_log_probs", "advantages", "values", "returns")}
+    return DataProto(columns)
 
 
 def step(pool: Pool, config: PPOConfig) -> list[list[str]]:
@@ -193,28 +193,28 @@ def main() -> None:
     parser.add_argument("--backends", default="local,ray")
     parser.add_argument("--times", type=int, default=9, help="repetitions of a call")
     parser.add_argument("--without-step", action="store_true", help="skip the second table, which takes minutes")
-    asked = parser.parse_args()
-    said = [
+    arguments = parser.parse_args()
+    page = [
         "# Cost of controller calls",
         "",
         "`python benchmarks/controller.py`; the docstring of the script describes the measurement.",
         "",
     ]
-    said.append(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}.")
+    page.append(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}.")
     with tempfile.TemporaryDirectory() as folder:
         config = step_config(Path(folder))
-        for backend in asked.backends.split(","):
+        for backend in arguments.backends.split(","):
             options = Options(ray_init={"include_dashboard": False}, preload=("camshaft.roles",))
             with pools([PoolSpec(ranks_per_node=RANKS, device="cpu")], backend, options) as (pool,):
                 head = ["sequences x tokens", "columns", "MB", "ms", "ms / MB"]
-                said += ["", f"## {backend}, {RANKS} ranks", "", table(head, calls(pool, asked.times))]
-                if not asked.without_step:
+                page += ["", f"## {backend}, {RANKS} ranks", "", table(head, calls(pool, arguments.times))]
+                if not arguments.without_step:
                     head = ["call, 1,000 x 2,000 tokens", "s", "controller", "share"]
-                    said += ["", table(head, step(pool, config))]
-    text = "\n".join(said) + "\n"
+                    page += ["", table(head, step(pool, config))]
+    text = "\n".join(page) + "\n"
     sys.stdout.write(text)
-    if asked.out:
-        asked.out.write_text(text)
+    if arguments.out:
+        arguments.out.write_text(text)
 
 
 if __name__ == "__main__":

@@ -70,5 +70,7 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        both = partial(compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True, own=("bypass", "apart"))
+        both = partial(
+            compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True, denominators=("bypass", "apart")
+        )
         main(__doc__ or "", both, COLUMNS | BESIDE, models="1M,4M", against="bypass,careful,trl")

@@ -48,7 +48,7 @@ class Rank(Worker):
         engine.init_model()
         gc.collect()
         built, building = _resident() - before, _peak() - before
-        engine.set_loss_fn(lambda data, found, ctx: (-found["log_probs"].values.sum() / ctx["num_tokens"], ctx))
+        engine.set_loss_fn(lambda data, out, ctx: (-out["log_probs"].values.sum() / ctx["num_tokens"], ctx))
         _forget_peak()
         with engine.train_mode():
             for _ in range(2):
@@ -94,7 +94,7 @@ def main() -> None:
     heads = ["ranks", "layout", "rank", "parameters", "gradients", "optimizer", "sum", "share of one rank"]
     heads += ["resident, built", "peak, building", "peak, stepping"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
-    whole = None
+    one_rank = None
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_tokenizer(folder)
         make_tiny_model(folder, hidden=options.hidden, layers=options.layers, heads=8, kv_heads=8)
@@ -104,13 +104,13 @@ def main() -> None:
         for world, layout, changes in cases:
             config = EngineConfig(model=EngineModel(path=folder), optim=OptimConfig(lr=1e-4), options=changes)
             with workers(Rank, world_size=world) as ranks:
-                found = ranks.measure([config] * world)
-            for rank, told in enumerate(found):
-                total = told["parameters"] + told["gradients"] + told["optimizer"]
-                whole = whole or total
-                numbers = [told["parameters"], told["gradients"], told["optimizer"], total]
-                cells = [f"{number:.1f}" for number in numbers] + [f"{total / whole:.3f}"]
-                cells += [f"{told[name]:.0f}" for name in ("built", "building", "stepping")]
+                results = ranks.measure([config] * world)
+            for rank, result in enumerate(results):
+                total = result["parameters"] + result["gradients"] + result["optimizer"]
+                one_rank = one_rank or total
+                numbers = [result["parameters"], result["gradients"], result["optimizer"], total]
+                cells = [f"{number:.1f}" for number in numbers] + [f"{total / one_rank:.3f}"]
+                cells += [f"{result[name]:.0f}" for name in ("built", "building", "stepping")]
                 lines.append(f"| {world} | {layout} | {rank} | " + " | ".join(cells) + " |")
                 print(lines[-1], flush=True)
     head = f"MiB per rank; qwen2, {options.layers} layers, {options.hidden} wide, float32, AdamW, gloo on the CPU."

@@ -63,7 +63,7 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, float]]:
 
 def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
     """Time the second of two updates of the rows; the first one allocates memory again."""
-    told = loop.update(rows)
+    metrics = loop.update(rows)
     on_cuda = device.startswith("cuda")
     if on_cuda:
         torch.cuda.synchronize(device)
@@ -72,11 +72,11 @@ def timed_update(loop: Any, rows: Any, device: str) -> dict[str, float]:
     loop.update(rows)
     if on_cuda:
         torch.cuda.synchronize(device)
-    told["seconds"] = time.perf_counter() - start
+    metrics["seconds"] = time.perf_counter() - start
     if on_cuda:
-        told["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+        metrics["peak_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
         torch.cuda.empty_cache()  # for the other side
-    return told
+    return metrics
 
 
 def update_rows(job: Any, names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,15 +87,15 @@ def update_rows(job: Any, names: list[str], options: argparse.Namespace) -> list
         rounds = sides.rounds(job.rounds)
     rows = [gpu_model.rows_of(job.size, number + 1) for number in range(job.rounds)]
     work = sum((gpu_model.work_of(job.size, each, job.dtype) for each in rows), roofline.NOTHING) / len(rows)
-    told = [{name: each[name]["told"] for name in names} for each in rounds]
+    results = [{name: each[name]["result"] for name in names} for each in rounds]
     tokens = gpu_model.mean_tokens(rows)
-    return [_update_row(name, told, work, tokens, job.rates, options.datasheet) for name in names]
+    return [_update_row(name, results, work, tokens, job.rates, options.datasheet) for name in names]
 
 
 def _update_row(
-    name: str, told: Any, work: roofline.Work, tokens: float, rates: roofline.Rates, datasheet: float | None
+    name: str, results: Any, work: roofline.Work, tokens: float, rates: roofline.Rates, datasheet: float | None
 ) -> dict[str, Any]:
-    seconds = middle(told, name, "seconds")
+    seconds = middle(results, name, "seconds")
     row: dict[str, Any] = {"what": name, "seconds": seconds, "tokens_per_second": tokens / seconds}
     row |= roofline.reached(work, seconds, rates)
     row["matmul_tflops"] = rates.matmul / 1e12
@@ -106,10 +106,10 @@ def _update_row(
         row |= {"datasheet_tflops": datasheet, "of_datasheet": work.operations / (datasheet * 1e12) / seconds}
         parts.append("{of_datasheet:.1%} of the datasheet's {datasheet_tflops:.0f} TFLOP/s")
     parts.append("{seconds:.3f} s, {tokens_per_second:.0f} tokens/s")
-    if "peak_gib" in told[0][name]:
-        row["peak_gib"] = middle(told, name, "peak_gib")
+    if "peak_gib" in results[0][name]:
+        row["peak_gib"] = middle(results, name, "peak_gib")
         parts.append("{peak_gib:.1f} GiB")
-    row |= {key: middle(told, name, key) for key in ("loss", "grad_norm")}
+    row |= {key: middle(results, name, key) for key in ("loss", "grad_norm")}
     parts.append("loss {loss:.4f}, norm {grad_norm:.4f}")
     return row | {"measured": "; ".join(parts).format(**row)}
 
@@ -130,10 +130,10 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--datasheet", type=float, help="the vendor's TFLOP/s in that format, without sparsity")
     parser.set_defaults(rounds=3)
     options = parser.parse_args()
-    for given, known in ((options.parts, PARTS), (options.against, AGAINST)):
-        unknown = set(filter(None, given.split(","))) - set(known)
+    for option, choices in ((options.parts, PARTS), (options.against, AGAINST)):
+        unknown = set(filter(None, option.split(","))) - set(choices)
         if unknown:
-            parser.error(f"unknown: {', '.join(sorted(unknown))}; use {', '.join(known)}")
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; use {', '.join(choices)}")
     if any("=" not in word for word in options.set):
         parser.error("--set takes KEY=VALUE")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -146,7 +146,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the chosen parts and return all table rows."""
     import gpu_parts
 
-    size, found = SIZES[options.model], []
+    size, rows = SIZES[options.model], []
     rates = roofline.measured_rates(torch.get_num_threads(), options.device, dtype=DTYPES[options.dtype])
     if options.device.startswith("cuda"):
         torch.cuda.empty_cache()
@@ -163,8 +163,8 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         for part in (part for part in PARTS if part in options.parts.split(",")):
             print(f"{part} ...", file=sys.stderr, flush=True)
-            found += [{"part": part, "goal": GOALS[part], **row} for row in ways[part]()]
-    return found
+            rows += [{"part": part, "goal": GOALS[part], **row} for row in ways[part]()]
+    return rows
 
 
 def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
@@ -175,8 +175,8 @@ def report(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     how = f"{about}; model {options.model}, {options.dtype}, medians of {options.rounds} rounds. `{command}`"
     page = [f"# {title.rstrip('.')}", rest.partition("\n\n")[2].strip(), how, table(rows, COLUMNS)]
     Path(f"{options.out}.md").write_text("\n\n".join(page) + "\n", encoding="utf-8")
-    told = {"machine": about, "command": command, "model": options.model, "dtype": options.dtype, "rows": rows}
-    Path(f"{options.out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    record = {"machine": about, "command": command, "model": options.model, "dtype": options.dtype, "rows": rows}
+    Path(f"{options.out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -144,10 +144,10 @@ class Padded:
         return {"loss": float(torch.stack(losses).sum()), "grad_norm": float(norm)}
 
     def _loss(self, rows: Rows) -> Tensor:
-        whole = [torch.cat(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
+        sequences = [torch.cat(pair) for pair in zip(rows.prompts, rows.responses, strict=True)]
         width = self.size.longest_prompt + self.size.longest_response
-        ids = right(whole, width).to(self.device)
-        real = right([torch.ones_like(row) for row in whole], width).to(self.device)
+        ids = right(sequences, width).to(self.device)
+        real = right([torch.ones_like(row) for row in sequences], width).to(self.device)
         with torch.autocast(self.device.partition(":")[0], self.dtype, enabled=self.dtype != torch.float32):
             logits = self.model(input_ids=ids, attention_mask=real, use_cache=False).logits
         chosen = logits[:, :-1].float().log_softmax(dim=-1).gather(2, ids[:, 1:, None])[..., 0]

@@ -65,7 +65,7 @@ def synchronize(device: str) -> None:
 
 def memory_rows(job: Job) -> list[dict[str, Any]]:
     """Measure the peak memory of log-probs and entropy beyond inputs, outputs and gradients, per vocabulary."""
-    found = []
+    rows = []
     for words in job.size.vocabularies:
         row: dict[str, Any] = {"what": f"vocabulary of {words}, {job.size.head_tokens} tokens", "vocabulary": words}
         row |= _head_memory(job, words)
@@ -73,8 +73,8 @@ def memory_rows(job: Job) -> list[dict[str, Any]]:
             "{forward_mib:.0f} MiB forward, {backward_mib:.0f} with backward, beside gradients of {gradients_mib:.0f}"
         )
         row["measured"] = form.format(**row) if job.on_cuda else NEEDS_CUDA
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _head_memory(job: Job, words: int) -> dict[str, float]:
@@ -156,7 +156,7 @@ def _decoded(job: Job, eager: bool) -> dict[str, Any]:
     for tokens in (1, size.answer):
         seconds(tokens)  # allocates memory and captures CUDA graphs
     spent = [seconds(size.answer) - seconds(1) for _ in range(job.rounds)]
-    return _told_of_decode(job, eager, statistics.median(spent))
+    return _decode_row(job, eager, statistics.median(spent))
 
 
 def decode_work(size: Size, dtype: str) -> roofline.Work:
@@ -166,16 +166,16 @@ def decode_work(size: Size, dtype: str) -> roofline.Work:
         groups = [Group(size.prompt, [tokens])] * size.batch
         return roofline.generation(size.shape, groups, number=DTYPES[dtype].itemsize)
 
-    whole, first = upto(size.answer), upto(1)
-    return roofline.Work(whole.operations - first.operations, whole.bytes - first.bytes)
+    total, first = upto(size.answer), upto(1)
+    return roofline.Work(total.operations - first.operations, total.bytes - first.bytes)
 
 
-def _told_of_decode(job: Job, eager: bool, seconds: float) -> dict[str, Any]:
+def _decode_row(job: Job, eager: bool, seconds: float) -> dict[str, Any]:
     size, steps = job.size, job.size.answer - 1
-    told = roofline.reached(decode_work(size, job.dtype), seconds, job.rates)
-    told |= {"seconds": seconds, "ms": 1000 * seconds / steps, "tokens_per_second": steps * size.batch / seconds}
+    row = roofline.reached(decode_work(size, job.dtype), seconds, job.rates)
+    row |= {"seconds": seconds, "ms": 1000 * seconds / steps, "tokens_per_second": steps * size.batch / seconds}
     form = "{of_copy_rate:.1%} of the bound by bytes, {ms:.2f} ms a step, {tokens_per_second:.0f} tokens/s"
-    return {"what": f"enforce_eager={eager}", "measured": form.format(**told), **told}
+    return {"what": f"enforce_eager={eager}", "measured": form.format(**row), **row}
 
 
 # -- waits ----------------------------------------------------------------------------------------
@@ -194,8 +194,8 @@ def syncs_rows(job: Job) -> list[dict[str, Any]]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with marked() as passes, torch.profiler.profile(activities=activities) as profile:
         actor.update(rows)
-    found = waits_inside(profile.events() or [])
-    first = {"what": names[0], "measured": f"{len(found)} in {len(passes)} micro-batches", "waits": found}
+    waits = waits_inside(profile.events() or [])
+    first = {"what": names[0], "measured": f"{len(waits)} in {len(passes)} micro-batches", "waits": waits}
     return [first | {"micro_batches": len(passes)}, {"what": names[1], **_refused(lambda: actor.update(rows))}]
 
 
@@ -216,14 +216,14 @@ def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[
 def waits_inside(events: Any) -> list[str]:
     """Return the names of host events inside marked ranges that wait or start a copy to the host."""
     ranges = [e.time_range for e in events if e.name == MARK and e.device_type == torch.autograd.DeviceType.CPU]
-    found = []
+    waits = []
     for event in events:
         if not any(r.start <= event.time_range.start <= r.end for r in ranges):
             continue
         if event.device_type == torch.autograd.DeviceType.CPU:
             names = [event.name, *(kernel.name for kernel in event.kernels)]
-            found += [name for name in names if name.startswith(WAITS)]
-    return found
+            waits += [name for name in names if name.startswith(WAITS)]
+    return waits
 
 
 def _refused(update: Callable[[], Any]) -> dict[str, Any]:

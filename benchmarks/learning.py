@@ -180,8 +180,8 @@ def write_problems(name: str, folder: Path) -> None:
     answered = []
     for row in train:
         right = row["reward_model"]["ground_truth"]
-        said = task.mistake(right) if chance.random() < MISTAKEN else right
-        answered.append({"prompt": row["prompt"], "response": said})
+        answer = task.mistake(right) if chance.random() < MISTAKEN else right
+        answered.append({"prompt": row["prompt"], "response": answer})
     write_parquet(folder / "warm_up.parquet", answered)
 
 
@@ -191,23 +191,23 @@ def question(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def warm_up_command(name: str, work: Path) -> list[str]:
-    own = {
+    settings = {
         "model.path": work / name / "model",
         "data.train_files": work / name / "data" / "warm_up.parquet",
         "trainer.total_training_steps": TASKS[name].warm_up,
         "trainer.default_local_dir": work / name / "warm_up",
     }
-    return command("sft", WARM_UP | own)
+    return command("sft", WARM_UP | settings)
 
 
 def warm_up(name: str, work: Path) -> None:
     """Train the initial model of a task's runs, unless it exists."""
     folder, words = work / name, warm_up_command(name, work)
-    kept, asked = folder / "warm_up" / "run.json", asked_of(name, work, words)
-    if finished(kept, asked) is None:
+    kept, inputs = folder / "warm_up" / "run.json", inputs_of(name, work, words)
+    if finished(kept, inputs) is None:
         make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
         seconds, cpu_seconds = camshaft(words, folder / "warm_up.log")
-        keep(kept, asked, {"seconds": seconds, "cpu_seconds": cpu_seconds})
+        keep(kept, inputs, {"seconds": seconds, "cpu_seconds": cpu_seconds})
         print(f"{name} is warmed up, {seconds:.0f} s", flush=True)
 
 
@@ -216,7 +216,7 @@ def warm_up(name: str, work: Path) -> None:
 
 def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[str]:
     task, folder = TASKS[name], work / name
-    own = {
+    settings = {
         "data.train_files": folder / "data" / "train.parquet",
         "data.val_files": folder / "data" / "heldout.parquet",
         "data.max_prompt_length": task.longest_prompt,
@@ -226,24 +226,24 @@ def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[s
         "trainer.seed": seed,
     }
     if algorithm == "gae":
-        own["critic.model.path"] = own["actor_rollout_ref.model.path"]
-    return command("ppo", TRAINING | ALGORITHMS[algorithm] | own)
+        settings["critic.model.path"] = settings["actor_rollout_ref.model.path"]
+    return command("ppo", TRAINING | ALGORITHMS[algorithm] | settings)
 
 
 def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
     """Execute one run, unless it is finished."""
     words, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
     before = warm_up_command(name, work)
-    kept, asked = folder / "run.json", asked_of(name, work, before, words)
-    told = finished(kept, asked)
-    if told is None:
+    kept, inputs = folder / "run.json", inputs_of(name, work, before, words)
+    result = finished(kept, inputs)
+    if result is None:
         shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted run
         seconds, cpu_seconds = camshaft(words, folder.with_suffix(".log"))
         curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
         run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
-        told = keep(kept, asked, asdict(run))
+        result = keep(kept, inputs, asdict(run))
         print(f"{name} {algorithm} {seed}: {run.correct[0]:.3f} to {run.correct[-1]:.3f}, {seconds:.0f} s", flush=True)
-    return Run(**told)
+    return Run(**result)
 
 
 def read_curves(path: Path, source: str) -> tuple[list[int], list[float], list[float], list[float]]:
@@ -276,52 +276,52 @@ def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
     return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
 
 
-def asked_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:
+def inputs_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:
     """Return everything that determines the outcome, except for the code."""
     problems = {file: hashlib.sha256((work / name / "data" / file).read_bytes()).hexdigest() for file in FILES}
     return {"problems": problems, "model": model(name), "commands": commands}
 
 
-def finished(path: Path, asked: Mapping[str, Any]) -> dict[str, Any] | None:
+def finished(path: Path, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the stored result of a run with the same inputs, or None."""
     if not path.exists():
         return None
     kept = json.loads(path.read_text(encoding="utf-8"))
-    return kept["told"] if kept["asked"] == json.loads(json.dumps(asked)) else None
+    return kept["result"] if kept["inputs"] == json.loads(json.dumps(inputs)) else None
 
 
-def keep(path: Path, asked: Mapping[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+def keep(path: Path, inputs: Mapping[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """Store a result atomically."""
     half = path.with_suffix(".part")
-    half.write_text(json.dumps({"asked": asked, "told": told}, indent=1) + "\n", encoding="utf-8")
+    half.write_text(json.dumps({"inputs": inputs, "result": result}, indent=1) + "\n", encoding="utf-8")
     half.replace(path)
-    return told
+    return result
 
 
 def write(out: Path, runs: Sequence[Run], work: Path) -> None:
     """Write the page and its data."""
-    own = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
-    settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *own))
+    blocks = [ALGORITHMS[name] for name in ALGORITHMS if any(run.algorithm == name for run in runs)]
+    settings = "\n\n".join("\n".join(command("", block)[1:]) for block in (TRAINING, *blocks))
     about = {"mistaken": MISTAKEN, "heldout": NUM_HELDOUT, "settings": settings, "machine": machine()}
     out.write_text(page(TASKS, runs, **about), encoding="utf-8")
     ran = dict.fromkeys((run.task, run.algorithm) for run in runs)
     first = [warm_up_command(name, work) for name in dict.fromkeys(name for name, _ in ran)]
     first += [training_command(name, algorithm, 0, work) for name, algorithm in ran]
-    told = {
+    record = {
         "machine": machine(),
         "stated": {name: {"start": task.start, "goal": task.goal} for name, task in TASKS.items()},
         "models": {name: model(name) for name in TASKS},
         "commands": [shlex.join(["camshaft", *words]) for words in first],
         "runs": [asdict(run) | {"reached": reached(TASKS[run.task], run)} for run in runs],
     }
-    RESULTS.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def some_of(known: Mapping[str, Any], text: str) -> list[str]:
+def some_of(choices: Mapping[str, Any], text: str) -> list[str]:
     """Parse comma-separated names for argparse."""
     names = text.split(",")
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"unknown name '{unknown[0]}'; use {', '.join(known)}")
+    if unknown := [name for name in names if name not in choices]:
+        raise argparse.ArgumentTypeError(f"unknown name '{unknown[0]}'; use {', '.join(choices)}")
     return names
 
 

@@ -68,7 +68,7 @@ def grouped(tasks: Mapping[str, Task], runs: Sequence[Run]) -> dict[tuple[str, s
     groups: dict[tuple[str, str], list[Run]] = {(name, algorithm): [] for name in tasks for algorithm in NAMES}
     for run in sorted(runs, key=lambda run: run.seed):
         groups[run.task, run.algorithm].append(run)
-    return {key: found for key, found in groups.items() if found}
+    return {key: group for key, group in groups.items() if group}
 
 
 def verdict(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
@@ -84,8 +84,8 @@ def verdict(tasks: Mapping[str, Task], runs: Sequence[Run]) -> str:
         ]
     if not missed:
         return f"**All {len(runs)} runs reached their goal.**"
-    told = f"**{len(runs) - len(missed)} of {len(runs)} runs reached their goal.** These did not:"
-    return "\n".join([told, "", *missed])
+    summary = f"**{len(runs) - len(missed)} of {len(runs)} runs reached their goal.** These did not:"
+    return "\n".join([summary, "", *missed])
 
 
 def spread(values: Sequence[float]) -> str:

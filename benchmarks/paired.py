@@ -31,7 +31,7 @@ from machine import cpu_seconds, machine
 
 Case = dict[str, Any]
 Round = dict[str, dict[str, Any]]
-"""For each side of one round: `wall` and `cpu` in seconds, `memory` in bytes, and the results that it `told`."""
+"""For each side of one round: `wall` and `cpu` in seconds, `memory` in bytes, and its `result`."""
 
 
 def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
@@ -46,10 +46,10 @@ def serve(build: Callable[[str, Case], Callable[[int], Any]]) -> None:
     for line in sys.stdin:
         before = forget_peak()
         wall, cpu = time.perf_counter(), cpu_seconds()
-        told = run(int(line))
+        result = run(int(line))
         spent = {"wall": time.perf_counter() - wall, "cpu": cpu_seconds() - cpu}
         memory = max(peak() - before, 1 << 20)  # the resolution of the kernel's counter
-        output.write(json.dumps({**spent, "memory": memory, "told": told}) + "\n")
+        output.write(json.dumps({**spent, "memory": memory, "result": result}) + "\n")
         output.flush()
 
 
@@ -87,14 +87,14 @@ class Sides:
     def _round(self, number: int) -> Round:
         names = list(self.processes)
         shift = number % len(names)
-        found: Round = {}
+        sides: Round = {}
         for name in names[shift:] + names[:shift]:
             stdin = self.processes[name].stdin
             assert stdin is not None
             stdin.write(f"{number + 1}\n")
             stdin.flush()
-            found[name] = json.loads(self._answer(name))
-        return found
+            sides[name] = json.loads(self._answer(name))
+        return sides
 
     def _answer(self, name: str) -> str:
         stdout = self.processes[name].stdout
@@ -105,32 +105,32 @@ class Sides:
         return line
 
 
-def ratio(rounds: Sequence[Round], other: str, own: str, what: str) -> float:
+def ratio(rounds: Sequence[Round], other: str, side: str, what: str) -> float:
     """Return the median over the rounds of the other side's cost divided by this side's."""
-    return statistics.median(each[other][what] / max(each[own][what], 1e-9) for each in rounds)
+    return statistics.median(each[other][what] / max(each[side][what], 1e-9) for each in rounds)
 
 
 def middle(rounds: Sequence[Round], name: str, what: str) -> float:
     return statistics.median(each[name][what] for each in rounds)
 
 
-def agree(found: Round, alike: Sequence[str], within: float = 1e-3) -> None:
+def agree(sides: Round, alike: Sequence[str], within: float = 1e-3) -> None:
     """Exit if sides that report these numbers disagree, because then they compute different things.
 
     Call it for the first round only: rounding differences grow from step to step.
     """
     for key in alike:
-        told = {name: spent["told"][key] for name, spent in found.items() if key in spent["told"]}
-        if not math.isclose(min(told.values()), max(told.values()), rel_tol=within, abs_tol=within):
-            raise SystemExit(f"these sides computed different things, {key}: {told}")
+        values = {name: spent["result"][key] for name, spent in sides.items() if key in spent["result"]}
+        if not math.isclose(min(values.values()), max(values.values()), rel_tol=within, abs_tol=within):
+            raise SystemExit(f"these sides computed different things, {key}: {values}")
 
 
 def table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
     """Build a Markdown table; `columns` maps headings to format strings. A cell without its numbers is empty."""
 
     def cell(form: str, row: dict[str, Any]) -> str:
-        known = all(row[name] is not None for _, name, _, _ in Formatter().parse(form) if name)
-        return form.format(**row) if known else ""
+        complete = all(row[name] is not None for _, name, _, _ in Formatter().parse(form) if name)
+        return form.format(**row) if complete else ""
 
     lines = [
         list(columns),
@@ -168,16 +168,16 @@ def main(
     for name, values in choices.items():
         parser.add_argument(f"--{name}", default=values[0], help=", ".join(values))
     options = parser.parse_args()
-    names, found = ["camshaft", *options.against.split(",")], []
+    names, rows = ["camshaft", *options.against.split(",")], []
     lists = [getattr(options, name).split(",") for name in (*choices, "models", "threads")]
     for *chosen, model, threads in itertools.product(*lists):
-        found += compared(model, names, int(threads), options.rounds, **dict(zip(choices, chosen, strict=True)))
-        print(table(found, columns), flush=True)
-    report(about, found, columns, options.out, f"{options.rounds} rounds")
+        rows += compared(model, names, int(threads), options.rounds, **dict(zip(choices, chosen, strict=True)))
+        print(table(rows, columns), flush=True)
+    report(about, rows, columns, options.out, f"{options.rounds} rounds")
 
 
 def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], out: str | None, how: str) -> None:
-    """Write the result and the machine as Markdown and JSON."""
+    """Write the rows and the machine as Markdown and JSON."""
     if out is None:
         return
     title, _, rest = about.partition("\n\n")
@@ -186,8 +186,8 @@ def report(about: str, rows: Sequence[dict[str, Any]], columns: dict[str, str], 
     note = "Seconds and memory are medians over the rounds; ratios are medians of the ratios per round, and above 1 "
     text += [f"{note}camshaft is faster or uses less memory. {roofline.sentence(rows)}", table(rows, columns)]
     Path(f"{out}.md").write_text("\n\n".join(text) + "\n", encoding="utf-8")
-    told = {"machine": machine(), "command": command, "rows": rows}
-    Path(f"{out}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    record = {"machine": machine(), "command": command, "rows": rows}
+    Path(f"{out}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def peak() -> int:

@@ -84,9 +84,9 @@ def interpreter(environment: str) -> str:
 
 def compared(
     model: str, names: list[str], threads: int, rounds: int, script: str = Path(__file__).name, trl: str = ".venv-trl",
-    critic: bool = False, own: Sequence[str] = (),
+    critic: bool = False, denominators: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Return one result row per side of the script. `own` are further camshaft sides that serve as denominators."""
+    """Return one result row per side of the script; `denominators` are further sides for ratios."""
     from camshaft.data.parquet import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
@@ -99,32 +99,32 @@ def compared(
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]
         write_parquet(folder / "train.parquet", [{"prompt": text, "data_source": "letters"} for text in texts])
         with Sides(script, names, {"folder": name, "model": model}, threads, python) as sides:
-            found = sides.rounds(rounds)
-    work = {side: work_of(shape, [each[side]["told"]["lengths"] for each in found], critic) for side in names}
-    seconds = {side: statistics.median(each[side]["wall"] for each in found) for side in names}
-    for each in found:  # per response token
+            measurements = sides.rounds(rounds)
+    work = {side: work_of(shape, [each[side]["result"]["lengths"] for each in measurements], critic) for side in names}
+    seconds = {side: statistics.median(each[side]["wall"] for each in measurements) for side in names}
+    for each in measurements:  # per response token
         for spent in each.values():
-            tokens = sum(spent["told"]["lengths"])
+            tokens = sum(spent["result"]["lengths"])
             spent |= {"wall": spent["wall"] / tokens, "cpu": spent["cpu"] / tokens}
     rates = roofline.measured_rates(threads)
-    inside = [sum(each["camshaft"]["told"].get(f"timing_s/{phase}", 0) for phase in PHASES) for each in found]
-    whole = [each["camshaft"]["told"]["timing_s/step"] for each in found]
+    inside = [sum(each["camshaft"]["result"].get(f"timing_s/{phase}", 0) for phase in PHASES) for each in measurements]
+    steps = [each["camshaft"]["result"]["timing_s/step"] for each in measurements]
     return [
         {
             "model": model,
             "threads": threads,
             "side": side,
-            "mean_length": statistics.mean(n for each in found for n in each[side]["told"]["lengths"]),
-            "tokens_per_second": 1 / middle(found, side, "wall"),
-            "tokens_per_cpu_second": 1 / middle(found, side, "cpu"),
+            "mean_length": statistics.mean(n for each in measurements for n in each[side]["result"]["lengths"]),
+            "tokens_per_second": 1 / middle(measurements, side, "wall"),
+            "tokens_per_cpu_second": 1 / middle(measurements, side, "cpu"),
             **roofline.reached(work[side], seconds[side], rates),
-            "cpu_ratio": ratio(found, side, "camshaft", "cpu"),
-            "wall_ratio": ratio(found, side, "camshaft", "wall"),
+            "cpu_ratio": ratio(measurements, side, "camshaft", "cpu"),
+            "wall_ratio": ratio(measurements, side, "camshaft", "wall"),
             **{
-                f"{name}_{what}": ratio(found, side, name, what) if name in names else None
-                for name, what in itertools.product(own, ("cpu", "wall"))
+                f"{name}_{what}": ratio(measurements, side, name, what) if name in names else None
+                for name, what in itertools.product(denominators, ("cpu", "wall"))
             },
-            "outside": f"{1 - sum(inside) / sum(whole):.1%}" if side == "camshaft" else "",
+            "outside": f"{1 - sum(inside) / sum(steps):.1%}" if side == "camshaft" else "",
         }
         for side in names
     ]

@@ -205,9 +205,9 @@ def step_lines(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         at = {arm: [run.rewards[step] for run in runs[arm]] for arm in ARMS}
         columns = [at[arm] for arm in ARMS]
         columns += [[b - a for a, b in zip(at["torch"], at[arm], strict=True)] for arm in ARMS[1:]]
-        told = [mean_and_error(values) for values in columns]
-        cells = [f"{mean:.3f} +- {error:.3f}" for mean, error in told[:3]]
-        cells += [f"{mean:+.3f} +- {error:.3f}" for mean, error in told[3:]]
+        statistics_per_column = [mean_and_error(values) for values in columns]
+        cells = [f"{mean:.3f} +- {error:.3f}" for mean, error in statistics_per_column[:3]]
+        cells += [f"{mean:+.3f} +- {error:.3f}" for mean, error in statistics_per_column[3:]]
         lines.append(f"| {step + 1} | " + " | ".join(cells) + " |")
     return lines
 
@@ -217,10 +217,10 @@ def verdict_lines(verdicts: Mapping[str, Mapping[str, Verdict]]) -> list[str]:
     heads = ["algorithm", "pair", "mean reward", "difference", "95 % interval", "p", "verdict"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for algorithm, pairs in verdicts.items():
-        for pair, told in pairs.items():
-            cells = [algorithm, pair, f"{told.other:.3f}, {told.one:.3f}"]
-            cells += [f"{told.difference:+.4f} +- {told.standard_error:.4f}"]
-            cells += [f"{told.low:+.4f} to {told.high:+.4f}", f"{told.p:.3f}", f"**{told.word}**"]
+        for pair, verdict in pairs.items():
+            cells = [algorithm, pair, f"{verdict.other:.3f}, {verdict.one:.3f}"]
+            cells += [f"{verdict.difference:+.4f} +- {verdict.standard_error:.4f}"]
+            cells += [f"{verdict.low:+.4f} to {verdict.high:+.4f}", f"{verdict.p:.3f}", f"**{verdict.word}**"]
             lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -245,13 +245,13 @@ def write(out: Path, runs: Mapping[str, Mapping[str, list[Run]]], seeds: int) ->
     print("\n".join(text))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text("\n".join(text), encoding="utf-8")
-    told = {
+    record = {
         "machine": machine(),
         "settings": {key: value for key, value in SETTINGS.items() if not isinstance(value, Path)},
         "verdicts": {name: {pair: asdict(v) for pair, v in pairs.items()} for name, pairs in verdicts.items()},
         "runs": {name: {arm: [asdict(run) for run in arms[arm]] for arm in ARMS} for name, arms in runs.items()},
     }
-    out.with_suffix(".json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:

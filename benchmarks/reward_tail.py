@@ -108,15 +108,15 @@ def measured(trainer: PPOTrainer, pairs: int) -> list[list[str]]:
     rows = []
     for ranks, call in CASES:
         Path(os.environ[SLEEPS]).write_text(f"{ranks[0]} {ranks[1]} {call}")
-        found: list[tuple[float, float]] = []
+        seconds: list[tuple[float, float]] = []
         for _ in range(pairs + 1):
             pair = []
             for begin in (nothing_begins, begins):
                 rewards.begin = begin  # pyright: ignore[reportAttributeAccessIssue]
                 pair.append(seconds_of(trainer, next(prompts)))
-            found.append((pair[0], pair[1]))
-        after, tail = (statistics.median(times) for times in zip(*found[1:], strict=True))  # first pair: warm-up
-        ratio = statistics.median(with_it / without for without, with_it in found[1:])
+            seconds.append((pair[0], pair[1]))
+        after, tail = (statistics.median(times) for times in zip(*seconds[1:], strict=True))  # first pair: warm-up
+        ratio = statistics.median(with_it / without for without, with_it in seconds[1:])
         rows.append([f"{ranks[0]:g}, {ranks[1]:g}", f"{call:g}", f"{after:.2f}", f"{tail:.2f}", f"{ratio:.2f}"])
     return rows
 
@@ -125,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     parser.add_argument("--pairs", type=int, default=5)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ[SLEEPS] = f"{folder}/sleeps"
         Path(os.environ[SLEEPS]).write_text("0 0 0")
@@ -133,23 +133,23 @@ def main() -> None:
         with PPOParts(config) as parts:
             trainer = PPOTrainer(config, parts)
             trainer.prepare()
-            rows = measured(trainer, asked.pairs)
+            rows = measured(trainer, options.pairs)
     head = ["seconds per rank", "seconds per call"]
     head += ["step, scoring after generation", "step, scoring during generation", "ratio"]
     lines = [head, ["---"] * len(head), *rows]
-    said = [
+    page = [
         "# Scoring while slower ranks generate",
         "",
         "`python benchmarks/reward_tail.py`; the docstring of the script describes the measurement.",
         "",
-        f"{ROWS} responses, {WORKERS} reward processes, {asked.pairs} pairs of steps each; torch {torch.__version__}.",
+        f"{ROWS} responses, {WORKERS} reward processes, {options.pairs} pairs of steps; torch {torch.__version__}.",
         "",
         *(f"| {' | '.join(line)} |" for line in lines),
     ]
-    text = "\n".join(said) + "\n"
+    text = "\n".join(page) + "\n"
     sys.stdout.write(text)
-    if asked.out:
-        asked.out.write_text(text)
+    if options.out:
+        options.out.write_text(text)
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ def measured(engine: Any, work: Work) -> Spent:
 
 
 @dataclass(frozen=True)
-class Found:
+class Comparison:
     """Time of each engine in each round, mean tokens per round, and the minimum work of a round."""
 
     spent: dict[str, list[Spent]]
@@ -170,9 +170,9 @@ class Found:
     work: roofline.Work
 
 
-def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Found:
+def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Comparison:
     shape = MODELS[model]
-    found: dict[str, list[Spent]] = {name: [] for name in names}
+    spent: dict[str, list[Spent]] = {name: [] for name in names}
     tokens, least = 0, roofline.NOTHING
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, **shape.options())
@@ -188,30 +188,30 @@ def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Fo
             least += roofline.generation(shape, roofline.groups_of(*lengths))
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
-                found[name].append(measured(engines[name], work))
-    return Found(found, tokens / rounds, least / rounds)
+                spent[name].append(measured(engines[name], work))
+    return Comparison(spent, tokens / rounds, least / rounds)
 
 
 set_threads = torch.set_num_threads
 """The original function: vLLM replaces it with one that does nothing."""
 
 
-def lines_of(model: str, prompt_length: int, found: Found, rates: roofline.Rates) -> list[str]:
+def lines_of(model: str, prompt_length: int, comparison: Comparison, rates: roofline.Rates) -> list[str]:
     """Table rows, one per engine."""
     lines = []
-    for name, spent in found.spent.items():
+    for name, spent in comparison.spent.items():
         wall = statistics.median(one.wall for one in spent)
         cells = [model, str(prompt_length), name, f"{wall:.2f}", f"{statistics.median(s.cpu for s in spent):.2f}"]
-        cells.append(f"{found.tokens / wall:.0f}")
-        cells += [form.format(**roofline.reached(found.work, wall, rates)) for form in roofline.COLUMNS.values()]
+        cells.append(f"{comparison.tokens / wall:.0f}")
+        cells += [form.format(**roofline.reached(comparison.work, wall, rates)) for form in roofline.COLUMNS.values()]
         for other in ("hf", "vllm"):
-            if other not in found.spent or other == name:
+            if other not in comparison.spent or other == name:
                 cells.append("")
                 continue
-            pairs = list(zip(found.spent[other], spent, strict=True))
-            by_wall = statistics.median(theirs.wall / own.wall for theirs, own in pairs)
-            by_cpu = statistics.median(theirs.cpu / own.cpu for theirs, own in pairs)
-            best = min(s.wall for s in found.spent[other]) / min(s.wall for s in spent)
+            pairs = list(zip(comparison.spent[other], spent, strict=True))
+            by_wall = statistics.median(first.wall / second.wall for first, second in pairs)
+            by_cpu = statistics.median(first.cpu / second.cpu for first, second in pairs)
+            best = min(s.wall for s in comparison.spent[other]) / min(s.wall for s in spent)
             cells.append(f"**{by_wall:.2f}** / {by_cpu:.2f} / {best:.2f}")
         lines.append("| " + " | ".join(cells) + " |")
     return lines

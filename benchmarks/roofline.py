@@ -54,8 +54,8 @@ class Group:
 
     def pairs(self) -> int:
         """Count the pairs of a token and a token that it attends to."""
-        own = sum((n - 1) * self.prompt + (n - 1) * n // 2 for n in self.responses)
-        return self.prompt * (self.prompt + 1) // 2 + own
+        responses = sum((n - 1) * self.prompt + (n - 1) * n // 2 for n in self.responses)
+        return self.prompt * (self.prompt + 1) // 2 + responses
 
     def read_again(self) -> int:
         """Count the cached positions that are read while the responses are generated token by token."""

@@ -61,8 +61,8 @@ def growing(what: str, rounds: int) -> list[dict[str, Any]]:
     """Return the result rows while one quantity grows."""
     script = Path(__file__).name
     if what == "ranks":
-        found = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds, RANKS)
-        return [row | UNKNOWN | {"grows": what, "size": "4M"} for row in found]
+        rows = measured(script, list(RANKS), {**USUAL, "model": "4M"}, 1, rounds, RANKS)
+        return [row | UNKNOWN | {"grows": what, "size": "4M"} for row in rows]
     cases = [(change[what], {**USUAL, **change}) for change in GROWTH[what]]
     sides = ["camshaft", "careful"]
     return [{"grows": what, "size": n, **row} for n, case in cases for row in measured(script, sides, case, 1, rounds)]
@@ -82,14 +82,14 @@ COLUMNS = {
 
 
 def main() -> None:
-    parser, known = arguments(__doc__ or ""), (*GROWTH, "ranks")
-    parser.add_argument("--of", choices=known, nargs="+", default=known, help="quantities that grow (default: all)")
+    parser, quantities = arguments(__doc__ or ""), (*GROWTH, "ranks")
+    parser.add_argument("--of", choices=quantities, nargs="+", default=quantities, help="what grows (default: all)")
     options = parser.parse_args()
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     for what in options.of:
-        found += growing(what, options.rounds)
-        print(table(found, COLUMNS), flush=True)
-    report(__doc__ or "", found, COLUMNS, options.out, f"{options.rounds} rounds")
+        rows += growing(what, options.rounds)
+        print(table(rows, COLUMNS), flush=True)
+    report(__doc__ or "", rows, COLUMNS, options.out, f"{options.rounds} rounds")
 
 
 if __name__ == "__main__":

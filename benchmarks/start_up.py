@@ -60,13 +60,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    found: dict[str, list[float]] = {name: [] for name in GOALS}
+    seconds: dict[str, list[float]] = {name: [] for name in GOALS}
     for _ in range(options.rounds + 1):
-        found["import"].append(command("-c", "import camshaft"))
-        found["help"].append(command("-m", "camshaft", "--help"))
-        found["first step"].append(first_step())
+        seconds["import"].append(command("-c", "import camshaft"))
+        seconds["help"].append(command("-m", "camshaft", "--help"))
+        seconds["first step"].append(first_step())
     lines = ["| measurement | median seconds | maximum | goal |", "| --- | --- | --- | --- |"]
-    for name, (_, *each) in found.items():  # the first round reads files from disk, not from the page cache
+    for name, (_, *each) in seconds.items():  # the first round reads files from disk, not from the page cache
         goal = "" if GOALS[name] is None else f"under {GOALS[name]:g}"
         lines.append(f"| {name} | {statistics.median(each):.2f} | {max(each):.2f} | {goal} |")
     print("\n".join(lines))

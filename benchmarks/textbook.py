@@ -130,10 +130,10 @@ class TrainerLoop:
 def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Pad rows on the right to the longest one and mask prompts and padding."""
     width = max(len(row["prompt"]) + len(row["response"]) for row in rows)
-    whole = [torch.cat([row["prompt"], row["response"]]) for row in rows]
+    sequences = [torch.cat([row["prompt"], row["response"]]) for row in rows]
     labels = [torch.cat([torch.full_like(row["prompt"], -100), row["response"]]) for row in rows]
     return {
-        "input_ids": right(whole, width),
-        "attention_mask": right([torch.ones_like(row) for row in whole], width),
+        "input_ids": right(sequences, width),
+        "attention_mask": right([torch.ones_like(row) for row in sequences], width),
         "labels": torch.stack([F.pad(row, (0, width - len(row)), value=-100) for row in labels]),
     }

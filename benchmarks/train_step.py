@@ -91,7 +91,7 @@ def measured(
         if role == "critic":
             with_score(Path(folder))
         with Sides(script, names, {**case, "folder": folder}, threads) as sides:
-            found = sides.rounds(rounds, alike=("loss", "grad_norm"))
+            measurements = sides.rounds(rounds, alike=("loss", "grad_norm"))
     rows = [rows_of(case, number + 1) for number in range(rounds)]
     tokens = statistics.mean(sum(map(len, each.prompts)) + sum(map(len, each.responses)) for each in rows)
     work = sum((work_of(case, each) for each in rows), roofline.NOTHING) / rounds
@@ -103,15 +103,15 @@ def measured(
             "model": case["model"],
             "threads": threads,
             "side": name,
-            "seconds": middle(found, name, "wall"),
-            "cpu_seconds": middle(found, name, "cpu"),
-            "tokens_per_second": tokens / middle(found, name, "wall"),
-            "tokens_per_cpu_second": tokens / middle(found, name, "cpu"),
-            "memory_mib": middle(found, name, "memory") / 2**20,
-            **roofline.reached(work, middle(found, name, "wall"), rates[cores[name]]),
-            "cpu_ratio": ratio(found, name, names[0], "cpu"),
-            "wall_ratio": ratio(found, name, names[0], "wall"),
-            "memory_ratio": ratio(found, name, names[0], "memory"),
+            "seconds": middle(measurements, name, "wall"),
+            "cpu_seconds": middle(measurements, name, "cpu"),
+            "tokens_per_second": tokens / middle(measurements, name, "wall"),
+            "tokens_per_cpu_second": tokens / middle(measurements, name, "cpu"),
+            "memory_mib": middle(measurements, name, "memory") / 2**20,
+            **roofline.reached(work, middle(measurements, name, "wall"), rates[cores[name]]),
+            "cpu_ratio": ratio(measurements, name, names[0], "cpu"),
+            "wall_ratio": ratio(measurements, name, names[0], "wall"),
+            "memory_ratio": ratio(measurements, name, names[0], "memory"),
         }
         for name in names
     ]

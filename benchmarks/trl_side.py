@@ -47,8 +47,8 @@ class Steps(TrainerCallback):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.prompts: list[str] = pyarrow.parquet.read_table(folder / "train.parquet")["prompt"].to_pylist()
         self.lengths: list[int] = []
-        self.told: queue.Queue[None] = queue.Queue()
-        self.resting: queue.Queue[bool] = queue.Queue()
+        self.requests: queue.Queue[None] = queue.Queue()
+        self.pauses: queue.Queue[bool] = queue.Queue()
 
     def begin(self, train: Callable[[], Any]) -> None:
         """Start the loop and run it up to its first `rest`."""
@@ -58,7 +58,7 @@ class Steps(TrainerCallback):
                 train()
             except Exception:
                 traceback.print_exc()
-            self.resting.put(False)
+            self.pauses.put(False)
 
         threading.Thread(target=run, daemon=True).start()
         self._arrive()
@@ -66,17 +66,17 @@ class Steps(TrainerCallback):
     def step(self) -> dict[str, list[int]]:
         """Run the loop from one `rest` to the next and return the response lengths."""
         self.lengths = []
-        self.told.put(None)
+        self.requests.put(None)
         self._arrive()
         return {"lengths": self.lengths}
 
     def rest(self) -> None:
         """Pause the loop until the next `step`; called inside the loop."""
-        self.resting.put(True)
-        self.told.get()
+        self.pauses.put(True)
+        self.requests.get()
 
     def _arrive(self) -> None:
-        if not self.resting.get():
+        if not self.pauses.get():
             raise SystemExit("TRL's loop ended; its error is above")
 
 

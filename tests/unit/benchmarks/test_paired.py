@@ -15,7 +15,7 @@ import workload
 
 
 def spent(cpu: float, **told: float) -> dict[str, Any]:
-    return {"wall": cpu, "cpu": cpu, "memory": 10.0, "told": told}
+    return {"wall": cpu, "cpu": cpu, "memory": 10.0, "result": told}
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
