@@ -346,7 +346,7 @@ def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monke
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown keys": (
         {"data.pth": 1, "rollout.temprature": 2},
-        ["2 things", "Did you mean data.path?", "Did you mean rollout.temperature?"],
+        ["2 errors", "Did you mean data.path?", "Did you mean rollout.temperature?"],
     ),
     "a key of training": ({"trainer.total_epochs": 3}, ["trainer.total_epochs", "unknown key"]),
     "no responses": ({"rollout.n": 0}, ["rollout.n = 0", "integer >= 1"]),
@@ -363,7 +363,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"custom_reward_function.path": "/nowhere/r.py"},
         ["custom_reward_function.path", "file not found"],
     ),
-    "a place that cannot be written": ({"data.output_path": "/proc/out.parquet"}, ["data.output_path", "cannot write"]),
+    "an unwritable file": ({"data.output_path": "/proc/out.parquet"}, ["data.output_path", "is not writable"]),
 }
 
 

@@ -195,9 +195,9 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_pa
         (
             {"trainer.sede": 1, "data.chosen_key": "null"},
             2,
-            ["2 things", "Did you mean trainer.seed?", "data.chosen_key"],
+            ["2 errors", "Did you mean trainer.seed?", "data.chosen_key"],
         ),
-        ({"center_rewards_coefficient": -1}, 2, ["a number of 0 or more"]),
+        ({"center_rewards_coefficient": -1}, 2, ["a number >= 0"]),
         (
             {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 63},
             2,
