@@ -178,7 +178,7 @@ def test_kernels_report_unsupported_inputs(kernels: ModuleType) -> None:
         assert kernels.supports(cache) == can
 
 
-def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_on_a_gpu_use_the_kernels_if_supported(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "processors_of", lambda device: 3)
     monkeypatch.setattr(graphs, "full_length_step", lambda cache, positions: "whole")
     positions: Any = SimpleNamespace(is_cuda=True, device="cuda")
@@ -187,5 +187,5 @@ def test_steps_on_a_gpu_use_them_where_they_can(kernels: ModuleType, monkeypatch
     assert graphs.device_step(cache, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
     for name, value in (("supports", lambda cache: False), ("takes_triton", lambda tensor: False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{(kernels if name == 'can' else graphs).__name__}.{name}", value)
+            patch.setattr(f"{(kernels if name == 'supports' else graphs).__name__}.{name}", value)
             assert graphs.device_step(cache, positions) == "whole"
