@@ -302,7 +302,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_pa
     before = out.stat().st_mtime_ns
     parts_of(out).mkdir()  # killed between writing the file and removing its parts
     run = generate(home, out)
-    assert (run.status, "written by this command before" in run.out) == (0, True)
+    assert (run.status, "already written by this command" in run.out) == (0, True)
     assert out.stat().st_mtime_ns == before
     assert not parts_of(out).exists()
 
@@ -384,7 +384,7 @@ def test_a_missing_prompt_column_is_named_with_the_nearest(home: Path, tmp_path:
 def test_files_with_incompatible_columns_are_an_error(home: Path, tmp_path: Path) -> None:
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": PROMPT, "id": 1}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": PROMPT, "id": "x"}])
-    refused(generate(home, tmp_path / "out.parquet", data__path=f"[{a},{b}]"), "do not fit below each other", status=1)
+    refused(generate(home, tmp_path / "out.parquet", data__path=f"[{a},{b}]"), "incompatible schemas", status=1)
     assert not parts_of(tmp_path / "out.parquet").exists()  # it was told before anything was generated
     c = write_parquet(tmp_path / "c.parquet", [{"prompt": PROMPT, "id": 2, "more": 3.0}])
     assert generate(home, tmp_path / "out.parquet", data__path=f"[{a},{c}]").status == 0
