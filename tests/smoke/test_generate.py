@@ -250,7 +250,7 @@ def parts_of(out: Path) -> Path:
 
 def test_changed_settings_do_not_resume_existing_parts(begun: Path, home: Path) -> None:
     run = generate(home, begun, rollout__name=holding.NAME, rollout__temperature=0.5)
-    refused(run, "rollout.temperature: 1.0 then, 0.5 now", f"remove {parts_of(begun)}")
+    refused(run, "rollout.temperature: 1.0 then, 0.5 now", f"delete {parts_of(begun)} to start again")
     assert parts_of(begun).is_dir()
 
 
