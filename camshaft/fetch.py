@@ -71,7 +71,7 @@ def fetch(place: str | Path) -> Path:
 
 @contextlib.contextmanager
 def readable(url: str) -> Iterator[None]:
-    """Convert any error of a file system client to a StorageError that names the URL."""
+    """Convert any error of a file system client to a StorageError that reports the URL."""
     try:
         yield
     except CamshaftError:

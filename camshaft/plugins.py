@@ -3,8 +3,8 @@
     load("reference", ENGINES, "camshaft.engines", BaseEngine)
     load_function("my_package.losses:mine", POLICY_LOSSES, "camshaft.policy_losses")
 
-A class is imported when it is loaded. If a module needs a library that is not installed, the error names the command
-that installs it.
+A class is imported when it is loaded. If a module needs a library that is not installed, the error reports the
+command that installs it.
 """
 
 import difflib

@@ -34,7 +34,7 @@ _PACKAGES = {
     "webhdfs": "requests",
     "oss": "ossfs",
 }
-"""URL scheme -> package that fsspec needs; fsspec's error names the others."""
+"""URL scheme -> package that fsspec needs; fsspec's error reports the others."""
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 

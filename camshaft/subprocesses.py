@@ -30,7 +30,7 @@ WATCH_SECONDS = 0.5
 
 _MAPPED_BYTES = 2**20
 _GUARD = 'read _; kill -s KILL -- "-$0"; [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"'
-"""Waits until the pipe from the guarding process breaks; files of the group stay readable for ten more seconds."""
+"""Waits until the pipe from the guarding process breaks; files of the group are readable for ten more seconds."""
 
 
 def start_python(

@@ -223,7 +223,7 @@ def gspo_loss(
     l     = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
     With `mode` seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper; with an
-    advantage per token it is GSPO-token. s stays much closer to 1 than a token's ratio, so typical clip ranges are
+    advantage per token it is GSPO-token. s is much closer to 1 than a token's ratio, so typical clip ranges are
     about 1e-4. There is no dual clip.
 
     Metrics: `pg_clipfrac`, fraction of tokens in rows where clipping increases the loss; `ppo_kl`, mean of

@@ -6,8 +6,8 @@
     )
 
 The folder appears atomically, after `transformers` has loaded it: a missing or unknown weight, a weight with another
-checksum, or an output that differs from the engine's is an error. Only an older export is replaced. A LoRA adapter is
-merged into the weights; it can also be written to the subfolder `lora_adapter`, for PEFT. `export_adapter` writes a
+checksum, or an output that differs from the engine's raises an error. Only an older export is replaced. A LoRA adapter
+is merged into the weights; it can also be written to the subfolder `lora_adapter`, for PEFT. `export_adapter` writes a
 folder with only the adapter.
 """
 

@@ -183,7 +183,7 @@ class CheckpointManager:
         return False
 
     def _copy_to_root(self, source: str, folder: Path) -> None:
-        """Copy one checkpoint, its trainer folder last, so that an interrupted copy stays incomplete."""
+        """Copy one checkpoint, its trainer folder last, so that an interrupted copy is recognized as incomplete."""
         roles = storage.facts_at(f"{source}/{TRAINER}")["roles"]
         for role in roles:
             storage.facts_at(f"{source}/{role}")  # raises before anything is copied if the role is missing

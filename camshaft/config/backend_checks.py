@@ -54,7 +54,7 @@ class Role:
     """The section `model` of a trained engine, or None."""
 
     def key_of(self, option: str) -> str:
-        """Return the config key of a dotted engine option, or of a setting that a message of the engine names."""
+        """Return the config key of a dotted engine option, or of a setting mentioned in an engine error message."""
         name, _, rest = option.partition(".")
         if not option:
             return self.strategy_key

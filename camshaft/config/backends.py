@@ -3,8 +3,8 @@
     engine_capabilities("fsdp").options                     # FSDPOptions
     rollout_capabilities("my_pkg.my_rollout:MyRollout")     # imports the class and reads its `capabilities`
 
-To add a backend, write its class and add one line here. A backend of another package needs no line: the config names it
-as `package.module:Class` or by an entry point of `camshaft.engines` or `camshaft.rollouts`.
+To add a backend, write its class and add one line here. A backend of another package needs no line: the config selects
+it as `package.module:Class` or by an entry point of `camshaft.engines` or `camshaft.rollouts`.
 """
 
 from collections.abc import Mapping

@@ -163,7 +163,7 @@ def model_of_rewards(config: PPOConfig) -> EngineModel:
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
     """Return the config of the rollout of a training run."""
     section = config.actor_rollout_ref
-    generator = _generator(section.model, section.rollout, config.trainer)
+    generator = _rollout_engine_config(section.model, section.rollout, config.trainer)
     if section.rollout.lora_weights == "merged":
         return generator
     return generator.model_copy(update={"lora": _lora(section.model)})
@@ -171,10 +171,10 @@ def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
 
 def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
     """Return the config of the rollout of `camshaft generate`."""
-    return _generator(config.model, config.rollout, config.trainer)
+    return _rollout_engine_config(config.model, config.rollout, config.trainer)
 
 
-def _generator(
+def _rollout_engine_config(
     model: AnyModelConfig | GenerateModelConfig,
     rollout: GeneratorConfig,
     trainer: TrainerConfig | GenerateTrainerConfig,

@@ -83,13 +83,13 @@ def length_facts(lengths: Tensor) -> LengthFacts:
 
 
 def num_shared(rows: Ragged, others: Ragged) -> int:
-    """Count the rows whose tokens equal those of a row in `others`."""
+    """Count the rows whose tokens match those of a row in `others`."""
     keys = set(_keys(others))
     return sum(key in keys for key in _keys(rows))
 
 
 def num_repeated(rows: Ragged) -> int:
-    """Count the rows whose tokens equal those of an earlier row."""
+    """Count the rows whose tokens match those of an earlier row."""
     return len(rows) - len(set(_keys(rows)))
 
 

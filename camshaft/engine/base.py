@@ -256,15 +256,15 @@ class BaseEngine(ABC):
 
         An adapter is merged into the weights (not inside `disable_adapter`), which have the names of the model without
         adapter. `adapter_only` yields the adapter, and a value or reward head trained with it, under the names of
-        PEFT's files; it is an error without an adapter. The receiver may keep a tensor: it is the live weight or a
+        PEFT's files; it raises an error without an adapter. The receiver may keep a tensor: it is the live weight or a
         copy, never a reused buffer.
         """
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """Run the base model without its adapter inside the context; it is an error without an adapter.
+        """Run the base model without its adapter inside the context; raise an error without an adapter.
 
-        A value or reward head is not part of the adapter and stays unchanged.
+        A value or reward head is not part of the adapter and is unchanged.
         """
 
     @property

@@ -341,7 +341,7 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
 
 
 def _compare(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise an error that names the differences between the checkpoint's model and this one."""
+    """Raise an error that reports the differences between the checkpoint's model and this one."""
     problems = [f"'{name}' is missing" for name in expected if name not in stored]
     problems += [f"'{name}' is not in the model" for name in stored if name not in expected]
     problems += [

@@ -6,8 +6,8 @@
 
 By count: consecutive groups of `size` rows. By token budget: as few groups of at most `max_tokens` tokens as possible,
 balanced by the cost of rows including attention (`algorithms/partition.py`), the most expensive group first. The budget
-is a hard limit: a longer row is an error. Within a micro-batch rows are sorted by length, so that attention over packed
-rows makes fewer and larger calls.
+is a hard limit: a longer row raises an error. Within a micro-batch rows are sorted by length, so that attention over
+packed rows makes fewer and larger calls.
 
 Prefix sharing computes a prompt once for all of its responses:
 
@@ -151,7 +151,7 @@ def _cost(unit: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
 
 
 def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
-    """Split each group into parts of at most `max_tokens` tokens; most groups stay whole."""
+    """Split each group into parts of at most `max_tokens` tokens; most groups are not split."""
     parts: list[PrefixGroup] = []
     for group in groups:
         members: list[list[int]] = [[]]

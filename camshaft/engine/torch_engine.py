@@ -249,7 +249,7 @@ class TorchEngine(BaseEngine):
         """Run the model, the hooks and the backward pass on one micro-batch; weight 0 adds no gradient.
 
         Returns detached predictions, this micro-batch's share of the loss, and the context. With rows in host memory
-        nothing here waits for an accelerator, so that the host queues one micro-batch behind the other.
+        nothing here waits for an accelerator, so that the host queues one micro-batch after the other.
         """
         ctx["metrics"] = {}
         inputs = data

@@ -69,7 +69,7 @@ class _Kept(NamedTuple):
 def offloaded_activations(device: torch.device | str, at_least: int = SMALL) -> Iterator[None]:
     """Copy tensors that autograd saves on `device` to host memory; the backward pass may run outside of the context.
 
-    Parameters and views of them are not copied: they stay on the device anyway, and under FSDP2 they are gathered
+    Parameters and views of them are not copied: they are on the device anyway, and under FSDP2 they are gathered
     layers that FSDP2 frees. Tensors below `at_least` bytes are not copied either. Copies are pinned and run on the
     compute stream, so nothing waits for them and no memory is reused before they finish. A CPU as `device` copies too.
     """

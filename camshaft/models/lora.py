@@ -250,7 +250,10 @@ def _shapes(hf: PreTrainedModel, targets: Iterable[str], rank: int) -> dict[str,
 
 
 def _initial_values(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, Tensor]:
-    """Return A from PEFT's uniform distribution, and B zero; drawn on the CPU in float32, so equal on all devices."""
+    """Sample A from PEFT's uniform initialization and set B to zero.
+
+    Sampling runs on the CPU in float32, so values are identical on all devices.
+    """
     generator = torch.Generator("cpu").manual_seed(seed)
     values = {}
     for name, shape in shapes.items():

@@ -108,7 +108,7 @@ class PackedModel(nn.Module):
 
         - "log_probs", "entropy" and "values" are (M,), computed from the hidden state before each token, so `at` must
           not hold the first token of a row.
-        - "scores" are (B,), from the last token of each row; they ignore `at`.
+        - "scores" are (B,), from the last token of each row; `at` has no effect on them.
         - "distribution" is (M, V): the log-probs of the whole vocabulary, without gradient.
         - "full_kl" is (M,): the KL divergence from `log_q` (N, V), the distributions of another model for the same
           tokens. Only the rows `at` of `log_q` are read.

@@ -192,7 +192,7 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
 def split_columns(data: DataProto, split: SequenceSplit) -> DataProto:
     """Keep this rank's chunk of the flattened tokens of every `Ragged` column; other columns do not change.
 
-    All rows stay; some become shorter or empty. Chunks are the same as in `PackedModel.forward`.
+    All rows are kept; some become shorter or empty. Chunks are the same as in `PackedModel.forward`.
     """
     chunks = {name: _chunk(column, split) for name, column in data.columns.items() if isinstance(column, Ragged)}
     return DataProto(data.columns | chunks, data.meta_info)

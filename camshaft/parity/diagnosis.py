@@ -257,7 +257,7 @@ def _edits(prompts: Ragged, special: dict[int, str]) -> Iterator[tuple[str, Ragg
     for number, text in special.items():
         extra = Ragged(prompts.values.new_full((len(prompts),), number), prompts.lengths.new_ones(len(prompts)))
         yield f"with {text} in front", Ragged.join(extra, prompts)
-        yield f"with {text} behind them", Ragged.join(prompts, extra)
+        yield f"with {text} after them", Ragged.join(prompts, extra)
     if int(prompts.lengths.min()) > 1:
         yield "without their first token", prompts.suffix(prompts.lengths - ones)
         yield "without their last token", prompts.prefix(prompts.lengths - ones)

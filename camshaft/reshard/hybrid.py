@@ -3,7 +3,7 @@
         engine.eval_mode: load the parameters, offload gradients and optimizer state
           -> rollout.wake_up: allocate memory for generation
           -> named_weights, cast to the dtype of the rollout, digested -> load_weights
-          -> rollout.weight_digests, recomputed by the receiver: a difference is an error with the weight's name
+          -> rollout.weight_digests, recomputed by the receiver: a difference raises an error with the weight's name
           -> offload the parameters again, unless the rollout shares them
           -> the caller generates
           -> rollout.sleep: free the memory

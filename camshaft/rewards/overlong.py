@@ -5,7 +5,7 @@
 
 The penalty is 0 up to `limit - buffer` tokens and grows linearly to `factor` at the limit, where generation stops (Yu
 et al., arXiv:2503.14476, soft overlong punishment). It applies to `token_level_scores`; `scores`, which validation
-reads, stay unchanged.
+reads, are unchanged.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: f
 
 @contextmanager
 def reference_distribution(ref: EngineRole, temperature: float) -> Iterator[PreprocessFn]:
-    """Yield a hook that adds the column `log_q` to a micro-batch; `ref` stays loaded inside the block."""
+    """Yield a hook that adds the column `log_q` to a micro-batch; `ref` is loaded once for the whole block."""
     ref_ctx = StepContext(outputs=("distribution",), temperature=temperature)
 
     def add_distribution(batch: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:

@@ -77,7 +77,7 @@ class SharedModel:
         return {name: digest(tensors[name]) for name in self._loaded_names}
 
     def ready(self) -> PreTrainedModel:
-        """Return the model; raise `RolloutError` if it is asleep or has no weights."""
+        """Return the model; raise `RolloutError` if the rollout is asleep or has no weights."""
         check_can_generate(self._asleep, self._loaded_names is not None)
         return self.hf
 

@@ -6,7 +6,7 @@
 
 Each batch of prompts is generated, scored if a reward function is configured, and saved as a part; at the end the parts
 are merged into the output file. The seed of a row is a function of `trainer.seed` and the row's number. Responses
-therefore do not depend on interruptions, and equal those of a validation with the same seed and sampling.
+therefore do not depend on interruptions, and match those of a validation with the same seed and sampling.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import Scored, at_n_metrics
 
 PATHS = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
-"""Keys that may change between two starts of a run, as long as the content of the files stays the same."""
+"""Keys that may change between two starts of a run, if the content of the files does not change."""
 
 SPEED = (
     "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.num_workers",

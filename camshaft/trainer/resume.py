@@ -5,8 +5,8 @@
     check_resume(saved, config, roles=["actor", "critic"])      # before anything is built
     log_resume(saved, total_steps)
 
-Most config keys may change between two starts of a run, and changes are logged. Other changes are errors: the loader
-rejects other rows, engines reject another model or optimizer, and `check_resume` rejects missing roles.
+Most config keys may change between two starts of a run, and changes are logged. Other changes raise an error: the
+loader rejects other rows, engines reject another model or optimizer, and `check_resume` rejects missing roles.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) 
 
 
 def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """Add the scores. Dropped rows stay in the batch with a mask that is false at all tokens.
+    """Add the scores. Dropped rows are kept in the batch with a mask that is false at all tokens.
 
     A row is dropped if its scoring failed (`on_error=drop`) or that of its greedy baseline.
     """

@@ -186,7 +186,7 @@ def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
 
 
 def test_sglang_follows_the_actor(tmp_path: Path) -> None:
-    """After each update, greedy responses equal those of the trained model."""
+    """After each update, greedy responses match those of the trained model."""
     more = {"actor_rollout_ref.rollout.name": "sglang", "actor_rollout_ref.rollout.tensor_model_parallel_size": 1}
     responses = run_with_vllm(tmp_path, more, steps=2)
     assert len(responses) == 2

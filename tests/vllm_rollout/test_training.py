@@ -1,4 +1,4 @@
-"""PPO with vLLM: after each update, greedy responses equal those of the trained model, token for token.
+"""PPO with vLLM: after each update, greedy responses match those of the trained model, token for token.
 
 Run by `make test-vllm`.
 """

@@ -50,8 +50,8 @@ _TWO = re.compile(r"(?<![eE])[-_]")
 def threshold(rule: str, text: str) -> tuple[float, float]:
     """Parse the threshold of one rejection rule into (low, high); raise ValueError if it is malformed.
 
-    A ratio (k1) has two bounds, and a single number `high` means 1/high to high. A divergence (k2, k3) has only an
-    upper bound.
+    A ratio (k1) has two bounds; a single number `high` is shorthand for the range [1/high, high]. A divergence (k2, k3)
+    has only an upper bound.
     """
     ratio = rule.endswith("k1")
     try:
@@ -126,7 +126,7 @@ class FilterGroupsConfig(Section):
     )
     max_num_gen_batches: int = Field(
         ge=0,
-        description="Maximum batches of data.gen_batch_size prompts per iteration; exceeding it is an error. 0: no "
+        description="Maximum batches of data.gen_batch_size prompts per iteration; exceeding it raises an error. 0: no "
         "limit.",
     )
 

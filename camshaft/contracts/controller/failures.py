@@ -36,7 +36,7 @@ def unregistered_methods_are_named(harness: ControllerHarness) -> None:
 
 
 def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
-    """Rows that do not divide, wrong results and arguments that cannot be pickled are errors; the role stays usable."""
+    """Indivisible rows, wrong results and arguments that cannot be pickled raise an error; the role remains usable."""
     with harness.role() as toy:
         rows = eight_rows().reorder(slice(0, 5))
         expect_error(lambda: toy.scale(rows), "5 = 2 x 2 + 1", "5 rows were split for 2 ranks", BatchError)
@@ -52,7 +52,7 @@ def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
 
 
 def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
-    """An exception on one rank is an error within seconds, with rank, one traceback and the exception as its cause."""
+    """An exception on one rank raises an error within seconds, with rank, traceback and the exception as its cause."""
     with harness.role() as toy:
         pids = toy.pids()
         with expect_faster(5.0):
@@ -100,7 +100,7 @@ def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
 
 
 def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
-    """A role that cannot be built is an error of spawn()."""
+    """A role that cannot be built raises an error in spawn()."""
     with harness.pools(2) as (pool,):
         expect_worker_error(
             lambda: spawn(Toy, fail_on=1, pool=pool), "Toy.__init__ raised on rank 1 of 2: ValueError: no such model"
@@ -108,7 +108,7 @@ def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
 
 
 def results_must_pickle(harness: ControllerHarness) -> None:
-    """A result that cannot be sent is an error of its rank."""
+    """A result that cannot be sent raises an error that reports its rank."""
     with harness.role() as toy:
         expect_worker_error(lambda: toy.give_a_lambda(), "give_a_lambda raised on rank 0 of 2", "lambda")
 
@@ -129,7 +129,7 @@ def late_ranks_are_named(harness: ControllerHarness) -> None:
 
 
 def killed_ranks_are_errors(harness: ControllerHarness) -> None:
-    """A rank that is killed in a call is an error within seconds."""
+    """A rank that is killed in a call raises an error within seconds."""
     with harness.role() as toy:
         pids = toy.pids()
         with expect_faster(5.0):  # rank 0 waits for rank 1, and loses its connection
@@ -140,7 +140,7 @@ def killed_ranks_are_errors(harness: ControllerHarness) -> None:
 
 
 def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
-    """A rank that was killed between two calls is an error of the next call."""
+    """A rank that was killed between two calls raises an error in the next call."""
     with harness.role() as toy:
         pids = toy.pids()
         os.kill(pids[0], signal.SIGKILL)

@@ -51,7 +51,7 @@ class Toy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def wait_for_file(self, batch: DataProto, folder: str) -> DataProto:
-        """Return the batch once `folder` has a file named after this rank; a file with text is an error."""
+        """Return the batch once `folder` has a file named after this rank; a file with text raises an error."""
         file = Path(folder) / str(self.rank)
         while not file.exists():
             time.sleep(0.01)

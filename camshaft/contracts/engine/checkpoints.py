@@ -50,7 +50,7 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
 
 
 def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
-    """A checkpoint with a missing or changed file is an error that names the file."""
+    """A checkpoint with a missing or changed file raises an error that reports the file."""
     engine = harness.build()
     intact = harness.folder / "intact"
     harness.save(engine, intact)

@@ -21,7 +21,7 @@ REQUEST = StepContext(outputs=("log_probs", "full_kl"), temperature=0.7)
 
 def exact_kl(harness: EngineHarness) -> None:
     """A loss of full_kl and log_probs has the gradients of autograd over the whole vocabulary, for any split; full_kl
-    without the column log_q is an error that names it."""
+    without the column log_q raises an error that reports the column."""
     variants: list[dict[str, Any]] = [{}, {"micro_batch_size": 3}, {"micro_batch_size": 1}]
     for changes in variants:
         engine = harness.build(**changes)

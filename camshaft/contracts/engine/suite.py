@@ -160,7 +160,7 @@ def raw_batches(harness: EngineHarness) -> None:
 
 
 def step_equals_oracle(harness: EngineHarness) -> None:
-    """Loss, gradient norm (before clipping) and every gradient equal those of transformers, row by row."""
+    """Loss, gradient norm (before clipping) and every gradient match those of transformers, row by row."""
     for head in ("causal_lm", "value"):
         engine = harness.build(head=head)
         loss, norm, gradients = harness.oracle_gradients(engine, head)
@@ -264,7 +264,7 @@ def offload_changes_nothing(harness: EngineHarness) -> None:
 
 def context(harness: EngineHarness) -> None:
     """ctx returns the global counts and the keys of hooks and callers, which the next call accepts and returns too; a
-    misspelt control key or an unsupported output is an error."""
+    misspelt control key or an unsupported output raises an error."""
     engine = harness.build(infer_micro_batch_size=2)
     mask: Ragged = harness.batch["loss_mask"]
     share = harness.share(engine, harness.batch)
@@ -393,8 +393,8 @@ def seat_and_shards(harness: EngineHarness) -> None:
 
 
 def errors_name_the_missing_call(harness: EngineHarness) -> None:
-    """Every call before init_model, a step before set_loss_fn, and updates of a forward-only engine are errors that
-    name the missing call."""
+    """Every call before init_model, a step before set_loss_fn, and updates of a forward-only engine raise an error
+    that reports the missing call."""
     folder = str(harness.folder / "unused")
     arguments: dict[str, tuple[Any, ...]] = {
         "forward_backward_step": (harness.batch,),

@@ -89,13 +89,14 @@ def max_model_len_ends_a_row(harness: RolloutHarness) -> None:
 
 
 def no_prompts(harness: RolloutHarness) -> None:
-    """No prompts give no responses."""
+    """An empty batch of prompts returns no responses."""
     out = harness.case().rollout.generate_sequences(harness.prompts(), SamplingParams(4))
     expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"no prompts gave {out}")
 
 
 def invalid_prompts_are_rejected(harness: RolloutHarness) -> None:
-    """An empty prompt, one that fills max_model_len, and one with unknown tokens are errors with row and value."""
+    """Empty prompts, prompts that fill max_model_len and unknown tokens raise an error that reports the row and the
+    value."""
     case = harness.case(max_model_len=20)
 
     def generate(prompts: Ragged) -> None:

@@ -42,7 +42,7 @@ SAMPLINGS = (
 
 
 def greedy_matches_transformers(harness: RolloutHarness) -> None:
-    """Greedy tokens equal those of transformers.generate on one prompt at a time, in float32."""
+    """Greedy tokens match those of transformers.generate on one prompt at a time, in float32."""
     case, prompts = harness.case(), harness.prompts(1, 5, 17, 9, 5, 2)
     for sampling in (SamplingParams(14, temperature=0), SamplingParams(14, do_sample=False, top_p=0.5)):
         out = case.rollout.generate_sequences(prompts, sampling)
@@ -96,7 +96,8 @@ def _check_chi_square(counts: torch.Tensor, expected: torch.Tensor, subject: str
 
 
 def model_types(harness: RolloutHarness) -> None:
-    """Tokens and log-probs are correct for several model types: grouped heads, untied output, sliding windows."""
+    """Tokens and log-probs are correct for several model types: grouped-query attention, untied output embeddings,
+    sliding windows."""
     for family, sizes in MODEL_TYPES.items():
         if family in harness.unsupported:
             phrase = harness.unsupported[family]
@@ -150,7 +151,8 @@ def rows_do_not_depend_on_the_batch(harness: RolloutHarness) -> None:
 
 
 def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
-    """Rows are correct and in order with fewer sequences at a time than rows, repeated prompts, and 1 to 60 tokens."""
+    """Rows are correct and in order when rows outnumber concurrent sequences, with repeated prompts and prompts of 1 to
+    60 tokens."""
     lengths = [1, 2, 60, 3, 4, 1, 2, 45, 3, 2, 5, 4, 3, 2]
     prompts = harness.prompts(*lengths).select([0, 1, 2, 2, 3, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13, 2])
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)

@@ -40,7 +40,7 @@ def tied_weights_load_under_either_name(harness: RolloutHarness) -> None:
 
 
 def weight_errors_name_the_weight(harness: RolloutHarness) -> None:
-    """A missing weight, an unknown one, or one of the wrong shape is an error that names it; generation then fails."""
+    """A missing, unknown or misshapen weight raises an error that reports its name; generation then fails."""
     case = harness.case()
     name = "model.layers.1.mlp.up_proj.weight"
     weights = dict(case.weights())
@@ -58,12 +58,12 @@ def weight_errors_name_the_weight(harness: RolloutHarness) -> None:
 
 
 def generation_needs_weights(harness: RolloutHarness) -> None:
-    """Generation without weights is an error that mentions load_weights."""
+    """Generation without weights raises an error that mentions load_weights."""
     _expect_no_weights(harness.empty_case(), harness, "before load_weights")
 
 
 def sleep_and_wake(harness: RolloutHarness) -> None:
-    """Calls during sleep are errors; after wake_up and load_weights the same tokens are generated."""
+    """Calls during sleep raise an error; after wake_up and load_weights the same tokens are generated."""
     case, prompts = harness.case(), harness.prompts(4, 9)
     before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
     for _ in range(2):
@@ -128,7 +128,7 @@ def _cast(rollout: BaseRollout, name: str, weight: Tensor) -> Tensor:
 
 
 def half_precision_is_close(harness: RolloutHarness) -> None:
-    """With dtype=bfloat16, float32 weights are accepted and rounded, and log-probs stay close to float32."""
+    """With dtype=bfloat16, float32 weights are accepted and rounded, and log-probs are close to float32."""
     case, prompts, sampling = harness.empty_case(dtype="bfloat16"), harness.prompts(4, 9, 12), SamplingParams(12)
     for weight in case.oracle.parameters():
         weight.data /= 4 if weight.ndim > 1 else 1

@@ -4,8 +4,8 @@
     rollout = ProcessRollout(config)                   # rollout.name=process
     rollout.load_weights(engine.named_weights())       # in buckets, see `rollout/weights/transport.py`
 
-Threads, environment variables, memory and crashes of the rollout stay in the child process. The child ends with this
-process; if it ends first, the pending call raises an error within a second. `engine_kwargs` are those of the inner
+Threads, environment variables, memory and crashes of the rollout are confined to the child process. The child ends with
+this process; if it ends first, the pending call raises an error within a second. `engine_kwargs` are those of the inner
 rollout, plus `rollout` (its name) and `timeout` (seconds for one call). `child.py` is the other end.
 """
 

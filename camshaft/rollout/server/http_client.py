@@ -7,7 +7,7 @@
         connection.request("POST", "/v1/completions", {...})
 
 Connection errors and HTTP 5xx responses are retried until `retry_timeout` has passed. HTTP 4xx responses and timeouts
-raise at once. Every error names the URL.
+raise at once. Every error reports the URL.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ rollout.py      `VLLMRollout`: vLLM inside the ranks of the trainer
 base.py         base class of this rollout and of the rollout for vLLM's server
 engine.py       one vLLM engine, through vLLM's public API
 adapters.py     LoRA adapters that are synced separately from the base weights
-workarounds.py  internals of vLLM, each against an error that vLLM does not report
+workarounds.py  code that relies on vLLM internals; each function prevents an error that vLLM does not report
 installed.py    supported versions, and the error if vLLM is missing
 environment.py  start vLLM without lasting changes to the process
 worker.py       worker extension of vLLM's server: receives weights and returns checksums

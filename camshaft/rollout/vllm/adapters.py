@@ -7,7 +7,7 @@
 
 vLLM loads adapters from a folder in PEFT's layout; this one is in memory and deleted as soon as it was read. The sender
 has multiplied the scaling into B, and the folder sets alpha = rank, so that vLLM leaves the values unchanged and the
-checksums of both sides are comparable. Reading the buffers uses internals of vLLM.
+checksums on both sides are comparable. This relies on vLLM internals.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 engine = VLLMEngine.acquire(config)    # reuses an idle engine of this config, or starts one
 engine.load(weights)                   # names and tensors, validated by the caller
-engine.load_adapter(weights)           # with `config.lora`; the base weights stay
+engine.load_adapter(weights)           # with `config.lora`; the base weights are unchanged
 responses = engine.generate(requests, sampling, stop_ids)
 engine.release()
 """

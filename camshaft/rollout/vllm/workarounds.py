@@ -1,4 +1,4 @@
-"""Code that depends on internals of vLLM; each function prevents an error that vLLM does not report.
+"""Code that relies on vLLM internals; each function prevents an error that vLLM does not report.
 
 The functions are written against the versions in `installed.TESTED`, and tests show each error with its function
 removed. Functions of a model are for `LLM.apply_model`, functions of a worker for `LLM.collective_rpc`.

@@ -5,7 +5,7 @@
         copy(name, tensor)                              # name and shape are valid; after the loop none is missing
 
 An unknown, misshapen, missing or duplicate weight, and tied weights with different values, raise a `RolloutError` that
-names the weight. Rollouts validate before they pass a tensor to a library that would ignore such a weight.
+reports the weight. Rollouts validate before they pass a tensor to a library that would ignore such a weight.
 """
 
 from __future__ import annotations

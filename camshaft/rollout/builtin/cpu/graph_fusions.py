@@ -4,7 +4,7 @@
 
 Fusions match operators and their arguments, not model families. Values that all layers share are computed once. The
 root mean square of a norm and the rotation of queries and keys take half as many operators, in float32 and equal up to
-rounding. Unmatched operators stay unchanged.
+rounding. Unmatched operators are unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _number(value: float) -> Tensor:
 
 def _root_mean_square(node: Node) -> None:
     """Replace `node` by `scaled_by_rms` if it matches."""
-    for x, scale in _either_way(node, "mul"):
+    for x, scale in _operand_orders(node, "mul"):
         if not _is(scale, "rsqrt") or not _is(scale.args[0], "add"):
             continue
         mean, eps = scale.args[0].args
@@ -86,8 +86,8 @@ def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 def _rotation(node: Node) -> None:
     """Replace `node` by `rotated` if it matches."""
-    for straight, across in _either_way(node, "add"):
-        for turned, sin in _either_way(across, "mul"):
+    for straight, across in _operand_orders(node, "add"):
+        for turned, sin in _operand_orders(across, "mul"):
             x = _halves_swapped(turned)
             if x is None or not _is(straight, "mul") or x not in straight.args:
                 continue
@@ -146,8 +146,8 @@ def _name(node: Node) -> str:
     return getattr(node.target, "__name__", "")
 
 
-def _either_way(node: Any, name: str) -> list[tuple[Any, Any]]:
-    """Return the operands of a commutative operator in both orders, nothing for other nodes."""
+def _operand_orders(node: Any, name: str) -> list[tuple[Any, Any]]:
+    """Return the operands of a commutative operator in both orders, or an empty list for any other node."""
     if not _is(node, name) or len(node.args) != 2 or node.kwargs:
         return []
     one, other = node.args

@@ -51,7 +51,7 @@ MIN_MKL_OUTPUTS = 768
 """With several threads, weights with fewer outputs are split: MKL multiplies its own layout on one thread."""
 
 MAX_PLAIN_SIZE = 2**12
-"""Weights up to this size stay plain where MKL is slow."""
+"""Weights up to this size are not repacked where MKL is slow."""
 
 ONEDNN_ROWS = 16
 """The number of rows for which oneDNN chooses its layout; the layout is valid for other numbers."""

@@ -5,10 +5,11 @@
         logits = forward(tokens, positions, slots)                    # (B, V), valid until the next call
     decoder.release()                                                 # frees the graphs
 
-A decode step on a GPU is a few hundred small launches, whose Python takes longer than the kernels. So a step is
-captured for some numbers of rows, and other numbers are padded. A graph reads and writes fixed memory. Each generation
-checks the weights' addresses, and each step checks whether the KV cache was reallocated; a change captures all graphs
-again. Row lengths are read on the device, by `kernels.py`, or without Triton by masks over whole slots.
+A decode step on a GPU consists of a few hundred small kernels whose Python launch overhead exceeds their run time.
+Steps are captured for a fixed set of batch sizes; other batch sizes are padded to the next one. A graph reads and
+writes fixed memory. Each generation checks the weights' addresses, and each step checks whether the KV cache was
+reallocated; a change captures all graphs again. Row lengths are read on the device, by `kernels.py`, or without Triton
+by masks over whole slots.
 """
 
 from __future__ import annotations
