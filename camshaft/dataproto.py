@@ -68,7 +68,7 @@ class DataProto:
         """Return the column `name`; raise BatchError if it is not ragged."""
         column = self[name]
         if not isinstance(column, Ragged):
-            raise BatchError(f"column '{name}' must have one value per token, but is {type(column).__name__}")
+            raise BatchError(f"column '{name}' must have one value per token, got {type(column).__name__}")
         return column
 
     def require(self, *names: str) -> DataProto:
@@ -261,7 +261,7 @@ def _as_column(name: str, value: Any) -> Column:
             raise BatchError(f"column '{name}' is a scalar; a tensor column has one entry per row")
         return value
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, np.ndarray)):
-        raise BatchError(f"column '{name}' is {type(value).__name__}; use a tensor, a Ragged or a list of objects")
+        raise BatchError(f"column '{name}' must be a tensor, a Ragged or a list of objects, got {type(value).__name__}")
     return _objects(list(value))
 
 

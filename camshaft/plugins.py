@@ -91,7 +91,7 @@ def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Calla
     target = target_of(name, dict.fromkeys(built_in, ""), group, "function")
     loaded = import_attribute(target)
     if not callable(loaded):
-        raise ConfigError(f"{target} is {type(loaded).__name__}, not a function")
+        raise ConfigError(f"{target} must be callable, got {type(loaded).__name__}")
     return loaded
 
 

@@ -148,11 +148,11 @@ def _model(role: RoleCheckpoint, options: argparse.Namespace) -> EngineModel:
             "adapter), but this folder does not exist here; name it with --model FOLDER"
         )
     if options.adapter and model.lora is None:
-        raise ConfigError(f"{role.folder} was trained without an adapter; leave out --adapter")
+        raise ConfigError(f"{role.folder} was trained without an adapter; remove --adapter")
     if options.adapter and model.random_init:
         raise ConfigError(
-            f"{role.folder}: the base weights of its adapter were initialized from a seed and are in no folder; leave "
-            "out --adapter to merge the adapter into them"
+            f"{role.folder}: the base weights of its adapter were initialized from a seed and are in no folder; "
+            "remove --adapter to merge the adapter into them"
         )
     return model
 

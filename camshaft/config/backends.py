@@ -83,7 +83,7 @@ def _capabilities(
     capabilities = getattr(import_attribute(target), "capabilities", default)
     if not isinstance(capabilities, type(default)):
         raise ConfigError(
-            f"{target}.capabilities is {type(capabilities).__name__}; make it {type(default).__name__}(...)"
+            f"{target}.capabilities must be a {type(default).__name__}, got {type(capabilities).__name__}"
         )
     return capabilities
 

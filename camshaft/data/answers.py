@@ -77,13 +77,13 @@ def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
     batch: dict[str, list[Any]] = {name: [] for name in ("uid", "data_source", "ground_truth", "extra_info")}
     texts: list[str] = []
     counts: list[int | None] = []
-    questions: dict[str, str] = {}
+    uids: dict[str, str] = {}
     for i, row in enumerate(table.rows):
         cell = row[columns.response_key]
         responses = _texts(cell, table.place(i), columns.response_key)
         texts += responses
         counts.append(len(responses) if isinstance(cell, list) else None)
-        uid = str(i) if isinstance(cell, list) else questions.setdefault(_question(table, i, columns), str(i))
+        uid = str(i) if isinstance(cell, list) else uids.setdefault(_prompt_key(table, i, columns), str(i))
         batch["uid"] += [uid] * len(responses)
         batch["data_source"] += [row[columns.data_source_key]] * len(responses)
         batch["ground_truth"] += [ground_truth(row, columns.reward_model_key)] * len(responses)
@@ -104,7 +104,7 @@ def _texts(cell: Any, place: str, key: str) -> list[str]:
     return responses
 
 
-def _question(table: Table, index: int, columns: AnswerColumns) -> str:
+def _prompt_key(table: Table, index: int, columns: AnswerColumns) -> str:
     """Return the key that groups rows with single responses to the same prompt."""
     row = table.rows[index]
     if columns.prompt_key not in row:

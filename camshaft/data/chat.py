@@ -46,14 +46,14 @@ def check_prompt(value: Any, place: str, column: str = "prompt") -> Prompt:
     if value is None or (isinstance(value, (str, Sequence)) and not value) or isinstance(value, str):
         raise BatchError(f"{place}: '{column}' is empty ({value!r}); every row needs a value")
     if not isinstance(value, list):
-        raise BatchError(f"{place}: '{column}' is {type(value).__name__}; it must be a string or a list of messages")
+        raise BatchError(f"{place}: '{column}' must be a string or a list of messages, got {type(value).__name__}")
     return [_check_message(message, number, place, column) for number, message in enumerate(value)]
 
 
 def _check_message(message: Any, number: int, place: str, column: str) -> Message:
     where = f"{place}: message {number} of '{column}'"
     if not isinstance(message, Mapping):
-        raise BatchError(f"{where} is {type(message).__name__}; a message must be {{role, content}}")
+        raise BatchError(f"{where} must be a mapping with role and content, got {type(message).__name__}")
     for key in ("role", "content"):
         if key not in message:
             raise BatchError(f"{where} has no '{key}', only {sorted(message)}")

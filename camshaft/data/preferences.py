@@ -101,9 +101,9 @@ def load_preferences(
     differing = [row for row in range(len(table)) if chosen[row] != rejected[row]]
     if not differing:
         raise BatchError(
-            f"{table.place(0)}: '{options.chosen_key}' and '{options.rejected_key}' have the same tokens, as in all "
-            f"{len(table)} rows (max_length={options.max_length}, truncation={options.truncation}); provide rows that "
-            "differ within these limits"
+            f"'{options.chosen_key}' and '{options.rejected_key}' have identical tokens in all {len(table)} rows after "
+            f"truncation (max_length={options.max_length}, truncation={options.truncation}), for example "
+            f"{table.place(0)}; increase max_length or use other data"
         )
     columns = {
         "chosen": Ragged.from_rows([chosen[row] for row in differing], torch.int64),

@@ -80,7 +80,7 @@ class SequenceSplit:
         """
         heads, groups = query.shape[1], key.shape[1]
         if heads % self.size:
-            raise _uneven(f"{heads} query heads", self.size)
+            raise _indivisible_heads_error(f"{heads} query heads", self.size)
         repeats = self.size // math.gcd(groups, self.size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
@@ -178,7 +178,9 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raise `EngineError` if sequence parallelism over `size` ranks does not support this config."""
     text = config.get_text_config()
     if text.num_attention_heads % size:
-        raise _uneven(f"the {text.num_attention_heads} query heads of this {text.model_type} model", size)
+        raise _indivisible_heads_error(
+            f"the {text.num_attention_heads} query heads of this {text.model_type} model", size
+        )
     ropes = text.to_dict().get("rope_parameters") or {}
     kinds = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
     longest = [kind for kind in ROPE_BY_LONGEST if kind in kinds]
@@ -227,8 +229,8 @@ def _joined(values: Tensor, counts: list[int], split: SequenceSplit) -> Tensor:
     return gathered.view(values.dtype).view(sum(counts), *shape).to(values.device)
 
 
-def _uneven(heads: str, size: int) -> EngineError:
+def _indivisible_heads_error(heads: str, size: int) -> EngineError:
     return EngineError(
-        f"sequence-parallel size {size} does not divide {heads}; each rank computes an equal part of the heads, so "
-        "choose a size that divides their number"
+        f"{heads} cannot be divided evenly over {size} sequence-parallel ranks; choose a size that divides the number "
+        "of heads"
     )

@@ -86,7 +86,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         )
     except RolloutError as error:
         message = str(error).removeprefix("SamplingParams: ")
-        raise ConfigError(f"--response-length, --temperature, --top-k, --top-p: {message}") from error
+        raise ConfigError(f"invalid sampling option: {message}") from error
 
 
 def _case(options: argparse.Namespace) -> ParityCase:

@@ -46,7 +46,7 @@ def load_function(spec: Spec) -> RewardFunction:
     sys.path.extend(entry for entry in spec.sys_path if entry not in sys.path)
     function = _named(spec) if spec.path is None else _attribute(_module(spec.path), spec.path, spec.name)
     if not callable(function):
-        raise CamshaftError(f"{title(spec)} is a {type(function).__name__}, not a function")
+        raise CamshaftError(f"{title(spec)} must be callable, got {type(function).__name__}")
     return RewardFunction(function, spec.kwargs, _checked_signature(function, spec))
 
 

@@ -20,7 +20,7 @@ from camshaft.config import EvalConfig
 from camshaft.data.answers import AnswerColumns, read_answers
 from camshaft.errors import BatchError
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.validate import Scored, at_n_metrics, by_question
+from camshaft.trainer.validate import Scored, at_n_metrics, by_prompt
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
@@ -50,7 +50,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
 def pass_metrics(rows: Sequence[Scored], threshold: float) -> dict[str, float]:
     """Compute `pass@k/mean`, k = 1, 2, 4, ... n: the probability that one of k responses reaches `threshold`."""
     metrics: dict[str, float] = {}
-    for source, groups in by_question(rows).items():
+    for source, groups in by_prompt(rows).items():
         n = len(groups[0])
         for k in sorted({1, *draws(n)}):
             section = "val-core" if k in (1, n) else "val-aux"
@@ -61,19 +61,19 @@ def pass_metrics(rows: Sequence[Scored], threshold: float) -> dict[str, float]:
 
 def _means(rows: Sequence[Scored]) -> dict[str, float]:
     """Return the mean score of each data set."""
-    groups = by_question(rows)
+    groups = by_prompt(rows)
     return {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
 
 
 def _check_counts(rows: Sequence[Scored]) -> None:
-    """Check that all questions of a data set have the same number of responses."""
-    for source, groups in by_question(rows).items():
+    """Check that all prompts of a data set have the same number of responses."""
+    for source, groups in by_prompt(rows).items():
         sizes = {len(group): group[0].uid for group in groups}
         if len(sizes) > 1:
             (few, first), *_, (many, last) = sorted(sizes.items())
             raise BatchError(
-                f"data_source {source}: row {first} has {few} responses and row {last} has {many}; mean@n and other "
-                "metrics need the same number for each question, so score these rows separately"
+                f"data_source {source}: row {first} has {few} responses and row {last} has {many}; mean@n and "
+                "similar metrics require the same number of responses for every prompt; evaluate these rows separately"
             )
 
 

@@ -4,7 +4,7 @@
     save_samples(samples, folder / "step_20.jsonl")
 
 All validations of a run use the same prompts, sampling (greedy by default, `val_kwargs`) and seeds, so that two of them
-differ only by the weights. `at_n_metrics` aggregates several responses to one question; the formulas are in
+differ only by the weights. `at_n_metrics` aggregates several responses to one prompt; the formulas are in
 `algorithms/at_n.py`.
 """
 
@@ -38,7 +38,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of one response, and its question."""
+    """The score of one response, and its prompt."""
 
     data_source: str
     uid: str
@@ -94,7 +94,7 @@ def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     0 for a response whose scoring failed. `maj` needs answers.
     """
     metrics: dict[str, float] = {}
-    for source, groups in by_question(rows).items():
+    for source, groups in by_prompt(rows).items():
         every = [row for group in groups for row in group]
         has_answers = any(row.answer is not None for row in every)
         answers = [[row.answer for row in group] for group in groups] if has_answers else None
@@ -107,12 +107,12 @@ def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
     return metrics
 
 
-def by_question(rows: Iterable[Scored]) -> dict[str, list[list[Scored]]]:
-    """Group the responses by data set and question."""
-    questions: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+def by_prompt(rows: Iterable[Scored]) -> dict[str, list[list[Scored]]]:
+    """Group the responses by data set and prompt."""
+    prompts: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
-        questions[row.data_source][row.uid].append(row)
-    return {source: list(groups.values()) for source, groups in questions.items()}
+        prompts[row.data_source][row.uid].append(row)
+    return {source: list(groups.values()) for source, groups in prompts.items()}
 
 
 def _common_values(rows: Sequence[Scored]) -> list[str]:

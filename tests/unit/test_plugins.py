@@ -63,7 +63,7 @@ def test_load_function_takes_built_in_and_external_functions(package):
     assert plugins.load_function("their_functions:add", {"length": len}, GROUP)(1, 2) == 3
     with pytest.raises(ConfigError, match=r"no 'lenght' in .* Did you mean 'length'\? .* or package.module:function"):
         plugins.load_function("lenght", {"length": len}, GROUP)
-    with pytest.raises(ConfigError, match="their_functions:NAME is str, not a function"):
+    with pytest.raises(ConfigError, match="their_functions:NAME must be callable, got str"):
         plugins.load_function("their_functions:NAME", {}, GROUP)
 
 

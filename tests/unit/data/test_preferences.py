@@ -110,7 +110,9 @@ def test_pairs_of_equal_sequences_are_dropped_and_counted(load, tokenizer):
     assert (len(found.batch), found.num_read, found.num_equal) == (1, 2, 1)
     assert "1 with equal sequences dropped" in str(found)
     # A cut at the right can take away all that they differ in.
-    with pytest.raises(BatchError, match=r"row 0: 'chosen' and 'rejected' have the same tokens.*truncation=right"):
+    with pytest.raises(
+        BatchError, match=r"'chosen' and 'rejected' have identical tokens in all 1 rows.*truncation=right.* row 0;"
+    ):
         load(rows[1:], max_length=7, truncation="right")
 
 

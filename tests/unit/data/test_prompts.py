@@ -233,12 +233,12 @@ def test_a_message_without_role_or_content_names_the_row(load, message, told):
 
 
 def test_a_prompt_that_is_a_number_is_an_error(load):
-    with pytest.raises(BatchError, match="'prompt' is int"):
+    with pytest.raises(BatchError, match="'prompt' must be a string or a list of messages, got int"):
         load([row(5)])
 
 
 def test_messages_that_are_not_messages_are_an_error(load):
-    with pytest.raises(BatchError, match="message 0 of 'prompt' is str"):
+    with pytest.raises(BatchError, match="message 0 of 'prompt' must be a mapping with role and content, got str"):
         load([row(["hello"])])
 
 

@@ -271,7 +271,7 @@ def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None
 
 def test_unavailable_checkpoint_contents_are_errors_with_a_fix(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
-    assert "leave out --adapter" in export(run, tmp_path / "out", "--adapter").err
+    assert "remove --adapter" in export(run, tmp_path / "out", "--adapter").err
     assert "is not a size; use for example 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
     drawn = model_of(rank=4).model_copy(update={"random_init": True})
     drawn_run = saved(tmp_path / "drawn", drawn)

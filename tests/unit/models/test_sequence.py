@@ -171,7 +171,10 @@ def test_attention_dropout_acts_in_train_mode():
 def test_heads_that_do_not_divide_are_rejected():
     config = AutoConfig.from_pretrained(folder_of("qwen2"))
     check_heads(config, 4)
-    with pytest.raises(EngineError, match="size 3 does not divide the 4 query heads of this qwen2 model;"):
+    with pytest.raises(
+        EngineError,
+        match="the 4 query heads of this qwen2 model cannot be divided evenly over 3 sequence-parallel ranks;",
+    ):
         check_heads(config, 3)
 
 
@@ -188,7 +191,7 @@ def three_ranks(folder: str) -> None:
 
 
 def test_indivisible_heads_are_an_error_in_the_call():
-    with pytest.raises(EngineError, match="sequence-parallel size 3 does not divide 4 query heads"):
+    with pytest.raises(EngineError, match="4 query heads cannot be divided evenly over 3 sequence-parallel ranks"):
         run_ranks(three_ranks, 3, folder_of("qwen2"))
 
 

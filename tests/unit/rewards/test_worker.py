@@ -15,7 +15,7 @@ def test_a_missing_name_is_an_error_that_lists_functions(file):
 
 
 def test_a_name_that_is_no_function_is_an_error(file):
-    with pytest.raises(RewardError, match="is a int, not a function"):
+    with pytest.raises(RewardError, match="must be callable, got int"):
         RewardManager(file("compute_score = 1"))
 
 
