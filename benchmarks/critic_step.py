@@ -1,4 +1,4 @@
-"""PPO steps with a critic and a reference, beside a careful loop and TRL's PPOTrainer.
+"""PPO steps with a critic and a reference, compared with a careful loop and TRL's PPOTrainer.
 
     python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 6     # trl: after `make trl`
 

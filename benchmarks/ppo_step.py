@@ -1,4 +1,4 @@
-"""GRPO steps (generate, score, log-probs, advantages, update), beside a careful loop and TRL.
+"""GRPO steps (generate, score, log-probs, advantages, update), compared with a careful loop and TRL.
 
     python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 6      # trl: after `make trl`
 

@@ -1,4 +1,4 @@
-"""Speed of the built-in generator beside transformers.generate and vLLM, in one process and in turns.
+"""Speed of the built-in generator compared with transformers.generate and vLLM, in one process and in turns.
 
     python benchmarks/rollout.py --out benchmarks/results/rollout.md
     python benchmarks/rollout.py --engines torch,hf --models 27M --prompts 264 --rounds 12

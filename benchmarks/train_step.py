@@ -1,4 +1,4 @@
-"""Speed and memory of actor and critic updates, beside loops that a user would write or choose.
+"""Speed and memory of actor and critic updates, compared with loops that a user would write or choose.
 
     python benchmarks/train_step.py --against careful,transformers,trainer
     python benchmarks/train_step.py --models 4M --against careful --rounds 12 --threads 1,2 --out results
