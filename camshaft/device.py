@@ -67,7 +67,7 @@ def pins_for(device: torch.device) -> bool:
     return accelerator is not None and accelerator.type == device.type
 
 
-def takes_triton(tensor: Tensor) -> bool:
+def supports_triton(tensor: Tensor) -> bool:
     """Return True if Triton kernels can process the tensor: it is on a GPU and Triton is installed."""
     return tensor.is_cuda and _triton_is_installed()
 

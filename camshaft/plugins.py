@@ -18,7 +18,7 @@ from camshaft.errors import ConfigError
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-BROUGHT_BY = {
+PROVIDED_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
     "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
@@ -104,8 +104,8 @@ def import_attribute(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing in BROUGHT_BY:
-            raise ConfigError(f"{target} needs '{missing}': pip install '{BROUGHT_BY[missing]}'") from error
+        if missing in PROVIDED_BY:
+            raise ConfigError(f"{target} needs '{missing}': pip install '{PROVIDED_BY[missing]}'") from error
         raise ConfigError(f"{target}: there is no module '{error.name}'; is its package installed?") from error
     try:
         return getattr(module, attribute)

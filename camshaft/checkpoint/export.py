@@ -237,10 +237,11 @@ def _compare_weights(
 
 def _rows(config: PreTrainedConfig) -> DataProto:
     """Return a few fixed rows of tokens, without the pad token, at which some heads end a row."""
-    text = config.get_text_config()
-    tokens = torch.randint(0, text.vocab_size, (sum(PROBED_LENGTHS),), generator=torch.Generator().manual_seed(0))
-    if text.pad_token_id is not None:
-        tokens[tokens == text.pad_token_id] = 1 if text.pad_token_id == 0 else text.pad_token_id - 1
+    text_config = config.get_text_config()
+    vocab_size, pad = text_config.vocab_size, text_config.pad_token_id
+    tokens = torch.randint(0, vocab_size, (sum(PROBED_LENGTHS),), generator=torch.Generator().manual_seed(0))
+    if pad is not None:
+        tokens[tokens == pad] = 1 if pad == 0 else pad - 1
     ids = Ragged(tokens, torch.tensor(PROBED_LENGTHS))
     return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
 

@@ -202,7 +202,7 @@ def _single_device(
 def _group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
     """Check engines with one strategy; a problem that several roles share is reported once."""
     yield from _adapter(group[0], capabilities)
-    yield from _unsupported(group, capabilities)
+    yield from _check_unsupported(group, capabilities)
     reported: set[str] = set()
     for role in group:
         for problem in _options(role, capabilities, world_size):
@@ -211,7 +211,7 @@ def _group(group: list[Role], capabilities: EngineCapabilities, world_size: int)
             reported.add(problem.message)
 
 
-def _unsupported(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
+def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
     """Report settings that the engine has no option for; the same setting of several roles is one problem."""
     options = capabilities.options.model_fields
     settings: dict[str, list[tuple[str, Any]]] = {}
@@ -346,11 +346,11 @@ def adapter_of_rollout(config: PPOConfig) -> Iterator[Problem]:
         message = f"has no effect without an adapter, {MODEL}.lora_rank=0. Set {key}=merged."
         yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))
     try:
-        takes_adapter = rollout_capabilities(rollout.name).takes_adapter
+        supports_adapter = rollout_capabilities(rollout.name).supports_adapter
     except ConfigError:
         return
-    if not takes_adapter:
-        others = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.takes_adapter)
+    if not supports_adapter:
+        others = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_adapter)
         message = (
             f"{ROLLOUT}.name={rollout.name} accepts complete weights only, no separate adapter. Set {key}=merged, or"
             f" {ROLLOUT}.name={others}."

@@ -47,7 +47,7 @@ PROCESS = RolloutCapabilities()
 SERVER = RolloutCapabilities(ServerOptions)
 SGLANG = RolloutCapabilities(SGLangOptions)
 TORCH = RolloutCapabilities(OneDeviceOptions, reads=frozenset({"enforce_eager"}))
-VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, takes_adapter=True)
+VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, supports_adapter=True)
 
 ROLLOUTS = {
     "hf": Backend("camshaft.rollout.hf:HFRollout", HF),

@@ -396,15 +396,15 @@ def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
         return
     for leaf, value in {"rollout_is": correction.rollout_is, "rollout_rs": correction.rollout_rs}.items():
         if value:
-            other = f"{CORRECTION}.{leaf}"
-            message = f"skips the trainer log-probs that {leaf} compares with the rollout's. Set {other}=null."
-            yield Problem(key, True, message, (other,))
+            related_key = f"{CORRECTION}.{leaf}"
+            message = f"skips the trainer log-probs that {leaf} compares with the rollout's. Set {related_key}=null."
+            yield Problem(key, True, message, (related_key,))
     truncated = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
     for fix, is_truncated in truncated.items():
         if is_truncated:
-            other = f"{ROLLOUT}.{fix.partition('=')[0]}"
-            message = f"requires samples of the full distribution, which {other} truncates. Set {ROLLOUT}.{fix}."
-            yield Problem(key, True, message, (other,))
+            related_key = f"{ROLLOUT}.{fix.partition('=')[0]}"
+            message = f"requires samples of the full distribution, which {related_key} truncates. Set {ROLLOUT}.{fix}."
+            yield Problem(key, True, message, (related_key,))
 
 
 def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:

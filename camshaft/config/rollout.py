@@ -88,7 +88,7 @@ class RolloutCapabilities:
     """Capabilities of a rollout: the class attribute `capabilities` of `BaseRollout`.
 
         class MyRollout(BaseRollout):
-            capabilities = RolloutCapabilities(takes_adapter=True, reads=frozenset({"enforce_eager"}))
+            capabilities = RolloutCapabilities(supports_adapter=True, reads=frozenset({"enforce_eager"}))
 
     The config checks read it before a process is started.
     """
@@ -97,5 +97,5 @@ class RolloutCapabilities:
     """Schema of `rollout.engine_kwargs`; the default accepts any option."""
     reads: frozenset[str] = frozenset(OPTIONAL_KEYS)
     """The keys of `OPTIONAL_KEYS` that have an effect; a run that sets another one gets a notice."""
-    takes_adapter: bool = False
+    supports_adapter: bool = False
     """Supports `RolloutEngineConfig.lora`: base weights are synced once, the adapter at every weight sync."""

@@ -170,7 +170,7 @@ class LocalProcess(WorkerProcess):
     def stop(self) -> None:
         self._requests.put(STOP)
 
-    def ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         return None if self._process.is_alive() else describe_exit(self._process.exitcode)
 
     def join(self, seconds: float) -> None:

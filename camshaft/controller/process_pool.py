@@ -63,7 +63,7 @@ class WorkerProcess(ABC):
         """Send a request without waiting. (rank, None) in the inbox means that no more answers will arrive."""
 
     @abstractmethod
-    def ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         """Describe how the process ended; None while it runs."""
 
     @abstractmethod
@@ -318,7 +318,7 @@ class ProcessPool(Pool):
 
     def _check_alive(self) -> None:
         for process in self.processes:
-            exit_status = process.ended()
+            exit_status = process.exit_description()
             if exit_status is not None:
                 raise self._death(process, exit_status)
         request = next((requests[0] for requests in self._requests if requests), None)

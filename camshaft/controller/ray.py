@@ -289,10 +289,10 @@ class ActorProcess(WorkerProcess):
                 answer = self._answers.popleft()
                 error = answer.exception()
                 if error is not None:
-                    self._death = self._death or how_it_died(error)
+                    self._death = self._death or describe_death(error)
                 self._inbox.put((self.rank, None if error is not None else answer.result()))
 
-    def ended(self) -> str | None:
+    def exit_description(self) -> str | None:
         return self._death
 
     def stacks(self) -> str:
@@ -380,7 +380,7 @@ def as_arrays(frames: Frames) -> list[Any]:
     return [bytes(head), *(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers)]
 
 
-def how_it_died(error: BaseException) -> str:
+def describe_death(error: BaseException) -> str:
     """Describe the death of an actor from the error of Ray, without its boilerplate."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):

@@ -45,7 +45,7 @@ def write_reasoning_gym(
     if min(num_train, num_heldout) < 1:
         raise ConfigError(f"num_train={num_train} and num_heldout={num_heldout} must be at least 1")
     count = num_train + num_heldout
-    dataset = _created(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
+    dataset = _create_dataset(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
     entries = []
     for entry in _new(dataset):
         entries.append(entry)
@@ -66,7 +66,7 @@ def write_reasoning_gym(
     return TaskPaths(**paths)
 
 
-def _created(task: str, settings: dict[str, Any]) -> Any:
+def _create_dataset(task: str, settings: dict[str, Any]) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:

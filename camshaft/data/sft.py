@@ -189,7 +189,7 @@ def _tokenize(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
             span, index = ids[index], index + 1
             if piece.trained and not sequence.templated:
                 span = [*span, end_of_sequence(tokenizer, sequence.place)]
-            trained = _generated(span, end_ids) if piece.trained else 0
+            trained = _num_generated_tokens(span, end_ids) if piece.trained else 0
             tokens += span
             mask += [True] * trained + [False] * (len(span) - trained)
         end = len(mask) - mask[::-1].index(True) if any(mask) else len(mask)
@@ -197,7 +197,7 @@ def _tokenize(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
     return rows
 
 
-def _generated(ids: list[int], end_ids: frozenset[int]) -> int:
+def _num_generated_tokens(ids: list[int], end_ids: frozenset[int]) -> int:
     """Return the number of generated tokens of an assistant turn: up to its last special token, which ends the turn.
 
     Text after that token (usually a line break) is part of the template. Without a special token the whole turn counts.

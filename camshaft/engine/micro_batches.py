@@ -56,7 +56,7 @@ def as_batch(batch: Any) -> DataProto:
     Without a `loss_mask` all tokens but the first of each row count.
     """
     if not has_input_ids(batch):
-        raise BatchError(f"the batch is {_described(batch)}; expected {EXPECTED_BATCH}")
+        raise BatchError(f"the batch is {_describe(batch)}; expected {EXPECTED_BATCH}")
     if not isinstance(batch, DataProto):
         batch = _unpad(batch)
     ids = batch.ragged("input_ids")
@@ -73,7 +73,7 @@ def as_batch(batch: Any) -> DataProto:
     return batch
 
 
-def _described(batch: Any) -> str:
+def _describe(batch: Any) -> str:
     if isinstance(batch, Tensor):
         return f"a tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, DataProto | Mapping):

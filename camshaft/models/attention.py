@@ -103,12 +103,12 @@ def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any
 
 def reject_unsupported(config: PreTrainedConfig) -> None:
     """Raise `EngineError` with the reasons if models of this config need unsupported attention."""
-    text = config.get_text_config()
-    values = text.to_dict()
+    text_config = config.get_text_config()
+    values = text_config.to_dict()
     reasons = []
     if values.get("attn_logit_softcapping") is not None:
         reasons.append(f"soft-capped attention scores (attn_logit_softcapping={values['attn_logit_softcapping']})")
-    if text.model_type in SINK_MODELS:
+    if text_config.model_type in SINK_MODELS:
         reasons.append("attention sinks")
     others = sorted(set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
     if others:
@@ -116,7 +116,7 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
     if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
         reasons.append("attention that is not causal")
     if reasons:
-        raise _unsupported(text.model_type, reasons)
+        raise _unsupported_error(text_config.model_type, reasons)
 
 
 def packed_attention(
@@ -133,7 +133,7 @@ def packed_attention(
     """Compute attention for one layer; `kwargs` select the kind of call. Returns (B, L, H, D)."""
     reasons = [feature for name, feature in UNSUPPORTED_ARGUMENTS.items() if kwargs.get(name) is not None]
     if reasons:
-        raise _unsupported(type(module).__name__, reasons)
+        raise _unsupported_error(type(module).__name__, reasons)
     slots: Slots | None = kwargs.get("slots")
     if slots is not None:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -151,7 +151,7 @@ def packed_attention(
     if query.shape[0] != 1:
         raise EngineError(f"packed calls take one row, input_ids of shape (1, N); got a batch of {query.shape[0]}")
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
-        raise _unsupported(type(module).__name__, ["attention that is not causal"])
+        raise _unsupported_error(type(module).__name__, ["attention that is not causal"])
     exchange: Exchange | None = kwargs.get("exchange")
     if exchange is None:
         return _attend_segments(query, key, value, kwargs, scaling, dropout, sliding_window), None
@@ -267,7 +267,7 @@ def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
     )
 
 
-def _unsupported(name: str, features: Sequence[str]) -> EngineError:
+def _unsupported_error(name: str, features: Sequence[str]) -> EngineError:
     return EngineError(
         f"{name} needs {' and '.join(features)}, which packed attention does not support; "
         "choose a model with causal or sliding-window attention"

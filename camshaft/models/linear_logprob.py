@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from camshaft.device import takes_triton
+from camshaft.device import supports_triton
 from camshaft.errors import EngineError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -384,7 +384,7 @@ def _spans(count: int, size: int) -> list[slice]:
 
 def _kernels(head: _Head) -> ModuleType | None:
     """Return the Triton kernels on a GPU, except for float64 and an output layer with a bias."""
-    if not takes_triton(head.hidden) or head.hidden.dtype == torch.float64 or head.bias is not None:
+    if not supports_triton(head.hidden) or head.hidden.dtype == torch.float64 or head.bias is not None:
         return None
     from camshaft.models.triton import linear_logprob
 

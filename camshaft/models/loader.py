@@ -52,7 +52,7 @@ CLASSES: dict[Head, Any] = {
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
     """Load the model that `model` describes, in eval mode on `device`, without changing the global random state."""
-    folder, config = _described(model)
+    folder, config = _load_packable_config(model)
     # Built on the CPU, so that a seed gives the same weights whatever the device.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -76,13 +76,13 @@ def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
     """Build the model on the meta device, for an engine that shards it before loading weights."""
-    _, config = _described(model)
+    _, config = _load_packable_config(model)
     with torch.device("meta"):
         hf = _random_model(config, model, DTYPES[dtype])
         return _packed(hf, model, seed=0).eval()
 
 
-def _described(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
+def _load_packable_config(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
     """Return folder and config of a model; raise `EngineError` if it does not support packing."""
     import_external(model.external_lib)
     folder = model_folder(model.path)

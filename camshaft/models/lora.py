@@ -28,7 +28,7 @@ from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
 from camshaft.models.packed import NUMBER_HEADS
-from camshaft.plugins import BROUGHT_BY
+from camshaft.plugins import PROVIDED_BY
 
 Full = Callable[[Tensor], Tensor]
 
@@ -59,10 +59,12 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     """
     if adapter_layers(hf):
         raise EngineError(f"this {type(hf).__name__} already has an adapter; load the model again to add another one")
-    peft = _peft()
+    peft = _import_peft()
     targets = _targets(hf, config)
     shapes = _shapes(hf, targets, config.rank)
-    stored = None if config.adapter_path is None else _stored(fetch(config.adapter_path), hf, config, shapes)
+    stored = (
+        None if config.adapter_path is None else _load_adapter_tensors(fetch(config.adapter_path), hf, config, shapes)
+    )
     layers = peft.LoraConfig(
         r=config.rank, lora_alpha=_number(config.alpha), target_modules=targets, init_lora_weights=False
     )
@@ -158,7 +160,7 @@ def save_adapter(
         )
     # Other tools expect the last parts of names. Full names are necessary if only some layers of a kind are adapted.
     needs_full_names = config.exclude_modules or any("." in ending for ending in _endings(config.target_modules))
-    settings = _peft().LoraConfig(
+    settings = _import_peft().LoraConfig(
         base_model_name_or_path=base_model_path,
         r=config.rank,
         lora_alpha=_number(config.alpha),
@@ -176,7 +178,7 @@ def save_adapter(
 
 def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tensor]]:
     """Load an adapter folder with PEFT's public API; return the model, and the adapter's tensors by file name."""
-    peft = _peft()
+    peft = _import_peft()
     with torch.random.fork_rng(devices=[]):
         model = peft.PeftModel.from_pretrained(hf, str(folder))
     return model, peft.get_peft_model_state_dict(model)
@@ -263,7 +265,7 @@ def _initial_values(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[st
     return values
 
 
-def _stored(
+def _load_adapter_tensors(
     folder: Path, hf: PreTrainedModel, config: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
     """Return the tensors of an adapter folder by parameter name; raise `EngineError` if model or config differ."""
@@ -311,7 +313,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any], config: LoRAConfi
                 f"lora.{key}={_number(value)}, but the adapter in {folder} has {peft_key}={settings.get(peft_key)}; "
                 f"set lora.{key}={settings.get(peft_key)}"
             )
-    defaults = _peft().LoraConfig().to_dict()
+    defaults = _import_peft().LoraConfig().to_dict()
     for key, value in settings.items():
         if key not in FREE_SETTINGS and value != defaults.get(key) and value not in (None, False, [], {}):
             raise EngineError(f"the adapter in {folder} has {key}={value}, which is not supported; train it without")
@@ -333,11 +335,11 @@ def _merged(weight: Tensor, layer: Any, full: Full) -> Tensor:
 # -- helpers ------------------------------------------------------------------------------------------
 
 
-def _peft() -> Any:
+def _import_peft() -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise EngineError(f"LoRA needs '{error.name}': pip install '{BROUGHT_BY['peft']}'") from error
+        raise EngineError(f"LoRA needs '{error.name}': pip install '{PROVIDED_BY['peft']}'") from error
     return peft
 
 

@@ -213,8 +213,8 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
 
     This requires a model without dropout, without a sliding window, and with keys as wide as values.
     """
-    text = config.get_text_config()
-    values = text.to_dict()
+    text_config = config.get_text_config()
+    values = text_config.to_dict()
     has_dropout = any("drop" in key and value for key, value in values.items())
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
     return not has_dropout and not windowed and values.get("v_head_dim") in (None, values.get("head_dim"))
@@ -237,13 +237,13 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
 
 def logit_factor(config: PreTrainedConfig) -> float:
     """Return the factor that a model of this config applies to its logits; raise `EngineError` for other changes."""
-    text = config.get_text_config()
-    values = text.to_dict()
-    factor_key, power = LOGIT_FACTORS.get(text.model_type, ("", 1))
+    text_config = config.get_text_config()
+    values = text_config.to_dict()
+    factor_key, power = LOGIT_FACTORS.get(text_config.model_type, ("", 1))
     for key, value in values.items():
         if key != factor_key and CHANGES_LOGITS.search(key) and value not in (None, 1.0):
             raise EngineError(
-                f"{text.model_type} models change their logits after the output head ({key}={value}), "
+                f"{text_config.model_type} models change their logits after the output head ({key}={value}), "
                 "which the fused log-probs do not support; choose another model family"
             )
     return float(values[factor_key]) ** power if factor_key else 1.0

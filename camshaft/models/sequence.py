@@ -176,12 +176,12 @@ class _Gather(torch.autograd.Function):
 
 def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raise `EngineError` if sequence parallelism over `size` ranks does not support this config."""
-    text = config.get_text_config()
-    if text.num_attention_heads % size:
+    text_config = config.get_text_config()
+    if text_config.num_attention_heads % size:
         raise _indivisible_heads_error(
-            f"the {text.num_attention_heads} query heads of this {text.model_type} model", size
+            f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
         )
-    ropes = text.to_dict().get("rope_parameters") or {}
+    ropes = text_config.to_dict().get("rope_parameters") or {}
     kinds = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
     longest = [kind for kind in ROPE_BY_LONGEST if kind in kinds]
     if size > 1 and longest:

@@ -52,8 +52,10 @@ class CombinedRewards:
             scores=result.scores + self.weight * scores,
             metrics=result.metrics | metrics,
             parts=tuple(
-                _check_names(part) | {FUNCTION: function, MODEL: model}
-                for part, function, model in zip(result.parts, result.scores.tolist(), scores.tolist(), strict=True)
+                _reject_reserved_names(components) | {FUNCTION: function, MODEL: model}
+                for components, function, model in zip(
+                    result.parts, result.scores.tolist(), scores.tolist(), strict=True
+                )
             ),
         )
 
@@ -83,11 +85,11 @@ def _finite(model_scores: Ragged) -> Tensor:
     return scores
 
 
-def _check_names(part: dict[str, float]) -> dict[str, float]:
+def _reject_reserved_names(components: dict[str, float]) -> dict[str, float]:
     for name in (FUNCTION, MODEL):
-        if name in part:
+        if name in components:
             raise RewardError(
                 f"the reward function's result has a number '{name}', which is reserved for the score of the {name} "
                 "when a reward model is used; rename it"
             )
-    return part
+    return components

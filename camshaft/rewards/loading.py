@@ -44,7 +44,7 @@ class RewardFunction(NamedTuple):
 def load_function(spec: Spec) -> RewardFunction:
     """Load the function of `spec`; raise CamshaftError if that fails."""
     sys.path.extend(entry for entry in spec.sys_path if entry not in sys.path)
-    function = _named(spec) if spec.path is None else _attribute(_module(spec.path), spec.path, spec.name)
+    function = _find_function(spec) if spec.path is None else _attribute(_module(spec.path), spec.path, spec.name)
     if not callable(function):
         raise CamshaftError(f"{title(spec)} must be callable, got {type(function).__name__}")
     return RewardFunction(function, spec.kwargs, _checked_signature(function, spec))
@@ -55,7 +55,7 @@ def title(spec: Spec) -> str:
     return f"{spec.path}:{spec.name}" if spec.path else spec.name
 
 
-def _named(spec: Spec) -> Any:
+def _find_function(spec: Spec) -> Any:
     target = find(spec.name, REWARDS, GROUP)
     if target is None:
         raise CamshaftError(

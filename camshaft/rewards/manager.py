@@ -131,13 +131,13 @@ class Begun:
         try:
             self._done.result()
         except BaseException:  # an error of the thread, or KeyboardInterrupt while waiting
-            self.give_up()
+            self.cancel()
             raise
         return self._job
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel unfinished calls."""
-        self._job.give_up()
+        self._job.cancel()
         self._done.exception()
 
     def _run(self, pool: WorkerPool) -> None:
@@ -190,7 +190,7 @@ class RewardManager:
         Return None for batched functions, which need all responses. Cancel calls that were begun before.
         """
         rows.require("data_source", "ground_truth")
-        self._give_up()
+        self._cancel_begun()
         if not self._pool.batched:
             self._begun = Begun(self._pool, rows, self.on_error == "raise")
         return self._begun
@@ -215,7 +215,7 @@ class RewardManager:
 
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
         """Score texts, one per row of `batch` (data_source, ground_truth, extra_info)."""
-        self._give_up()
+        self._cancel_begun()
         job = Job(len(batch), stop_at_failure=self.on_error == "raise")
         job.put(0, _samples(batch, texts))
         self._pool.run(job)
@@ -243,13 +243,13 @@ class RewardManager:
 
     def close(self) -> None:
         """Stop the worker processes."""
-        self._give_up()
+        self._cancel_begun()
         self._pool.close()
 
-    def _give_up(self) -> None:
+    def _cancel_begun(self) -> None:
         """Cancel calls whose results are not needed, to free the workers."""
         if self._begun is not None:
-            self._begun.give_up()
+            self._begun.cancel()
             self._begun = None
 
     def __enter__(self) -> RewardManager:

@@ -109,9 +109,9 @@ class WorkerPool:
         """Wait for messages or the next deadline, and handle them."""
         busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
         limits = [max(0.0, worker.deadline - time.monotonic()) for worker in busy.values()]
-        for source in wait([job.bell, *busy], timeout=min(limits, default=None)):
-            if source is job.bell:
-                job.take_in(self.batched)
+        for source in wait([job.wakeup_receiver, *busy], timeout=min(limits, default=None)):
+            if source is job.wakeup_receiver:
+                job.receive(self.batched)
                 self._stop([w for w in self._workers if w.is_dead and w.ready and not w.calls])
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
@@ -142,7 +142,7 @@ class WorkerPool:
 class Job:
     """Samples, queued calls and outcomes of one `run`.
 
-    `put` and `give_up` can be called from any thread, the other methods only from the thread that runs the job.
+    `put` and `cancel` can be called from any thread, the other methods only from the thread that runs the job.
     """
 
     def __init__(self, num_rows: int, stop_at_failure: bool = False):
@@ -150,7 +150,7 @@ class Job:
         self.samples: dict[int, Sample] = {}
         self.outcomes: list[Outcome | None] = [None] * num_rows
         self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
-        self.bell, self._button = Pipe(duplex=False)
+        self.wakeup_receiver, self._wakeup_sender = Pipe(duplex=False)
         """Pipe that becomes readable when samples were added."""
         self._queue: deque[Rows] = deque()
         self._stop_at_failure = stop_at_failure
@@ -163,23 +163,24 @@ class Job:
         """Add the samples of the rows from `first` on; for batched functions, of all rows."""
         self._notify((first, samples))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the job."""
         self._notify(None)
 
     def _notify(self, item: tuple[int, Sequence[Sample]] | None) -> None:
         self._put.put(item)
-        self._button.send_bytes(b"1")
+        self._wakeup_sender.send_bytes(b"1")
 
-    def take_in(self, batched: bool) -> None:
+    def receive(self, batched: bool) -> None:
         """Move one `put` into the queue; raise RewardError if the job was cancelled."""
-        self.bell.recv_bytes()
+        self.wakeup_receiver.recv_bytes()
         item = self._put.get()
         if item is None:
             raise RewardError("the reward calls were cancelled")
-        rows = tuple(range(item[0], item[0] + len(item[1])))
-        self.samples.update(zip(rows, item[1], strict=True))
-        self._queue.extend(self._needed([rows] if batched else [(row,) for row in rows]))
+        first_row, samples = item
+        rows = tuple(range(first_row, first_row + len(samples)))
+        self.samples.update(zip(rows, samples, strict=True))
+        self._queue.extend(self._drop_ignored_rows([rows] if batched else [(row,) for row in rows]))
 
     @property
     def done(self) -> bool:
@@ -196,7 +197,7 @@ class Job:
 
     def put_back(self, calls: Iterable[Rows]) -> None:
         """Requeue calls at the head of the queue, in order, without ignored rows."""
-        self._queue.extendleft(reversed(self._needed(calls)))
+        self._queue.extendleft(reversed(self._drop_ignored_rows(calls)))
 
     def answer(self, rows: Rows, answer: Answer) -> None:
         """Record the answer of a call."""
@@ -221,12 +222,12 @@ class Job:
         if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
             # Earlier rows may still fail, so their calls continue; they determine the first failure.
             self._end = row
-            self._queue = deque(self._needed(self._queue))
+            self._queue = deque(self._drop_ignored_rows(self._queue))
             self._num_open = self.outcomes[:row].count(None)
         elif row < self._end:
             self._num_open -= 1
 
-    def _needed(self, calls: Iterable[Rows]) -> list[Rows]:
+    def _drop_ignored_rows(self, calls: Iterable[Rows]) -> list[Rows]:
         kept = (tuple(row for row in rows if row < self._end) for rows in calls)
         return [rows for rows in kept if rows]
 
@@ -285,8 +286,8 @@ class _Worker:
     def is_dead(self) -> bool:
         return self._process.poll() is not None
 
-    def let_go(self) -> None:
-        """Close its input; an idle process exits."""
+    def close_input(self) -> None:
+        """Close the input of the process; an idle process exits."""
         self._stdin.close()
 
     def kill(self, patience: float = 0.0) -> None:
@@ -311,7 +312,7 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
     if os.getpid() != owner:
         return
     for worker in workers:
-        worker.let_go()
+        worker.close_input()
     for worker in workers:
         worker.kill(patience=_EXIT_SECONDS)
     workers.clear()

@@ -99,7 +99,7 @@ class BaseRollout(ABC):
     """What the rollout supports. Readable without an instance."""
 
     def __init__(self, config: RolloutEngineConfig):
-        if config.lora is not None and not self.capabilities.takes_adapter:
+        if config.lora is not None and not self.capabilities.supports_adapter:
             raise RolloutError(
                 f"{type(self).__name__} does not support LoRA adapters; set "
                 "actor_rollout_ref.rollout.lora_weights=merged, or actor_rollout_ref.rollout.name=vllm"

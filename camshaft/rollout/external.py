@@ -72,10 +72,10 @@ class ExternalRollout(BaseRollout):
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         return self.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
-    def ready_to_load(self) -> None:
+    def check_ready_to_load(self) -> None:
         check_can_load(self._asleep)
 
-    def ready(self) -> None:
+    def check_ready(self) -> None:
         check_can_generate(self._asleep, self.has_weights())
 
     def all_stop_ids(self, sampling: SamplingParams) -> list[int]:
@@ -84,7 +84,7 @@ class ExternalRollout(BaseRollout):
 
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
         """Return one request per prompt row; raise an error if the rollout cannot generate."""
-        self.ready()
+        self.check_ready()
         limits = self.limits(prompts, sampling, self._num_embeddings).tolist()
         row_seeds = self.seeds_of_call(len(prompts), seeds).tolist()
         rows = [row.tolist() for row in prompts.rows()]

@@ -58,7 +58,7 @@ class HFRollout(BaseRollout):
         return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        hf = self.model.ready()
+        hf = self.model.require_model()
         limits = self.limits(prompts, sampling, self.model.num_embeddings)
         seeds = self.seeds_of_call(len(prompts), seeds)
         if not len(prompts):

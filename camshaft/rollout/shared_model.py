@@ -2,7 +2,7 @@
 
     model = SharedModel(config, attention=PACKED)
     model.load(engine.named_weights())
-    model.ready().forward(...)
+    model.require_model().forward(...)
     model.sleep()                          # releases the weights
 
 The model is built from the config of its folder, without weights. A tensor of the right dtype on the right device
@@ -72,11 +72,11 @@ class SharedModel:
 
     def digests(self) -> Mapping[str, int]:
         """Return the digests of the model's present weights, by the names passed to `load`."""
-        tensors = self.ready().state_dict()
+        tensors = self.require_model().state_dict()
         assert self._loaded_names is not None
         return {name: digest(tensors[name]) for name in self._loaded_names}
 
-    def ready(self) -> PreTrainedModel:
+    def require_model(self) -> PreTrainedModel:
         """Return the model; raise `RolloutError` if the rollout is asleep or has no weights."""
         check_can_generate(self._asleep, self._loaded_names is not None)
         return self.hf

@@ -5,7 +5,7 @@
         def log(self, metrics, step): ...
         def finish(self): ...
 
-Trackers that show the final state of a run also implement `ended(self, ending)`.
+Trackers that show the final state of a run also implement `on_run_end(self, ending)`.
 
 Select a custom tracker with `my_package.my_module:MyTracker` or by an entry point of the group `camshaft.trackers`.
 """
@@ -82,7 +82,7 @@ class Tracker(ABC):
         """Log responses of the validation after `step`; called before `log` of that step."""
         return
 
-    def ended(self, ending: Ending) -> None:
+    def on_run_end(self, ending: Ending) -> None:
         """Record the final state of the run; called directly before `finish`."""
         return
 

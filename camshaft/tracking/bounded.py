@@ -53,7 +53,7 @@ class InTurn:
     def finish(self, ending: Ending) -> None:
         """Close the tracker."""
         try:
-            self._tracker.ended(ending)
+            self._tracker.on_run_end(ending)
             self._tracker.finish()
         except Exception as error:
             logger.warning("the tracker '%s' did not close: %s: %s", self.name, type(error).__name__, error)

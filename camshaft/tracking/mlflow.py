@@ -60,7 +60,7 @@ class MLflowTracker(Tracker):
         table = {"columns": list(rows[0]), "data": [list(row.values()) for row in rows]}
         self._client.log_dict(self._id, table, f"validation/step_{step}.json")
 
-    def ended(self, ending: Ending) -> None:
+    def on_run_end(self, ending: Ending) -> None:
         self._status = _STATUS[ending]
 
     def finish(self) -> None:

@@ -59,7 +59,7 @@ class WandbTracker(Tracker):
         table = wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"val/generations": table}, step=step)
 
-    def ended(self, ending: Ending) -> None:
+    def on_run_end(self, ending: Ending) -> None:
         self._exit_code = _EXIT_CODE[ending]
 
     def finish(self) -> None:

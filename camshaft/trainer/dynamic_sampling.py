@@ -99,8 +99,8 @@ def filter_values(scored: RewardResult, metric: str) -> Tensor:
 def _check_progress(config: PPOConfig, calls: int, num_informative: int, whole_epoch: bool) -> None:
     """Raise an error if the limit of batches is reached, or a whole epoch had no informative prompt."""
     filtering, target = config.algorithm.filter_groups, config.data.train_batch_size
-    spent = 0 < filtering.max_num_gen_batches <= calls
-    if not spent and (num_informative or not whole_epoch):
+    limit_reached = 0 < filtering.max_num_gen_batches <= calls
+    if not limit_reached and (num_informative or not whole_epoch):
         return
     problem = (
         f"{num_informative} of {target} prompts have responses that differ in {filtering.metric} after {calls} batches "
@@ -108,5 +108,9 @@ def _check_progress(config: PPOConfig, calls: int, num_informative: int, whole_e
         "data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
     )
     limit = "algorithm.filter_groups.max_num_gen_batches"
-    reason = f"; {limit}={calls} is reached, {limit}=0 removes the limit" if spent else "; the data has no more prompts"
+    reason = (
+        f"; {limit}={calls} is reached, {limit}=0 removes the limit"
+        if limit_reached
+        else "; the data has no more prompts"
+    )
     raise BatchError(problem + reason)

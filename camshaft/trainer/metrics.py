@@ -119,7 +119,9 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     }
     if "values" in batch:
         metrics |= _spread("critic/values", batch["values"].values[mask])
-        metrics["critic/vf_explained_var"] = _explained(batch["values"].values[mask], batch["returns"].values[mask])
+        metrics["critic/vf_explained_var"] = _compute_explained_variance(
+            batch["values"].values[mask], batch["returns"].values[mask]
+        )
     if "entropy" in batch:
         metrics["actor/entropy"] = float(batch["entropy"].values[mask].mean())
     return metrics
@@ -141,7 +143,7 @@ def _spread(name: str, values: Tensor) -> dict[str, float]:
     }
 
 
-def _explained(values: Tensor, returns: Tensor) -> float:
+def _compute_explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
     spread = float(returns.var())
     return 1 - float((returns - values).var()) / spread if spread > 0 else math.nan

@@ -185,7 +185,7 @@ def test_steps_on_a_gpu_use_the_kernels_if_supported(kernels: ModuleType, monkey
     cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
     assert isinstance(graphs.device_step(cache, positions), kernels.TritonDecodeStep)
     assert graphs.device_step(cache, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
-    for name, value in (("supports", lambda cache: False), ("takes_triton", lambda tensor: False)):
+    for name, value in (("supports", lambda cache: False), ("supports_triton", lambda tensor: False)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{(kernels if name == 'supports' else graphs).__name__}.{name}", value)
             assert graphs.device_step(cache, positions) == "whole"

@@ -28,13 +28,13 @@ def test_kernels_compile_and_keep_to_registers(
     shape = kernels.shape_of(DTYPES[dtype], padded)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
     blocks = {"positions": "*i64", **dict.fromkeys(("query", "key", "value", "keys", "values"), some)}
-    heads = {"WINDOW": 0, "GROUP": 6, "GROUPS": 16, "SPLITS": splits}
+    heads = {"WINDOW": 0, "GROUP": 6, "PADDED_GROUP": 16, "NUM_SPLITS": splits}
     cases: list[tuple[Any, dict[str, str], dict[str, int], dict[str, int]]] = [
         (kernels._store, blocks, dims, {}),
         (kernels._attend, blocks | {"parts": sums, "sizes": sums, "scale": "fp32"}, heads | dims | shape, options),
     ]
     if splits > 1:
-        merge = {"VALUE_DIM": dim, "VALUE_DIMS": padded, "SPLITS": splits, "PADDED": splits}
+        merge = {"VALUE_DIM": dim, "VALUE_DIMS": padded, "NUM_SPLITS": splits, "PADDED_SPLITS": splits}
         cases.append((kernels._merge, {"parts": "*fp32", "sizes": "*fp32", "out": some}, merge, {}))
     for kernel, types, constants, chosen in cases:
         used = resources(kernel, types, constants, chosen, capability, tmp_path)

@@ -107,7 +107,7 @@ class RawLogProbs(TorchRollout):
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
-        model: Any = self.model.ready()
+        model: Any = self.model.require_model()
         told = []
         for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
             ids, config = torch.cat([prompt, response])[None], model.config

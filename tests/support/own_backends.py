@@ -33,4 +33,4 @@ class UndeclaredEngine:
 
 
 class OwnRollout:
-    capabilities = RolloutCapabilities(takes_adapter=True, reads=frozenset({"load_format"}))
+    capabilities = RolloutCapabilities(supports_adapter=True, reads=frozenset({"load_format"}))

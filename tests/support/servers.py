@@ -27,7 +27,7 @@ class Servers:
     def server(self, config: RolloutEngineConfig) -> ServerProcess:
         key = (config.model_path, config.dtype)
         process = self._running.pop(key, None)
-        if process is None or process.ended():
+        if process is None or process.exit_report():
             while len(self._running) >= self._keep:
                 self._running.pop(min(self._running, key=lambda other: self._uses[other])).end()
             process = ServerProcess(config.model_copy(update={"max_model_len": LONGEST, "max_num_seqs": 256}), {})

@@ -110,5 +110,5 @@ def test_an_error_inside_the_module_travels_unchanged(package):
 
 def test_every_extra_that_is_named_exists():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    named = {match[1] for what in plugins.BROUGHT_BY.values() if (match := re.fullmatch(r"camshaft\[(\w+)\]", what))}
+    named = {match[1] for what in plugins.PROVIDED_BY.values() if (match := re.fullmatch(r"camshaft\[(\w+)\]", what))}
     assert named <= set(project["optional-dependencies"])

@@ -284,7 +284,10 @@ TINY: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "s
 
 
 def make_batch() -> DataProto:
-    """Make eight rows of 2 to 17 tokens; the share of counted tokens differs much between rows, one row has none."""
+    """Make eight rows of 2 to 17 tokens; the share of counted tokens differs much between rows, one row has none.
+
+    `log_q` contains log-probs of the reference distribution q.
+    """
     random = torch.Generator().manual_seed(11)
     lengths = torch.tensor([5, 17, 2, 9, 12, 3, 7, 4])
     count = int(lengths.sum())

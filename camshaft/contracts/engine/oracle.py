@@ -53,14 +53,14 @@ def _outputs_of_row(model: Any, ids: Tensor, head: str, temperature: float, log_
     return outputs
 
 
-def loss_sums(predictions: Ragged, advantages: Ragged, mask: Ragged, head: str) -> tuple[Tensor, Tensor]:
+def loss_sums(outputs: Ragged, advantages: Ragged, mask: Ragged, head: str) -> tuple[Tensor, Tensor]:
     """Return the contract's loss before any division: (sum over tokens, sum over sequences)."""
-    counted = mask.values.to(predictions.values.dtype)
+    counted = mask.values.to(outputs.values.dtype)
     if head == "causal_lm":
-        per_token = -advantages.values * predictions.values * counted
+        per_token = -advantages.values * outputs.values * counted
     else:
-        per_token = 0.5 * (predictions.values - advantages.values) ** 2 * counted
-    squares = predictions.like((predictions.values * counted) ** 2)
+        per_token = 0.5 * (outputs.values - advantages.values) ** 2 * counted
+    squares = outputs.like((outputs.values * counted) ** 2)
     return per_token.sum(), 0.1 * squares.sum().sum()
 
 
@@ -74,9 +74,9 @@ def oracle_step(model: Any, batch: DataProto, head: str) -> tuple[float, float, 
     loss = 0.0
     for i in range(len(batch)):
         row = batch.reorder([i]).to(next(model.parameters()).device)
-        predictions = oracle_outputs(model, row, head)[name]
-        assert isinstance(predictions, Ragged)
-        tokens, sequences = loss_sums(predictions, row["advantages"], row["loss_mask"], head)
+        outputs = oracle_outputs(model, row, head)[name]
+        assert isinstance(outputs, Ragged)
+        tokens, sequences = loss_sums(outputs, row["advantages"], row["loss_mask"], head)
         share = tokens / num_tokens + sequences / num_sequences
         share.backward()
         loss += float(share.detach())

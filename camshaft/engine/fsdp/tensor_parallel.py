@@ -106,31 +106,31 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
     for name, style in styles.items():
         module = hf.get_submodule(name)
         if style not in STYLES or (style == "colwise_gather_output" and module is not output):
-            raise _unsupported(
+            raise _unsupported_error(
                 hf, f"its {name} has style '{style}'; only dense layers with separate matrices are supported"
             )
         expected = LAYERS.get(style, nn.Linear)
         if expected is not nn.Module and type(module) is not expected:
-            raise _unsupported(hf, f"its {name} is a {type(module).__name__}, not a {expected.__name__}")
+            raise _unsupported_error(hf, f"its {name} is a {type(module).__name__}, not a {expected.__name__}")
         if style in ("colwise", "rowwise"):
             assert isinstance(module, nn.Linear)
             units = module.out_features if style == "colwise" else module.in_features
             if units % size:
-                raise _unsupported(hf, f"{size} ranks do not divide the {units} units of its {name}")
+                raise _unsupported_error(hf, f"{size} ranks do not divide the {units} units of its {name}")
     if "colwise" not in styles.values():
-        raise _unsupported(hf, "transformers has no tensor-parallel plan for it")
+        raise _unsupported_error(hf, "transformers has no tensor-parallel plan for it")
     values = hf.config.get_text_config().to_dict()
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (values.get(key) or 0) % size:
-            raise _unsupported(hf, f"{size} ranks do not divide {key}={values[key]}")
+            raise _unsupported_error(hf, f"{size} ranks do not divide {key}={values[key]}")
     embedding = hf.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     rows = embedding.num_embeddings
     if -(-rows // size) * (size - 1) >= rows:
-        raise _unsupported(hf, f"its vocabulary of {rows} rows leaves one of {size} ranks without a row")
+        raise _unsupported_error(hf, f"its vocabulary of {rows} rows leaves one of {size} ranks without a row")
     stray = next(_unplanned(hf, styles), None)
     if stray is not None:
-        raise _unsupported(hf, f"its plan has no style for {stray} next to sharded matrices")
+        raise _unsupported_error(hf, f"its plan has no style for {stray} next to sharded matrices")
 
 
 def _unplanned(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
@@ -141,7 +141,7 @@ def _unplanned(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
             yield name
 
 
-def _unsupported(hf: PreTrainedModel, why: str) -> EngineError:
+def _unsupported_error(hf: PreTrainedModel, why: str) -> EngineError:
     return EngineError(
         f"{type(hf).__name__} does not support tensor parallelism: {why}; use tensor_parallel_size=1 or another size"
     )

@@ -45,10 +45,10 @@ class KVCache:
     """Growable memory with one tensor for keys and one for values per layer; `clear` frees it."""
 
     def __init__(self, config: PretrainedConfig, max_model_len: int):
-        text = config.get_text_config()
-        values = text.to_dict()
-        self.name = text.model_type
-        self.num_layers: int = text.num_hidden_layers
+        text_config = config.get_text_config()
+        values = text_config.to_dict()
+        self.name = text_config.model_type
+        self.num_layers: int = text_config.num_hidden_layers
         self.max_length = -(-max_model_len // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         window = values.get("sliding_window")
         types = values.get("layer_types") or ["sliding_attention"] * self.num_layers

@@ -40,7 +40,7 @@ class TorchRollout(BaseRollout):
         self.model = SharedModel(config, attention=PACKED)
         reject_unsupported(self.model.hf.config)
         _reject_own_attention(self.model.hf)
-        _reject_growing_rope(self.model.hf.config, config.max_model_len)
+        _reject_dynamic_rope(self.model.hf.config, config.max_model_len)
         if self.model.device.type == "cpu":
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
@@ -57,7 +57,7 @@ class TorchRollout(BaseRollout):
         return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        self.model.ready()
+        self.model.require_model()
         limits = self.limits(prompts, sampling, self.model.num_embeddings)
         seeds = self.seeds_of_call(len(prompts), seeds)
         if not len(prompts):
@@ -93,16 +93,16 @@ def _reject_own_attention(hf: PreTrainedModel) -> None:
         )
 
 
-def _reject_growing_rope(config: PretrainedConfig, max_model_len: int) -> None:
+def _reject_dynamic_rope(config: PretrainedConfig, max_model_len: int) -> None:
     """Reject rotary frequencies that change with the longest row of a batch, if rows may get that long."""
-    text = config.get_text_config()
-    values = text.to_dict()
+    text_config = config.get_text_config()
+    values = text_config.to_dict()
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         kind = rope.get("rope_type")
         longest = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
         if kind in ("dynamic", "longrope") and longest is not None and max_model_len > longest:
             raise RolloutError(
-                f"{text.model_type} has '{kind}' rotary frequencies, which change for all rows when one of them gets "
-                f"longer than {longest} tokens; set max_model_len={longest} or less, it is {max_model_len}"
+                f"{text_config.model_type} has '{kind}' rotary frequencies, which change for all rows when one of them "
+                f"gets longer than {longest} tokens; set max_model_len={longest} or less, it is {max_model_len}"
             )

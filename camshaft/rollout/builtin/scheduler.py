@@ -94,7 +94,7 @@ class Scheduler:
         """Generate all rows to their ends."""
         start = time.perf_counter()
         # Inference tensors must not leave this context: results are copied to normal tensors below.
-        with torch.inference_mode(), self.decoder.ready(self.num_slots, self.num_steps) as self.forward:
+        with torch.inference_mode(), self.decoder.prepare(self.num_slots, self.num_steps) as self.forward:
             while self.num_waiting or self.live.shape[1]:
                 free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
@@ -225,11 +225,11 @@ class Scheduler:
         if stopped is not None:
             done |= stopped
             self.finished[self.live[ROW]] = stopped
-        stay = (~done).nonzero()[:, 0]
-        order = torch.arange(len(stay), device=self.device)
-        moved = stay[stay >= len(stay)]
+        remaining = (~done).nonzero()[:, 0]
+        order = torch.arange(len(remaining), device=self.device)
+        moved = remaining[remaining >= len(remaining)]
         if len(moved):
-            holes = done[: len(stay)].nonzero()[:, 0]
+            holes = done[: len(remaining)].nonzero()[:, 0]
             self.cache.copy(moved, holes, self.longest)
             order[holes] = moved
         self.live, self.ahead = self.live.index_select(1, order), self.ahead.index_select(1, order)

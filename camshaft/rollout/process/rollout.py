@@ -171,7 +171,7 @@ class _Child:
                 "engine_kwargs.timeout if it is only slow"
             ) from error
         except OSError as error:
-            raise self._died(request) from error
+            raise self._death_error(request) from error
         except BaseException:
             self.end(f"{request} was interrupted")  # part of the request may have been sent
             raise
@@ -182,7 +182,7 @@ class _Child:
         try:
             while not wait([self._socket], POLL_SECONDS):
                 if self._process.poll() is not None and not wait([self._socket], 0):
-                    raise self._died(request)
+                    raise self._death_error(request)
                 if time.monotonic() > deadline:
                     self.end(f"no answer to {request}")
                     raise RolloutError(
@@ -191,12 +191,12 @@ class _Child:
                     )
             return unpack(receive(self._socket.fileno()))
         except OSError as error:
-            raise self._died(request) from error
+            raise self._death_error(request) from error
         except BaseException:
             self.end(f"{request} was interrupted")  # a late reply would be read as the reply to the next request
             raise
 
-    def _died(self, request: str) -> RolloutError:
+    def _death_error(self, request: str) -> RolloutError:
         self.end(f"it died in {request}")
         outcome = describe_exit(self._process.returncode)
         return RolloutError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")

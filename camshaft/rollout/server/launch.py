@@ -98,8 +98,8 @@ class ServerProcess:
         http, deadline = HTTPClient(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
         try:
             while True:
-                if ended := self.ended():
-                    raise RolloutError(f"the server started at {self.url} {ended}")
+                if report := self.exit_report():
+                    raise RolloutError(f"the server started at {self.url} {report}")
                 with contextlib.suppress(RolloutError):
                     http.request("GET", "/health")
                     # Another server may have taken the port; this one then ends.
@@ -115,7 +115,7 @@ class ServerProcess:
             self.end()
             raise
 
-    def ended(self) -> str:
+    def exit_report(self) -> str:
         """Return a report with the last lines of the log if the server has ended, else an empty string."""
         with self._lock:
             if not self._ended and (code := self._server.poll()) is not None:

@@ -72,12 +72,12 @@ class ServerRollout(BaseVLLMRollout):
         process = self._process = ServerProcess(self.config, options.arguments)
         weakref.finalize(self, process.end)
         process.wait(options.vllm_server_timeout)
-        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.ended)
+        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.exit_report)
 
     # -- weights --------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.ready_to_load()
+        self.check_ready_to_load()
         self._version_held = None
         version = f"weight sync {self.weights_version} of {self._name}"
         self._client.send_weights(self.expected, weights, version)
@@ -91,7 +91,7 @@ class ServerRollout(BaseVLLMRollout):
         return self._version_held is not None
 
     def _version(self) -> str:
-        self.ready()
+        self.check_ready()
         assert self._version_held is not None
         return self._version_held
 

@@ -31,7 +31,7 @@ class SGLangChildRollout(ExternalRollout):
     # -- weights --------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.ready_to_load()
+        self.check_ready_to_load()
         self._digests = None
         canonical_names, received = self.expected.canonical_names, dict[str, str]()
 
@@ -45,7 +45,7 @@ class SGLangChildRollout(ExternalRollout):
 
     def weight_digests(self) -> Mapping[str, int]:
         """Return checksums of the weights in SGLang's model, or of the received tensor where SGLang converts it."""
-        self.ready()
+        self.check_ready()
         assert self._digests is not None
         return self._digests
 

@@ -24,7 +24,7 @@ class BaseVLLMRollout(ExternalRollout):
         _check_quantization(config)
 
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
-        self.ready()
+        self.check_ready()
         if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
             raise RolloutError(
                 f"vLLM supports temperatures of at least {MIN_TEMPERATURE}, got {sampling.temperature}; "

@@ -41,11 +41,11 @@ def import_vllm() -> Any:
         raise RolloutError(f"rollout.name=vllm needs vLLM: {MISSING}") from error
     if vllm.__version__ not in TESTED and vllm.__version__ not in _warned:
         _warned.add(vllm.__version__)
-        logger.warning("%s", _untested(vllm.__version__))
+        logger.warning("%s", _untested_warning(vllm.__version__))
     return vllm
 
 
-def _untested(version: str) -> str:
+def _untested_warning(version: str) -> str:
     installed = {name: importlib.metadata.version(name) for name in DISTRIBUTIONS if _is_installed(name)}
     names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
     return (
@@ -73,4 +73,4 @@ def check_platform(device: str) -> None:
 
 def hint(version: str) -> str:
     """Return a suffix for error messages that names an untested version; empty for a tested one."""
-    return "" if version in TESTED else f"\n{_untested(version)}"
+    return "" if version in TESTED else f"\n{_untested_warning(version)}"

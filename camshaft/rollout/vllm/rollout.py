@@ -52,7 +52,7 @@ class VLLMRollout(BaseVLLMRollout):
     # -- weights --------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.ready_to_load()
+        self.check_ready_to_load()
         self._loaded_digests, self._adapter_loaded = None, False
         digests: dict[str, int] = {}
         validated = noted(self.expected.validate(weights), digests)
@@ -62,7 +62,7 @@ class VLLMRollout(BaseVLLMRollout):
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._adapter is None:
             raise RolloutError("load_adapter: this rollout was built without config.lora; load merged weights instead")
-        self.ready_to_load()
+        self.check_ready_to_load()
         if self._loaded_digests is None:
             raise RolloutError("load_adapter: the base weights are missing; load them with load_weights() first")
         self._adapter_loaded = False
@@ -75,7 +75,7 @@ class VLLMRollout(BaseVLLMRollout):
         A weight that vLLM fuses, shards or packs has the checksum of the tensor passed to its loader. Checksums of an
         adapter are always computed from the buffers that vLLM computes with.
         """
-        self.ready()
+        self.check_ready()
         assert self._loaded_digests is not None
         weights = self.expected.weights
         stored = self.engine.digests({name: weight.meta for name, weight in weights.items()})
@@ -84,10 +84,10 @@ class VLLMRollout(BaseVLLMRollout):
             digests |= self.engine.adapter_digests({name: w.meta for name, w in self._adapter.weights.items()})
         return digests
 
-    def ready(self) -> None:
+    def check_ready(self) -> None:
         if self._loaded_digests is not None and not self._asleep and not self.has_weights():
             raise RolloutError("the rollout has base weights but no adapter; call load_adapter() after wake_up()")
-        super().ready()
+        super().check_ready()
 
     def has_weights(self) -> bool:
         return self._loaded_digests is not None and (self._adapter is None or self._adapter_loaded)

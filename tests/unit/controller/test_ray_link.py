@@ -49,7 +49,7 @@ def test_results_precede_the_report_of_a_death(answers: list[Future[Any]]) -> No
     answers[2].set_result([b"small"])
     assert arrived(inbox) == []
     answers[3].set_exception(RuntimeError("End of file"))
-    assert link.ended() is None
+    assert link.exit_description() is None
     answers[1].set_result([b"large"])
     assert arrived(inbox) == [(3, [b"large"]), (3, [b"small"]), (3, None)]
-    assert "without an exit status" in (link.ended() or "")
+    assert "without an exit status" in (link.exit_description() or "")

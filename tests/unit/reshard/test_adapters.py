@@ -30,7 +30,7 @@ class Keeps(BaseRollout):
     """Keeps the tensors that it receives; `calls` lists its calls."""
 
     keeps_tensors = False
-    capabilities = RolloutCapabilities(takes_adapter=True)
+    capabilities = RolloutCapabilities(supports_adapter=True)
 
     def __init__(self, lora: LoRAConfig | None = LORA):
         super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), lora=lora))

@@ -49,7 +49,7 @@ def test_weights_of_the_right_dtype_are_shared() -> None:
     model.load(real.named_parameters())
     for name, parameter in real.named_parameters():
         assert model.hf.get_parameter(name).data_ptr() == parameter.data_ptr(), name
-    assert not any(parameter.requires_grad for parameter in model.ready().parameters())
+    assert not any(parameter.requires_grad for parameter in model.require_model().parameters())
 
 
 def test_weights_of_another_dtype_are_copied_and_rounded() -> None:
@@ -62,7 +62,7 @@ def test_weights_of_another_dtype_are_copied_and_rounded() -> None:
 def test_a_tied_weight_is_one_tensor_in_both_places() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     model.load((("lm_head.weight" if "embed" in name else name), w) for name, w in real.named_parameters())
-    ours: Any = model.ready()
+    ours: Any = model.require_model()
     assert ours.lm_head.weight is ours.model.embed_tokens.weight
     assert ours.lm_head.weight.data_ptr() == real.lm_head.weight.data_ptr()
 
@@ -75,7 +75,7 @@ def test_both_copies_of_a_tied_weight_must_be_equal() -> None:
     with pytest.raises(RolloutError, match="are tied in this model, but were sent with different values"):
         model.load((weights | {"lm_head.weight": weights["lm_head.weight"] + 1}).items())
     with pytest.raises(RolloutError, match="load_weights"):
-        model.ready()
+        model.require_model()
 
 
 def test_override_config_can_untie_the_weights() -> None:
@@ -83,7 +83,7 @@ def test_override_config_can_untie_the_weights() -> None:
     with pytest.raises(RolloutError, match=r"weights are missing: lm_head\.weight"):
         model.load(real.named_parameters())
     model.load([*real.named_parameters(), ("lm_head.weight", real.lm_head.weight + 1)])
-    ours: Any = model.ready()
+    ours: Any = model.require_model()
     assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
 
 
@@ -97,7 +97,7 @@ def test_a_buffer_that_belongs_to_the_weights_has_to_come() -> None:
         model.load(real.named_parameters())
     bias = torch.tensor([0.5, 0.0, -0.5, 1.0])
     model.load([*real.named_parameters(), (name, bias)])
-    assert torch.equal(model.ready().get_buffer(name), bias)
+    assert torch.equal(model.require_model().get_buffer(name), bias)
 
 
 def test_one_weight_under_one_name_twice_is_rejected() -> None:
@@ -121,7 +121,7 @@ def test_sleep_lets_go_of_the_weights() -> None:
         model.load(real.named_parameters())
     model.wake_up()
     model.load(real.named_parameters())
-    assert model.ready() is model.hf
+    assert model.require_model() is model.hf
 
 
 def test_modules_built_by_other_threads_keep_their_weights() -> None:

@@ -47,8 +47,8 @@ class Absent(Recorder):
 class Told(Recorder):
     """Wants to know how the run ended."""
 
-    def ended(self, ending):
-        EVENTS.append(("ended", ending))
+    def on_run_end(self, ending):
+        EVENTS.append(("on_run_end", ending))
 
 
 class ToldInItsThread(Told):
@@ -111,7 +111,7 @@ def test_trackers_receive_the_ending_of_the_run(name, run, events):
                 raise error
             tracking.ending = "stopped" if stopped else tracking.ending
         assert events[-1] == ("finish",)
-        return dict(events[:-1])["ended"]
+        return dict(events[:-1])["on_run_end"]
 
     assert ending() == "finished"
     assert ending(stopped=True) == "stopped"
@@ -122,7 +122,7 @@ def test_trackers_receive_the_ending_of_the_run(name, run, events):
 def test_trackers_end_as_failed_if_another_cannot_start(run, events):
     with pytest.raises(ConfigError):
         Tracking(["recorders:Told", "recorders:Absent"], run)
-    assert events == [("start", "e"), ("ended", "failed"), ("finish",)]
+    assert events == [("start", "e"), ("on_run_end", "failed"), ("finish",)]
 
 
 def test_an_unknown_tracker_is_named_with_the_nearest(run):

@@ -1,7 +1,7 @@
 """Decode steps: the model's forward as a traced operator graph, or the model's own forward.
 
     decoder = Decoder(hf)
-    with decoder.ready(num_rows=64, num_steps=128) as forward:
+    with decoder.prepare(num_rows=64, num_steps=128) as forward:
         logits = forward(tokens, positions, DecodeStep(cache, positions, length))     # (B, V)
 
 Half of a small model's decode step is the Python of its modules and many small operators. On a CPU in float32 the first
@@ -60,7 +60,7 @@ class Decoder:
         self._traced: _TracedForward | None = None
 
     @contextmanager
-    def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
+    def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
         """Yield a forward with the present weights; packed copies are freed on exit."""
         use_trace = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not has_hooks(self.hf)
         if use_trace:

@@ -1,7 +1,7 @@
 """CUDA graphs of decode steps: capture the kernels of a step once and replay them without Python.
 
     decoder = build_graph_decoder(decoder, cache, config)             # None if graphs are off or unsupported
-    with decoder.ready(num_rows=64, num_steps=128) as forward:
+    with decoder.prepare(num_rows=64, num_steps=128) as forward:
         logits = forward(tokens, positions, slots)                    # (B, V), valid until the next call
     decoder.release()                                                 # frees the graphs
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.device import takes_triton
+from camshaft.device import supports_triton
 from camshaft.errors import CamshaftError, RolloutError
 from camshaft.models.attention import Slots
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, has_hooks
@@ -95,13 +95,13 @@ class CUDAGraphDecoder:
         self._captured_for: tuple[Any, ...] = ()
 
     @contextmanager
-    def ready(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
+    def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
         """Yield a forward for at most `num_rows` rows with the present weights.
 
         Padding rows write to the unused slots between the live rows and `num_rows`.
         """
         if num_steps < MIN_STEPS or has_hooks(self.hf):
-            with self.decoder.ready(num_rows, num_steps) as forward:
+            with self.decoder.prepare(num_rows, num_steps) as forward:
                 yield forward
             return
         self._capacity = max(self._capacity, num_rows)
@@ -176,7 +176,7 @@ def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineC
 
 def device_step(cache: KVCache, positions: Tensor) -> Slots:
     """Use the Triton kernels if they support the cache, else `full_length_step`."""
-    if takes_triton(positions):
+    if supports_triton(positions):
         from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep, supports
 
         if supports(cache):

@@ -75,12 +75,12 @@ class TritonDecodeStep:
         _launch(
             _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, sizes, num_positions,
             scaling * LOG2E, WINDOW=sliding_window or 0, GROUP=num_heads // key_heads,
-            GROUPS=_padded(num_heads // key_heads), SPLITS=splits, **dims, **shape,
+            PADDED_GROUP=_padded(num_heads // key_heads), NUM_SPLITS=splits, **dims, **shape,
         )  # fmt: skip
         if splits > 1:
             _launch(
                 _merge, (num_rows, num_heads), parts, sizes, out, VALUE_DIM=value_dim, VALUE_DIMS=_padded(value_dim),
-                SPLITS=splits, PADDED=1 << (splits - 1).bit_length(),
+                NUM_SPLITS=splits, PADDED_SPLITS=1 << (splits - 1).bit_length(),
             )  # fmt: skip
         return out
 
@@ -120,18 +120,18 @@ def _store(
     row = tl.program_id(0).to(tl.int64)
     head = row * tl.num_programs(1) + tl.program_id(1)
     slot_position = head * num_positions + tl.load(positions + row)
-    at = tl.arange(0, DIMS)
-    elements = tl.load(key + head * DIM + at, mask=at < DIM)
-    tl.store(keys + slot_position * DIM + at, elements, mask=at < DIM)
-    elements = tl.load(value + head * VALUE_DIM + at, mask=at < VALUE_DIM)
-    tl.store(values + slot_position * VALUE_DIM + at, elements, mask=at < VALUE_DIM)
+    offsets = tl.arange(0, DIMS)
+    elements = tl.load(key + head * DIM + offsets, mask=offsets < DIM)
+    tl.store(keys + slot_position * DIM + offsets, elements, mask=offsets < DIM)
+    elements = tl.load(value + head * VALUE_DIM + offsets, mask=offsets < VALUE_DIM)
+    tl.store(values + slot_position * VALUE_DIM + offsets, elements, mask=offsets < VALUE_DIM)
 
 
 @triton.jit
 def _attend(
     query, keys, values, positions, parts, sizes, num_positions, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    GROUPS: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    DIMS: tl.constexpr,
+    PADDED_GROUP: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one row's positions, for the query heads of one key head; `scale` includes LOG2E.
 
@@ -142,60 +142,68 @@ def _attend(
     stop = tl.load(positions + row).to(tl.int32) + 1
     first = tl.maximum(stop - WINDOW, 0) if WINDOW > 0 else 0
     # Splits depend on this row's length only, so other rows do not change its bits.
-    share = tl.cdiv(tl.cdiv(stop - first, SPLITS), BLOCK) * BLOCK
+    share = tl.cdiv(tl.cdiv(stop - first, NUM_SPLITS), BLOCK) * BLOCK
     start = first + split * share
     end = tl.minimum(start + share, stop)
 
-    member, at = tl.arange(0, GROUPS), tl.arange(0, DIMS)
+    member, offsets = tl.arange(0, PADDED_GROUP), tl.arange(0, DIMS)
     head = row * tl.num_programs(1) + tl.program_id(1)  # key head, numbered over all rows
     heads = head * GROUP + member  # query heads, numbered over all rows
     real = (member < GROUP)[:, None]
-    q = tl.load(query + heads[:, None] * DIM + at[None, :], mask=real & (at < DIM)[None, :], other=0.0)
+    q = tl.load(query + heads[:, None] * DIM + offsets[None, :], mask=real & (offsets < DIM)[None, :], other=0.0)
     keys += head * num_positions * DIM
     values += head * num_positions * VALUE_DIM
-    top = tl.full([GROUPS], -float("inf"), tl.float32)
-    total = tl.zeros([GROUPS], tl.float32)
-    mixed = tl.zeros([GROUPS, DIMS], tl.float32)
+    top = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+    total = tl.zeros([PADDED_GROUP], tl.float32)
+    mixed = tl.zeros([PADDED_GROUP, DIMS], tl.float32)
     for begin in range(start, end, BLOCK):
         indices = begin + tl.arange(0, BLOCK)
         seen = indices < end
-        k = tl.load(keys + indices[None, :] * DIM + at[:, None], mask=seen[None, :] & (at < DIM)[:, None], other=0.0)
+        k = tl.load(
+            keys + indices[None, :] * DIM + offsets[:, None], mask=seen[None, :] & (offsets < DIM)[:, None], other=0.0
+        )
         scores = tl.dot(q, k, input_precision="ieee") * scale
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - higher)
         weights = tl.exp2(scores - higher[:, None])
         v = tl.load(
-            values + indices[:, None] * VALUE_DIM + at[None, :],
-            mask=seen[:, None] & (at < VALUE_DIM)[None, :],
+            values + indices[:, None] * VALUE_DIM + offsets[None, :],
+            mask=seen[:, None] & (offsets < VALUE_DIM)[None, :],
             other=0.0,
         )
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(weights, 1)
         top = higher
 
-    to = heads * SPLITS + split
-    kept = real & (at < VALUE_DIM)[None, :]
-    if SPLITS == 1:
+    to = heads * NUM_SPLITS + split
+    kept = real & (offsets < VALUE_DIM)[None, :]
+    if NUM_SPLITS == 1:
         result = (mixed / total[:, None]).to(parts.dtype.element_ty)
-        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], result, mask=kept)
+        tl.store(parts + to[:, None] * VALUE_DIM + offsets[None, :], result, mask=kept)
     else:
         non_empty = end > start
         size = tl.where(non_empty, top + tl.log2(total), -float("inf"))
         tl.store(sizes + to, size, mask=member < GROUP)
-        tl.store(parts + to[:, None] * VALUE_DIM + at[None, :], mixed / total[:, None], mask=kept & non_empty)
+        tl.store(parts + to[:, None] * VALUE_DIM + offsets[None, :], mixed / total[:, None], mask=kept & non_empty)
 
 
 @triton.jit
 def _merge(
-    parts, sizes, out, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
+    parts,
+    sizes,
+    out,
+    VALUE_DIM: tl.constexpr,
+    VALUE_DIMS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
 ):
     """Combine the splits of one row and query head; the first split is never empty."""
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split, at = tl.arange(0, PADDED), tl.arange(0, VALUE_DIMS)
-    size = tl.load(sizes + head * SPLITS + split, mask=split < SPLITS, other=-float("inf"))
-    valid = (size > -float("inf"))[:, None] & (at < VALUE_DIM)[None, :]
-    part = tl.load(parts + (head * SPLITS + split)[:, None] * VALUE_DIM + at[None, :], mask=valid, other=0.0)
+    split, offsets = tl.arange(0, PADDED_SPLITS), tl.arange(0, VALUE_DIMS)
+    size = tl.load(sizes + head * NUM_SPLITS + split, mask=split < NUM_SPLITS, other=-float("inf"))
+    valid = (size > -float("inf"))[:, None] & (offsets < VALUE_DIM)[None, :]
+    part = tl.load(parts + (head * NUM_SPLITS + split)[:, None] * VALUE_DIM + offsets[None, :], mask=valid, other=0.0)
     weight = tl.exp2(size - tl.max(size, 0))
     result = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + head * VALUE_DIM + at, result.to(out.dtype.element_ty), mask=at < VALUE_DIM)
+    tl.store(out + head * VALUE_DIM + offsets, result.to(out.dtype.element_ty), mask=offsets < VALUE_DIM)

@@ -57,7 +57,7 @@ def test_without_rewrites_every_bit_is_that_of_the_forward(
     monkeypatch.setattr(traced_decoder, "fuse", lambda graph: None)
     monkeypatch.setattr(traced_decoder, "TOLERANCE", 0.0)
     decoder = decoder_of(harness.case(family, FAMILIES[family]))
-    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
+    with decoder.prepare(MIN_ROWS, MIN_STEPS) as forward:
         assert decoder.reason is None
         assert forward != decoder.eager
 
@@ -100,7 +100,7 @@ def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> 
     case.rollout.load_weights(case.weights())
     right(harness, case)
     decoder = decoder_of(case)
-    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
+    with decoder.prepare(MIN_ROWS, MIN_STEPS) as forward:
         assert forward != decoder.eager
 
 
@@ -108,9 +108,9 @@ def test_short_calls_and_hooked_models_are_not_traced(harness: RolloutHarness) -
     case = harness.case("llama")
     decoder = decoder_of(case)
     for rows, steps in ((MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)):
-        with decoder.ready(rows, steps) as forward:
+        with decoder.prepare(rows, steps) as forward:
             assert forward == decoder.eager
-    with decoder.ready(MIN_ROWS, MIN_STEPS) as forward:
+    with decoder.prepare(MIN_ROWS, MIN_STEPS) as forward:
         assert forward != decoder.eager
     calls: list[int] = []
     decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
