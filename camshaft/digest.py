@@ -44,7 +44,7 @@ def digest(tensor: Tensor) -> int:
     return int.from_bytes(checksum.digest(), "little")
 
 
-def noted(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+def record_digests(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights unchanged and record their checksums in `digests`."""
     for name, tensor in weights:
         digests[name] = digest(tensor)

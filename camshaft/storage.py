@@ -151,10 +151,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
-    return _parsed(path.read_bytes(), folder)
+    return _parse_manifest(path.read_bytes(), folder)
 
 
-def _parsed(manifest: bytes, folder: str | Path) -> dict[str, Any]:
+def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
     try:
         return json.loads(manifest)
     except ValueError as error:
@@ -324,7 +324,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
     try:
-        manifest = _parsed(files.cat_file(f"{root}/{MANIFEST}"), url)
+        manifest = _parse_manifest(files.cat_file(f"{root}/{MANIFEST}"), url)
     except FileNotFoundError as error:
         raise CheckpointError(f"{url} is not a complete checkpoint: it has no {MANIFEST}") from error
     for name in manifest["files"]:

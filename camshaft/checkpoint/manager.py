@@ -116,9 +116,9 @@ class CheckpointManager:
         folders = {step: folder for step, folder in storage.step_folders(self.root) if step == best}
         if best is None or not folders:
             return set()
-        previous = marked(self.root, BEST)
+        previous = read_marker(self.root, BEST)
         storage.write_text(self.root, BEST, str(best))
-        return {best} if previous is None or broken(folders[best]) is None else {best, previous}
+        return {best} if previous is None or incomplete_reason(folders[best]) is None else {best, previous}
 
     def move_aside(self, after: int) -> None:
         """Move the checkpoints after step `after` of an earlier run, which this run does not continue, to `aside.<n>`.
@@ -207,7 +207,7 @@ class CheckpointManager:
         if inside:
             raise CheckpointError(f"{folder} is a folder of checkpoints; name one of them, for example {inside[-1][1]}")
         facts = storage.verify(folder / TRAINER)
-        problem = broken(folder)
+        problem = incomplete_reason(folder)
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
@@ -217,7 +217,7 @@ class CheckpointManager:
 # -- state of checkpoints, without verifying checksums ----------------------------------------------
 
 
-def broken(step: Path) -> str | None:
+def incomplete_reason(step: Path) -> str | None:
     """Return why a checkpoint is incomplete, or None. File sizes are checked, checksums are not."""
     if not storage.is_complete(step / TRAINER):
         return f"'{TRAINER}' is missing or incomplete"
@@ -241,7 +241,7 @@ def in_words(count: float) -> str:
     return f"{count:.1f} TB"
 
 
-def marked(root: Path, marker: str) -> int | None:
+def read_marker(root: Path, marker: str) -> int | None:
     """Return the step in the file `LATEST` or `BEST`."""
     text = storage.read_text(root, marker)
     return None if text is None else int(text)

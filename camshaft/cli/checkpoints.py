@@ -30,16 +30,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
     root = Path(parser.parse_args(argv).folder).expanduser()
-    from camshaft.checkpoint.manager import BEST, TRAINER, broken, in_words, marked, size_of
+    from camshaft.checkpoint.manager import BEST, TRAINER, in_words, incomplete_reason, read_marker, size_of
 
     if not root.is_dir():
         raise ConfigError(f"{root} does not exist; give trainer.default_local_dir of a run")
     steps = storage.step_folders(root)
     if not steps:
         raise ConfigError(f"{root} contains no checkpoints (global_step_<n>); give trainer.default_local_dir of a run")
-    problems = {step: broken(folder) for step, folder in steps}
+    problems = {step: incomplete_reason(folder) for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
-    best = marked(root, BEST)
+    best = read_marker(root, BEST)
     rows = [("step", "state", "size", "age", "")]
     for step, folder in steps:
         problem = problems[step]

@@ -42,10 +42,10 @@ def score(config: EvalConfig) -> None:
     from rich.console import Console
 
     from camshaft.trainer.evaluate import evaluate, score_table
-    from camshaft.trainer.session import logged
+    from camshaft.trainer.session import log_to_console
 
     console = Console(highlight=False)
-    with logged(console, seed=0):
+    with log_to_console(console, seed=0):
         metrics = evaluate(config)
     console.print(score_table({name: value for name, value in metrics.items() if "/reward/" in name}))
     for path in (config.data.metrics_path, config.data.output_path):

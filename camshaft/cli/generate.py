@@ -47,12 +47,12 @@ def generate(config: GenerateConfig) -> None:
     from camshaft.tracking import Tracking
     from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
-    from camshaft.trainer.session import check_device, logged
+    from camshaft.trainer.session import check_device, log_to_console
 
     console = Console(highlight=False)
     if config.trainer.backend() == "local":
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)
-    with logged(console, config.trainer.seed):
+    with log_to_console(console, config.trainer.seed):
         run = GenerateRun(config)
         done = run.file.exists()
         if done:

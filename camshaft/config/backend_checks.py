@@ -216,7 +216,7 @@ def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> I
     options = capabilities.options.model_fields
     settings: dict[str, list[tuple[str, Any]]] = {}
     for role in group:
-        for option, value in _requested(role).items():
+        for option, value in _requested_settings(role).items():
             if option.partition(".")[0] not in options:
                 settings.setdefault(option, []).append((role.key_of_setting(option), value))
     for option, uses in settings.items():
@@ -228,7 +228,7 @@ def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> I
         yield grouped([key for key, _ in uses], uses[0][1], f"{message}omit the key.")
 
 
-def _requested(role: Role) -> dict[str, Any]:
+def _requested_settings(role: Role) -> dict[str, Any]:
     """Return the settings that differ from the behavior of every engine, by dotted option."""
     default, settings = flat(FSDPOptions().model_dump()), flat(role.settings)
     requested = {option: value for option, value in settings.items() if option in default and value != default[option]}

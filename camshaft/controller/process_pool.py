@@ -5,7 +5,7 @@
         def payload(self, frames): ...        # the form in which a request is sent, built once for all equal requests
 
 Each rank answers its requests in order. All waits have a time limit. If a rank raises, dies or does not answer, the
-whole pool ends with one `WorkerError` that names rank and method and shows the stack: the state of the other ranks
+whole pool ends with one `WorkerError` that reports rank and method and shows the stack: the state of the other ranks
 after a broken collective is useless. For an exception, `__cause__` is the exception itself. While the driver waits for
 one pool, it monitors the others as well.
 """

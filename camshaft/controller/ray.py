@@ -283,7 +283,7 @@ class ActorProcess(WorkerProcess):
         answer.add_done_callback(self._deliver)
 
     def _deliver(self, _: Future[Frames]) -> None:
-        """Deliver answers in the order of requests; Ray calls this early for a small answer behind a large one."""
+        """Deliver answers in the order of requests; Ray calls this early for a small answer after a large one."""
         with self._lock:
             while self._answers and self._answers[0].done():
                 answer = self._answers.popleft()

@@ -56,7 +56,7 @@ def read_parquet(
     if limit == 0:
         raise BatchError("max_samples=0 selects no rows; use -1 for all")
     opened = [_open(file) for file in files]
-    shared = _shared(opened)
+    shared = _shared_columns(opened)
     rows: list[dict[str, Any]] = []
     counts = []
     for file, source in zip(files, opened, strict=True):
@@ -86,7 +86,7 @@ def reading(file: Path) -> Iterator[None]:
 def read_columns(paths: Paths) -> frozenset[str]:
     """Return the columns that all files have."""
     opened = [_open(file) for file in _as_list(paths)]
-    columns = _shared(opened)
+    columns = _shared_columns(opened)
     for source in opened:
         source.close()
     return columns
@@ -112,7 +112,7 @@ def _as_list(paths: Paths) -> list[Path]:
     return files
 
 
-def _shared(opened: Sequence[parquet.ParquetFile]) -> frozenset[str]:
+def _shared_columns(opened: Sequence[parquet.ParquetFile]) -> frozenset[str]:
     return frozenset.intersection(*(frozenset(source.schema_arrow.names) for source in opened))
 
 

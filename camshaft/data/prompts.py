@@ -107,7 +107,7 @@ def load_prompts(
 def read_prompts(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
 ) -> ReadPrompts:
-    """Read and tokenize prompts; errors name the file and row."""
+    """Read and tokenize prompts; errors report the file and the row."""
     table = read_parquet(paths, options.columns(), OPTIONAL, max_samples)
     places = [table.place(i) for i in range(len(table))]
     prompts = [

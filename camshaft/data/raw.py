@@ -50,10 +50,10 @@ def _rows(path: Path, required: Sequence[str], optional: Sequence[str]) -> Itera
     with opened(path, "rt", encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _checked(line, f"{path}, line {number}", required)
+                yield _parse_row(line, f"{path}, line {number}", required)
 
 
-def _checked(line: str, place: str, required: Sequence[str]) -> dict[str, Any]:
+def _parse_row(line: str, place: str, required: Sequence[str]) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError as error:

@@ -62,13 +62,13 @@ class _Work(NamedTuple):
 def tokenize(
     prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, places: Sequence[str], workers: int | None = None
 ) -> Ragged:
-    """Tokenize prompts with the chat template applied; errors name the row.
+    """Tokenize prompts with the chat template applied; errors report the row.
 
     `workers` is the maximum number of processes; None: one per available CPU, at most 16.
     """
     work = _Work(prompts, tokenizer, places)
     if len(prompts) < _MIN_PARALLEL_ROWS:
-        return _joined([work.ids(0, len(prompts))])
+        return _concatenate([work.ids(0, len(prompts))])
     cached = _cache_path(work)
     ids = None if cached is None else _read(cached, len(prompts))
     if ids is not None:
@@ -80,7 +80,7 @@ def tokenize(
     return ids
 
 
-def _joined(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged:
+def _concatenate(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged:
     values, lengths = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return Ragged(torch.from_numpy(values), torch.from_numpy(lengths))
 
@@ -96,13 +96,13 @@ def _tokenize(work: _Work, workers: int) -> Ragged:
     count = len(work.prompts)
     spans = [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        return _joined([work.ids(*span) for span in with_progress(spans, "tokenizing", count)])
+        return _concatenate([work.ids(*span) for span in with_progress(spans, "tokenizing", count)])
     # Forked processes inherit the prompts and the tokenizer. They use no device and no thread of this process.
     context = multiprocessing.get_context("fork")
     pool = ProcessPoolExecutor(min(workers, len(spans)), context, _begin, (work, os.getpid()))
     try:
         futures = [pool.submit(_ids, *span) for span in spans]
-        return _joined([future.result() for future in with_progress(futures, "tokenizing", count)])
+        return _concatenate([future.result() for future in with_progress(futures, "tokenizing", count)])
     except BrokenProcessPool as error:
         raise BatchError(
             f"a tokenizer process was killed, possibly because memory ran out ({error}); use fewer processes: "

@@ -190,11 +190,11 @@ class Budget:
     def balanced(self, count: int) -> list[list[int]] | None:
         """Return `count` groups of nearly equal cost within both limits, or None if none is found."""
         # Groups of equal cost may exceed a tight token budget; groups of equal tokens rarely do.
-        candidates = [self._repaired(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
+        candidates = [self._repair(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
         within = [groups for groups in candidates if groups is not None]
         return min(within, key=lambda groups: max(map(self.cost, groups)), default=None)
 
-    def _repaired(self, groups: list[list[int]]) -> list[list[int]] | None:
+    def _repair(self, groups: list[list[int]]) -> list[list[int]] | None:
         """Move the shortest rows of groups over a limit to the cheapest group with space; None if there is none."""
         groups, moved = [sorted(rows, key=lambda row: (-self.sizes[row], row)) for rows in groups], []
         tokens = [sum(self.sizes[row] for row in rows) for rows in groups]

@@ -178,7 +178,7 @@ def clip_and_step(
     norm_of = total_norm or (lambda gradients: _full_norm(torch.nn.utils.get_total_norm(gradients)))
     norms = [norm_of([p.grad for p in group if p.grad is not None]) for group in groups]
     single_axis = len(norms) == 1 and not _several_axes(groups[0][0].grad)
-    norm = norms[0] if single_axis else _mean_over_ranks(_combined(norms), groups)
+    norm = norms[0] if single_axis else _mean_over_ranks(_combine_norms(norms), groups)
     value = float(norm)
     if not math.isfinite(value):
         return value, False
@@ -212,7 +212,7 @@ def _full_norm(norm: Tensor) -> Tensor:
     return on_mesh.full_tensor()
 
 
-def _combined(norms: list[Tensor]) -> Tensor:
+def _combine_norms(norms: list[Tensor]) -> Tensor:
     # Norms of offloaded parameters move to the accelerator.
     device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
     wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32

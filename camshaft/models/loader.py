@@ -159,7 +159,7 @@ def import_external(modules: str | None) -> None:
 def local_folder(path: str) -> Path:
     """Resolve `path` to a local folder: a folder, the local copy of a URL, or a model in the Hugging Face cache."""
     folder = fetch(path)
-    return folder if folder.is_dir() else _cached(path)
+    return folder if folder.is_dir() else _cached_folder(path)
 
 
 def model_folder(path: str) -> Path:
@@ -197,7 +197,7 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
         ) from error
 
 
-def _cached(name: str) -> Path:
+def _cached_folder(name: str) -> Path:
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:

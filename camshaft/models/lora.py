@@ -122,7 +122,7 @@ def merged_weights(hf: PreTrainedModel, full: Full = lambda tensor: tensor) -> I
             continue
         weight = full(tensor.detach())
         if part == "weight" and not layer.disable_adapters:
-            weight = _merged(weight, layer, full)
+            weight = _merge_layer(weight, layer, full)
         yield f"{owner.removesuffix('.base_layer')}.{part}", weight
 
 
@@ -325,7 +325,7 @@ def _check_settings(folder: Path, settings: Mapping[str, Any], config: LoRAConfi
         )
 
 
-def _merged(weight: Tensor, layer: Any, full: Full) -> Tensor:
+def _merge_layer(weight: Tensor, layer: Any, full: Full) -> Tensor:
     """Return the sum of base weight and adapter, computed in float32 or wider."""
     a, b = (full(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     wide = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))

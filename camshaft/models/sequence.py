@@ -209,7 +209,7 @@ def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
     gathered = split.all_gather(lengths.to(split.device), [len(lengths)] * split.size).cpu()
     by_rank = gathered.unflatten(0, (split.size, -1))
     joined = {
-        name: Ragged(_joined(column.values, by_rank[:, i].sum(dim=1).tolist(), split), by_rank[:, i].sum(dim=0))
+        name: Ragged(_gather_values(column.values, by_rank[:, i].sum(dim=1).tolist(), split), by_rank[:, i].sum(dim=0))
         for i, (name, column) in enumerate(ragged.items())
     }
     return DataProto(data.columns | joined, data.meta_info)
@@ -220,7 +220,7 @@ def _chunk(column: Ragged, split: SequenceSplit) -> Ragged:
     return Ragged(column.values[chunk], column.offsets.clamp(chunk.start, chunk.stop).diff())
 
 
-def _joined(values: Tensor, counts: list[int], split: SequenceSplit) -> Tensor:
+def _gather_values(values: Tensor, counts: list[int], split: SequenceSplit) -> Tensor:
     """Gather the values of all ranks as bytes, since not every backend supports every dtype."""
     shape = values.shape[1:]
     per_token = math.prod(shape) * values.itemsize

@@ -137,7 +137,7 @@ def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
     """Wake `rollout` on entry; verify its digests on exit. The body loads the weights."""
     start = time.perf_counter()
     if not rollout.keeps_tensors:
-        release_cache(torch.device(device))  # the rollout has an allocator of its own
+        release_cache(torch.device(device))  # the rollout has its own allocator
     rollout.wake_up()
     rollout.weights_version += 1
     sync = Sync(rollout.weights_version)

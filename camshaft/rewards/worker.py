@@ -83,7 +83,7 @@ def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: a
     try:
         result = function.call([Sample.unpacked(sample) for sample in samples])
         if inspect.isawaitable(result):
-            result = loop.run_until_complete(_awaited(result))
+            result = loop.run_until_complete(_await_result(result))
         replies = _replies(result, len(samples)) if function.batched else [_reply(result)]
     except BaseException as error:  # includes SystemExit: `sys.exit` in a reward function fails that sample
         replies = [Reply("error", 0.0, {}, _one_line(error), _tail(error, _of_user(error)))]
@@ -92,7 +92,7 @@ def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: a
     return Answer(replies, time.perf_counter() - began)
 
 
-async def _awaited(result: Any) -> Any:
+async def _await_result(result: Any) -> Any:
     return await result
 
 

@@ -36,7 +36,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.session import logged
+from camshaft.trainer.session import log_to_console
 
 _SCORED = 10
 _SHOWN = 2000
@@ -54,7 +54,7 @@ def check_data(config: PPOConfig) -> int:
         console.print(text, markup=False, soft_wrap=True)
 
     problems: list[str] = []
-    with logged(console, config.trainer.seed):
+    with log_to_console(console, config.trainer.seed):
         try:
             for problem in _problems(config, say):
                 say(f"! {problem}")
@@ -86,7 +86,7 @@ def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
         prompts = read[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
             text = as_text(prompts.prompts[0], tokenizer, prompts.table.place(0))
-            say(f"  the first prompt as the model reads it:\n{_shortened(text, _SHOWN)}\n  ({_summary(prompts)})")
+            say(f"  the first prompt as the model reads it:\n{_shorten(text, _SHOWN)}\n  ({_summary(prompts)})")
         _print_lengths(prompts, options, say)
         try:
             batches[name] = arrange(prompts, tokenizer, options).batch
@@ -111,7 +111,7 @@ def _print_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> No
         say(f"  {facts.path}: {facts.num_rows} rows")
         for column in facts.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
-            say(f"    {column.name:<20} {missing:<12} {_shortened(column.type, 80)}")
+            say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
 
 
 def _summary(read: ReadPrompts) -> str:
@@ -163,7 +163,7 @@ def _score(prompts: DataProto, custom: CustomRewardConfig, say: Say) -> Iterator
     say(f"  {'ground truth':>12} {'empty':>12}   data_source, ground truth")
     columns = zip(*(_scores(result) for result in results.values()), rows["data_source"], truths, strict=True)
     for truth_score, empty, source, truth in columns:
-        say(f"  {truth_score:>12} {empty:>12}   {source}, {_shortened(truth, 40)!r}")
+        say(f"  {truth_score:>12} {empty:>12}   {source}, {_shorten(truth, 40)!r}")
     failures = [failure for result in results.values() for failure in result.failures]
     if failures:
         count = sum(result.num_failed for result in results.values())
@@ -182,5 +182,5 @@ def _scores(result: RewardResult) -> list[str]:
     return [kinds.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
 
 
-def _shortened(text: str, length: int) -> str:
+def _shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}..."

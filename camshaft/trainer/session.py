@@ -82,10 +82,10 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
     """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
     _check_machine(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
-    lock = _locked(Path(trainer.default_local_dir).expanduser())
+    lock = _lock_folder(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
     try:
-        with logged(run.console, trainer.seed):
+        with log_to_console(run.console, trainer.seed):
             yield run
     finally:
         run.close()
@@ -93,7 +93,7 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
 
 
 @contextlib.contextmanager
-def logged(console: Console, seed: int) -> Iterator[None]:
+def log_to_console(console: Console, seed: int) -> Iterator[None]:
     """Log to the console, and seed the global generator for libraries that use it."""
     handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
@@ -106,7 +106,7 @@ def logged(console: Console, seed: int) -> Iterator[None]:
         root.removeHandler(handler)
 
 
-def _locked(folder: Path) -> IO[str]:
+def _lock_folder(folder: Path) -> IO[str]:
     lock = storage.hold(folder)
     if lock is None:
         raise ConfigError(

@@ -61,7 +61,7 @@ def _all_local(values: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(map(_local, values))
 
 
-def _joined(value: Any) -> Any:
+def _join_list(value: Any) -> Any:
     if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
         return ",".join(value)
     return value
@@ -88,7 +88,7 @@ Contents = Annotated[
     BeforeValidator(_as_tuple),
     Described("a list of model, optimizer, extra, hf_model"),
 ]
-Modules = Annotated[str, BeforeValidator(_joined), Described("a module, or several separated by commas")]
+Modules = Annotated[str, BeforeValidator(_join_list), Described("a module, or several separated by commas")]
 OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Described("-1 (off), or an integer >= 1")]
 Betas = Annotated[
     tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]],

@@ -128,12 +128,12 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
     rows = embedding.num_embeddings
     if -(-rows // size) * (size - 1) >= rows:
         raise _unsupported_error(hf, f"its vocabulary of {rows} rows leaves one of {size} ranks without a row")
-    stray = next(_unplanned(hf, styles), None)
+    stray = next(_unplanned_parameters(hf, styles), None)
     if stray is not None:
         raise _unsupported_error(hf, f"its plan has no style for {stray} next to sharded matrices")
 
 
-def _unplanned(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
+def _unplanned_parameters(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
     """Yield parameters without a style next to sharded matrices: each rank would have a partial gradient."""
     parents = tuple(f"{parent}." for parent in _parents(styles))
     for name, _ in hf.named_parameters():

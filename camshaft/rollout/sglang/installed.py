@@ -30,11 +30,11 @@ def check_installed() -> str:
     version = importlib.metadata.version("sglang")
     if version not in TESTED and version not in _warned:
         _warned.add(version)
-        logger.warning("%s", untested(version))
+        logger.warning("%s", untested_warning(version))
     return version
 
 
-def untested(version: str) -> str:
+def untested_warning(version: str) -> str:
     """Return the warning about an untested version."""
     return (
         f"SGLang {version} is untested with this rollout, which is tested with {', '.join(TESTED)}. "
@@ -43,5 +43,5 @@ def untested(version: str) -> str:
 
 
 def hint(version: str) -> str:
-    """Return a suffix for error messages that names an untested version; empty for a tested one."""
-    return "" if version in TESTED else f"\n{untested(version)}"
+    """Return a suffix for error messages that reports an untested version; empty for a tested one."""
+    return "" if version in TESTED else f"\n{untested_warning(version)}"

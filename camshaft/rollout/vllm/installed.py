@@ -72,5 +72,5 @@ def check_platform(device: str) -> None:
 
 
 def hint(version: str) -> str:
-    """Return a suffix for error messages that names an untested version; empty for a tested one."""
+    """Return a suffix for error messages that reports an untested version; empty for a tested one."""
     return "" if version in TESTED else f"\n{_untested_warning(version)}"

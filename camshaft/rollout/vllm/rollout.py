@@ -23,7 +23,7 @@ from torch import Tensor
 from camshaft.config.backends import VLLM
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import here, world_size
-from camshaft.digest import noted
+from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
@@ -55,7 +55,7 @@ class VLLMRollout(BaseVLLMRollout):
         self.check_ready_to_load()
         self._loaded_digests, self._adapter_loaded = None, False
         digests: dict[str, int] = {}
-        validated = noted(self.expected.validate(weights), digests)
+        validated = record_digests(self.expected.validate(weights), digests)
         self.engine.load(drop_tied_duplicates(validated, self.expected.canonical_names, set()))
         self._loaded_digests = digests
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.digest import noted
+from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.rollout.vllm import workarounds
 from camshaft.rollout.weights.buckets import Assembler, Piece
@@ -102,7 +102,7 @@ class WorkerWeights:
 
     def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Record the checksum of each weight, and yield tied weights once."""
-        return drop_tied_duplicates(noted(weights, self._received), self._canonical_names, self._sent)
+        return drop_tied_duplicates(record_digests(weights, self._received), self._canonical_names, self._sent)
 
     def end(self, version: str) -> None:
         """Finish the weight sync; raise an error if vLLM left a parameter unset."""

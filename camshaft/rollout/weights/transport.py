@@ -83,7 +83,7 @@ class SharedMemory(Sender):
             )
         self._file = os.memfd_create("camshaft-weights")
         os.ftruncate(self._file, size)
-        self.buffer = _mapped(self._file, size)
+        self.buffer = _map_file(self._file, size)
 
     def handle(self) -> dict[str, Any]:
         inode = os.fstat(self._file).st_ino
@@ -112,7 +112,7 @@ class SharedMemoryReceiver(Receiver):
             status = os.fstat(file)
             if status.st_ino != handle["inode"]:
                 raise RolloutError(f"{path} is not the memory that the sender announced; the sender has ended")
-            self._buffer = _mapped(file, status.st_size)
+            self._buffer = _map_file(file, status.st_size)
         finally:
             os.close(file)
 
@@ -120,7 +120,7 @@ class SharedMemoryReceiver(Receiver):
         return self._buffer[:used]
 
 
-def _mapped(file: int, size: int) -> Tensor:
+def _map_file(file: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 

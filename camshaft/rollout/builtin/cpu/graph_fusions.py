@@ -22,7 +22,7 @@ def fuse(graph: Graph) -> None:
     """Fuse operators of `graph` in place."""
     _once(graph)
     for node in list(graph.nodes):
-        _unscaled(node)
+        _remove_unit_scale(node)
         _root_mean_square(node)
         _rotation(node)
         _heads(node)
@@ -113,7 +113,7 @@ def _halves_swapped(node: Any) -> Node | None:
     return first.args[0] if parts == ((..., slice(None, half)), (..., slice(half, None))) else None
 
 
-def _unscaled(node: Node) -> None:
+def _remove_unit_scale(node: Node) -> None:
     """Remove the multiplication by 1 of unscaled rotary sines and cosines."""
     wave: Any = node.args[0] if _is(node, "mul") else None
     if node.args[1:] == (1.0,) and (_is(wave, "cos") or _is(wave, "sin")):

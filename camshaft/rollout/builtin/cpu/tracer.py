@@ -103,7 +103,7 @@ class CallTrace(TorchFunctionMode):
         if not isinstance(out, Tensor) and not all(isinstance(one, Tensor) for one in out):
             raise TraceError(f"{_name(func)} returns more than tensors")
         shape = tuple(out.shape) if isinstance(out, Tensor) else None
-        self.calls.append(Call(func, self._replaced(args), self._replaced(kwargs), shape))
+        self.calls.append(Call(func, self._replace_with_refs(args), self._replace_with_refs(kwargs), shape))
         self.alive += results
         number = len(self.calls) - 1
         if isinstance(out, Tensor):
@@ -117,7 +117,7 @@ class CallTrace(TorchFunctionMode):
             raise TraceError(f"a tensor of shape {tuple(tensor.shape)} is neither an input nor a weight")
         return self.refs[id(tensor)]
 
-    def _replaced(self, arguments: Any) -> Any:
+    def _replace_with_refs(self, arguments: Any) -> Any:
         """Return arguments with a `Ref` in place of each tensor and module."""
 
         def replace(leaf: Any) -> Any:
@@ -160,7 +160,7 @@ class _Join:
         for number, (one, other) in enumerate(zip(first, second, strict=True)):
             if one.func != other.func:
                 raise TraceError(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
-            args, kwargs = self._joined((one.args, one.kwargs), (other.args, other.kwargs))
+            args, kwargs = self._merge_arguments((one.args, one.kwargs), (other.args, other.kwargs))
             node = self._call(one.func, args, kwargs)
             node.meta["shape"] = one.shape
             self.nodes[Ref(number)] = node
@@ -182,18 +182,20 @@ class _Join:
                 self.nodes[ref] = self.fx.create_node("get_attr", str(ref.source))
         return self.nodes[ref]
 
-    def _joined(self, one: Any, other: Any) -> Any:
+    def _merge_arguments(self, one: Any, other: Any) -> Any:
         if type(one) is not type(other):
             raise TraceError(f"{one} and {other}, depending on the number of rows")
         if isinstance(one, Ref) and one == other:
             return self._node(one)
         if isinstance(one, tuple | list) and len(one) == len(other):
-            joined = [self._joined(a, b) for a, b in zip(one, other, strict=True)]
+            joined = [self._merge_arguments(a, b) for a, b in zip(one, other, strict=True)]
             return joined if isinstance(one, list) else tuple(joined)
         if isinstance(one, dict) and list(one) == list(other):
-            return {key: self._joined(one[key], other[key]) for key in one}
+            return {key: self._merge_arguments(one[key], other[key]) for key in one}
         if isinstance(one, slice):
-            return slice(*(self._joined(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step")))
+            return slice(
+                *(self._merge_arguments(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step"))
+            )
         if (
             type(one) is int
             and one != other

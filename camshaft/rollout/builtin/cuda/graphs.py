@@ -126,7 +126,7 @@ class CUDAGraphDecoder:
         inputs, rows = self._filled_inputs(tokens, positions), len(tokens)
         filled_up = min(padded_rows(rows), num_rows)
         if filled_up not in self.replays:
-            self.replays[filled_up] = self._captured(inputs[:, :filled_up])
+            self.replays[filled_up] = self._capture(inputs[:, :filled_up])
         self.replays[filled_up]()
         assert self._logits is not None
         return self._logits[:rows]
@@ -144,7 +144,7 @@ class CUDAGraphDecoder:
         self._inputs[1, :rows].copy_(positions)
         return self._inputs
 
-    def _captured(self, inputs: Tensor) -> Replay:
+    def _capture(self, inputs: Tensor) -> Replay:
         tokens, positions = inputs
         if self._logits is None:  # an eager call gives the shape and dtype of the logits
             logits = self.eager(tokens, positions, self.make_step(self.cache, positions))
