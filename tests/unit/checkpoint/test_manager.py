@@ -134,9 +134,9 @@ def test_steps_of_an_earlier_run_are_moved_aside(tmp_path: Path) -> None:
 def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path / "run"), 2), 4)
     assert CheckpointManager(tmp_path / "other").open(tmp_path / "run" / "global_step_2").step == 2
-    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
         manager.open(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"several steps.*global_step_4"):
+    with pytest.raises(CheckpointError, match=r"is a folder of checkpoints.*global_step_4"):
         manager.open(tmp_path / "run")
     storage.remove(tmp_path / "run" / "global_step_2" / "critic")
     with pytest.raises(CheckpointError, match="'critic' is not there"):

@@ -72,5 +72,5 @@ def test_empty_folders_and_patterns_are_errors(tmp_path: Path, remote: str, what
 
 
 def test_a_missing_url_is_an_error() -> None:
-    with pytest.raises(StorageError, match="memory://bucket/none.parquet does not exist"):
+    with pytest.raises(StorageError, match=r"memory://bucket/none\.parquet does not exist"):
         data_files("memory://bucket/none.parquet")
