@@ -139,7 +139,7 @@ def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"is a folder of checkpoints.*global_step_4"):
         manager.open(tmp_path / "run")
     storage.remove(tmp_path / "run" / "global_step_2" / "critic")
-    with pytest.raises(CheckpointError, match="'critic' is not there"):
+    with pytest.raises(CheckpointError, match="'critic' is missing or incomplete"):
         manager.open(tmp_path / "run" / "global_step_2")
     file = tmp_path / "run" / "global_step_4" / "trainer" / "state.json"
     file.write_text(json.dumps({"at": 5}))
