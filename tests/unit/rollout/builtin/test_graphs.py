@@ -243,7 +243,7 @@ def _any_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "changes", property(lambda self: 0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(KVCache, "reallocations", property(lambda self: 0, lambda self, value: None), raising=False)
 
 
 def _rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ class Backend:
     def graph(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs).arguments
         assert given["stream"] is self.stream_now
-        return self._inside("graph", given["cache"], given["capture_error_mode"])
+        return self._inside("graph", given["pool"], given["capture_error_mode"])
 
     def empty_cache(self) -> None:
         self.calls.append(("emptied",))
