@@ -126,4 +126,4 @@ def test_rows_without_a_function_use_only_the_reward_model(home: Path) -> None:
     auto = {"custom_reward_function.path": "null", "data.train_files": unknown, "data.val_files": "null"}
     run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **auto}))
     assert run.status == 1
-    assert "custom_reward_function.name=null to score with the reward model alone" in run.err
+    assert "custom_reward_function.name=null to score with the reward model only" in run.err

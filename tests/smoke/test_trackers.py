@@ -140,7 +140,7 @@ def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> Non
     ended = camshaft("sft", *sft_words(tmp_path, words))
     assert ended.status == 0
     said = " ".join(ended.out.split())
-    assert said.count("OSError: no space left on device. The run goes on") == 1
+    assert said.count("OSError: no space left on device. The run continues") == 1
     assert "failed in 3 of 3 calls" in said
     assert [line["step"] for line in read_metrics(tmp_path / "sft" / "metrics.jsonl")] == [1, 2, 3]
 
