@@ -153,7 +153,7 @@ def command(pid: int) -> list[str]:
     ("kind", "seed"),
     [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.cluster) for case in CASES],
 )
-def test_a_killed_reward_process_does_not_end_the_run(
+def test_a_run_resumes_after_any_killed_process(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
