@@ -55,7 +55,7 @@ KINDS = {
 }
 """What the message names."""
 CASES = [(kind, seed) for seed in range(4) for kind in KINDS][:20]
-ALWAYS = [("actor", 0), ("gcs", 0)]
+ALWAYS = [("actor", 0)]
 
 
 @pytest.fixture(scope="module", autouse=True)
