@@ -4,8 +4,8 @@
     send(descriptor, pack(value))              # and in the child: value = unpack(receive(descriptor))
     kill_group(process.pid)                    # the child and everything that it started
 
-    end_with_parent(parent)                    # in the child: ends even if the parent is killed
-    guard_group(process.pid)                   # for programs that cannot call `end_with_parent`
+    end_with(parent)                           # in the child: ends even if the parent is killed
+    guard_group(process.pid)                   # for programs that cannot call `end_with`
 
 Used by the local and Ray backends of the controller, reward workers, generators in a process or behind a server, and
 the tokenizing pool. Imports only the standard library: some children must not import torch.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WATCH_SECONDS = 0.5
-"""Interval at which a child checks that its parent is alive."""
+"""Interval at which a child checks that the process it ends with is running."""
 
 _MAPPED_BYTES = 2**20
 _GUARD = 'read _; kill -s KILL -- "-$0"; [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"'
@@ -66,20 +66,29 @@ def kill_own_group() -> NoReturn:
     raise AssertionError("SIGKILL returned")
 
 
-def end_with_parent(parent: int, end: Callable[[], object] = kill_own_group) -> None:
-    """Start a thread that calls `end` once `parent`, the process id of the parent, has ended for any reason."""
-    threading.Thread(target=_watch_parent, args=(parent, end), name="parent-watch", daemon=True).start()
+def end_with(pid: int, end: Callable[[], object] = kill_own_group) -> None:
+    """Start a thread that calls `end` once the process `pid`, usually the parent, has ended for any reason."""
+    threading.Thread(target=_watch_process, args=(pid, end), name="process-watch", daemon=True).start()
 
 
-def _watch_parent(parent: int, end: Callable[[], object]) -> None:
-    while os.getppid() == parent:
+def _watch_process(pid: int, end: Callable[[], object]) -> None:
+    while is_running(pid):
         time.sleep(WATCH_SECONDS)
     end()
 
 
+def is_running(pid: int) -> bool:
+    """Return True if the process exists and is not a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def without_watcher(stacks: str) -> str:
-    """Remove the thread of `end_with_parent` from a dump of all threads."""
-    return "\n\n".join(block for block in stacks.split("\n\n") if _watch_parent.__name__ not in block)
+    """Remove the thread of `end_with` from a dump of all threads."""
+    return "\n\n".join(block for block in stacks.split("\n\n") if _watch_process.__name__ not in block)
 
 
 def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:

@@ -40,7 +40,7 @@ from camshaft.stop import block_stop_signals, ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
     describe_exit,
-    end_with_parent,
+    end_with,
     kill_group,
     kill_own_group,
     receive,
@@ -156,7 +156,7 @@ class LocalProcess(WorkerProcess):
         name = f"{rank_info.pool}-{rank_info.rank}"
         # Not a daemon: a role may have child processes.
         self._process: BaseProcess = context.Process(
-            target=serve, args=(child_socket, rank_info, folder, dict(os.environ)), name=name
+            target=serve, args=(child_socket, rank_info, folder, os.getpid(), dict(os.environ)), name=name
         )
         resource_tracker.ensure_running()  # started here, since starting it unblocks SIGTERM
         with child_socket, block_stop_signals():  # the fork server must survive the signal too
@@ -221,12 +221,14 @@ def device_of(index: int, count: int, kind: str | None) -> str:
 # -- in the worker process ------------------------------------------------------------------------
 
 
-def serve(connection: socket.socket, rank_info: RankInfo, folder: Path, environment: dict[str, str]) -> None:
+def serve(
+    connection: socket.socket, rank_info: RankInfo, folder: Path, driver: int, environment: dict[str, str]
+) -> None:
     """Run one rank: answer requests until the driver stops it or ends."""
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
     ignore_stop_signals(signal.SIGTERM)
-    end_with_parent(os.getppid(), partial(_end_session, folder))  # the fork server, which ends with the driver
+    end_with(driver, partial(_end_session, folder))  # the fork server cannot end before its worker processes
     os.environ.clear()  # it has the variables of the start of the fork server
     set_environment(rank_info, environment)
     log_to_file(rank_info)

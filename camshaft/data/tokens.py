@@ -34,7 +34,7 @@ from camshaft.data.chat import Prompt, encode_prompts, with_progress
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
-from camshaft.subprocesses import end_with_parent
+from camshaft.subprocesses import end_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,7 +121,7 @@ def _begin(work: _Work, driver: int) -> None:
     _WORK = work
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already has one process per CPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    end_with_parent(driver, partial(os._exit, 1))  # the pool itself does not detect that the driver was killed
+    end_with(driver, partial(os._exit, 1))  # the pool itself does not detect that the driver was killed
 
 
 def _ids(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,25 +9,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from camshaft.subprocesses import is_running
+
 MARK = "CAMSHAFT_TEST_MARK"
-
-
-def running(pid: int) -> bool:
-    """Return True if the process exists and is not a zombie."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def still_running(pids: Iterable[int], seconds: float) -> list[int]:
     """Return the processes that run for longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    left = [pid for pid in pids if running(pid)]
+    left = [pid for pid in pids if is_running(pid)]
     while left and time.monotonic() < deadline:
         time.sleep(0.02)
-        left = [pid for pid in left if running(pid)]
+        left = [pid for pid in left if is_running(pid)]
     return left
 
 

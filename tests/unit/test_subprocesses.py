@@ -109,7 +109,7 @@ def message_bytes(value: object) -> bytes:
 # -- ends ------------------------------------------------------------------------------------------
 
 SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
-WATCHES = f"import sys; from camshaft.subprocesses import end_with_parent; end_with_parent(int(sys.argv[1])); {SLEEPS}"
+WATCHES = f"import sys; from camshaft.subprocesses import end_with; end_with(int(sys.argv[1])); {SLEEPS}"
 PARENT = """
 import os, sys, time
 from camshaft.subprocesses import guard_group, start_python
@@ -148,7 +148,7 @@ def test_exit_codes_are_described():
 
 
 def test_the_watching_thread_is_left_out_of_stacks():
-    stacks = "Thread 1:\n  File x in _watch_parent\n\nThread 2:\n  File y in train"
+    stacks = "Thread 1:\n  File x in _watch_process\n\nThread 2:\n  File y in train"
     assert without_watcher(stacks) == "Thread 2:\n  File y in train"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.processes import running, still_running
+from support.processes import still_running
 from support.vllm_runs import run_with_vllm
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -27,6 +27,7 @@ from camshaft.errors import RolloutError
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.server import ServerRollout
 from camshaft.rollout.server.launch import ServerProcess
+from camshaft.subprocesses import is_running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -77,7 +78,7 @@ def train(case: Case) -> None:
 
 
 def resident(pids: list[int]) -> int:
-    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids if running(pid)]
+    pages = [int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for pid in pids if is_running(pid)]
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 

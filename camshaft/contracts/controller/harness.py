@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from camshaft.contracts.rules import Violation, expect
 from camshaft.controller import Options, Pool, PoolSpec, Worker, spawn
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import WorkerError
+from camshaft.subprocesses import is_running
 
 R = TypeVar("R", bound=Worker)
 Start = Callable[[Sequence[PoolSpec], Options], list[Pool]]
@@ -99,10 +99,10 @@ def expect_worker_error(action: Callable[[], Any], *phrases: str) -> WorkerError
 def expect_ended(pids: Iterable[int], seconds: float = 2.0) -> None:
     """Raise `Violation` if one of the processes runs for longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    running = [pid for pid in pids if _runs(pid)]
+    running = [pid for pid in pids if is_running(pid)]
     while running and time.monotonic() < deadline:
         time.sleep(0.02)
-        running = [pid for pid in running if _runs(pid)]
+        running = [pid for pid in running if is_running(pid)]
     expect(not running, f"processes still run after {seconds:g} s: {running}")
 
 
@@ -113,12 +113,3 @@ def expect_faster(seconds: float) -> Iterator[None]:
     yield
     duration = time.monotonic() - begin
     expect(duration < seconds, f"took {duration:.1f} s, expected less than {seconds:g} s")
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"

@@ -27,7 +27,7 @@ from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
 from camshaft.stop import ignore_stop_signals
-from camshaft.subprocesses import end_with_parent, kill_own_group, pack, receive, send, unpack
+from camshaft.subprocesses import end_with, kill_own_group, pack, receive, send, unpack
 
 
 class RequestHandler:
@@ -121,7 +121,7 @@ def serve(connection: int) -> None:
 def main(file: int, parent: int) -> None:
     """Serve requests on file descriptor `file` until the connection or the process `parent` ends."""
     ignore_stop_signals()
-    end_with_parent(parent)
+    end_with(parent)
     try:
         serve(file)
     except ConnectionError:

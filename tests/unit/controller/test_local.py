@@ -22,15 +22,18 @@ ROOT = Path(__file__).parents[3]
 
 DRIVER = """
 import sys, time
-from camshaft.controller import local, spawn
+from camshaft.controller import local, spawn, submit
 from camshaft.contracts.controller.roles import Toy
 
 if __name__ == "__main__":
     local.PRELOAD[:] = ["camshaft.controller.local"]  # each of these drivers starts a fork server of its own
     toy = spawn(Toy, world_size=2, timeout=60)
-    print(*toy.pids(), *toy.start_child(), flush=True)
+    pids = [*toy.pids(), *toy.start_child()]
     {then}
 """
+
+BETWEEN_CALLS = "print(*pids, flush=True); time.sleep(60)"
+IN_A_CALL = "call = submit(toy.stall, 1); time.sleep(0.3); print(*pids, flush=True); call.result()"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,7 +58,7 @@ def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[i
     return driver, [int(pid) for pid in driver.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("then", ["toy.stall(1)", "time.sleep(60)"], ids=["in a call", "between calls"])
+@pytest.mark.parametrize("then", [IN_A_CALL, BETWEEN_CALLS], ids=["in a call", "between calls"])
 def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
     driver, pids = start_driver(tmp_path, then)
     with driver:
@@ -66,7 +69,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
 
 
 def test_nothing_is_left_when_the_driver_forgets_to_shut_down(tmp_path: Path):
-    driver, pids = start_driver(tmp_path, "pass")
+    driver, pids = start_driver(tmp_path, "print(*pids, flush=True)")
     with driver:
         assert len(pids) == 4
         driver.communicate(timeout=30)
@@ -75,10 +78,9 @@ def test_nothing_is_left_when_the_driver_forgets_to_shut_down(tmp_path: Path):
 
 
 def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
-    driver, pids = start_driver(tmp_path, "toy.stall(1)")
+    driver, pids = start_driver(tmp_path, IN_A_CALL)
     with driver:
         assert len(pids) == 4
-        time.sleep(0.3)
         driver.send_signal(signal.SIGINT)
         _, said = driver.communicate(timeout=30)
         assert said.rstrip().endswith("KeyboardInterrupt")

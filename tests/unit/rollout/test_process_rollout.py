@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.faulty_rollouts import CRASHES, EXITS, FORGETS, HANGS, NAME, STARTS
-from support.processes import none_left_behind, running, still_running
+from support.processes import none_left_behind, still_running
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 from camshaft.rollout.process import rollout as module
 from camshaft.rollout.process.rollout import ProcessRollout
 from camshaft.rollout.weights.transport import SharedMemory
+from camshaft.subprocesses import is_running
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -211,7 +212,7 @@ def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
     with pytest.raises(RolloutError, match="has not answered generate_sequences for 5 s and was killed"):
         generate(rollout, HANGS)
     assert time.monotonic() - begun < 15
-    assert not running(pid_of(rollout))
+    assert not is_running(pid_of(rollout))
 
 
 @pytest.mark.alone
@@ -223,7 +224,7 @@ def test_child_that_does_not_read_is_killed() -> None:
     with pytest.raises(RolloutError, match="has not read generate_sequences for 3 s and was killed"):
         rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
     assert time.monotonic() - begun < 15
-    assert not running(pid_of(rollout))
+    assert not is_running(pid_of(rollout))
     with pytest.raises(RolloutError, match=r"has ended \(it did not read generate_sequences\)"):
         rollout.sleep()
 
@@ -249,7 +250,7 @@ time.sleep(1000)
     assert parent.stdout is not None
     lines = 1 if doing == HANGS else 2  # the second is a process that the rollout started
     children = [int(parent.stdout.readline()) for _ in range(lines)]
-    assert all(map(running, children))
+    assert all(map(is_running, children))
     parent.kill()
     parent.wait()
     assert still_running(children, seconds=10) == []
@@ -258,7 +259,7 @@ time.sleep(1000)
 def test_collected_rollout_ends_its_process() -> None:
     rollout = start()
     child = pid_of(rollout)
-    assert running(child)
+    assert is_running(child)
     del rollout
     gc.collect()
     assert still_running([child], seconds=5) == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_servers import HANG_UP, fake_server
-from support.processes import running, still_running
+from support.processes import still_running
 from support.tiny import tiny_folder
 
 from camshaft.config import RolloutEngineConfig
@@ -23,6 +23,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import ServerProcess, command_line_options
+from camshaft.subprocesses import is_running
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
          "max_model_len": 1024, "dtype": "float32"}  # fmt: skip
@@ -279,6 +280,6 @@ def test_server_ends_with_a_killed_trainer() -> None:
     with guarded("time.sleep(600)") as trainer:
         assert trainer.stdout is not None
         server = int(trainer.stdout.readline())
-        assert running(server)
+        assert is_running(server)
         os.kill(trainer.pid, signal.SIGKILL)
     assert not still_running([server], seconds=10)
