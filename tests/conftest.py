@@ -1,4 +1,4 @@
-"""One thread per process: the tests are many small programs on few cores, and sums keep their order."""
+"""Use one thread per process: the tests are many small programs on few cores, and sums keep their order."""
 
 import os
 import sys
@@ -13,23 +13,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "CAMSHAFT_CACHE" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
-    os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # what a test caches is gone when it ends
+    os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # caches of a test are deleted when it ends
 
-settings.register_profile("busy machine", deadline=None)  # by default an example that takes 0.2 s fails
+settings.register_profile("busy machine", deadline=None)  # hypothesis fails an example that takes 0.2 s by default
 settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_find_their_modules_imported() -> None:
-    """All ranks of this process come from one fork server, which the first of them starts."""
+    """Start all ranks of this process from one fork server, which has the modules imported."""
     if local := sys.modules.get("camshaft.controller.local"):
         local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_group_outlives_its_module() -> Iterator[None]:
-    """A sharded engine in this process joins a group of one; the next module starts without."""
+    """Destroy the process group of size one that a sharded engine in this process creates."""
     yield
-    # A vLLM engine has groups inside that one, and stays for the life of the process.
+    # A vLLM engine has groups inside that group and lives until the process exits.
     if "vllm" not in sys.modules and (device := sys.modules.get("camshaft.device")):
         device.leave_group()

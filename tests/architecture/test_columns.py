@@ -1,4 +1,4 @@
-"""The table of columns is what a real step makes: the names, the kinds, the dtypes."""
+"""The columns that a real PPO step produces match the table: names, kinds and dtypes."""
 
 from pathlib import Path
 from typing import Any

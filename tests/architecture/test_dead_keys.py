@@ -1,12 +1,12 @@
-"""Every key of the config is read by something, found in the source by following types.
+"""Every config key is read by the code. The test follows types through the source to find the reads.
 
-A read is an attribute of something whose type is a section: a parameter with that annotation, a name or an
-attribute of `self` that was assigned from one, or a field of another section. A key counts as read when its last
-name is read from its section and each section above it is read from the one that holds it, so that
-`critic.optim.lr` is not taken for read because the actor's is. Where the type is lost (an item of a list, say),
-a name counts if no other section has one like it.
+A read is an attribute access on an expression whose type is a section: a parameter with that annotation, a name or
+an attribute of `self` that was assigned from one, or a field of another section. A key counts as read if its last
+name is read from its section and each section above it is read from its parent. A read of the actor's `optim.lr`
+therefore does not count for `critic.optim.lr`. If the type of an expression is unknown (an item of a list, say), a
+read counts for a key whose name is unique among all sections.
 
-Checks do not act on a key, so what they read does not count, but for the keys of `ONLY_CHECKED`.
+Config checks do not act on a key, so their reads count only for the keys of `ONLY_CHECKED`.
 """
 
 import ast
@@ -47,7 +47,7 @@ NOTHING: Kinds = frozenset()
 
 
 def classes() -> dict[str, type[BaseModel]]:
-    """Every section and every config of an engine, by name."""
+    """Map the name of every section and engine config to its class."""
     found: dict[str, type[BaseModel]] = {}
     for module in pkgutil.walk_packages(camshaft.config.__path__, "camshaft.config."):
         for name, member in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
@@ -57,14 +57,14 @@ def classes() -> dict[str, type[BaseModel]]:
 
 
 def owner(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The class that declares the field first; subclasses inherit it, or narrow its type."""
+    """Return the class that declares the field first; subclasses inherit the field or narrow its type."""
     declaring = [base for base in kind.__mro__ if name in vars(base).get("__annotations__", {})]
     return declaring[-1] if declaring else None
 
 
 @dataclass
 class Reader:
-    """Walks sources and notes which field of which class is read."""
+    """Walk source files and record which fields of which classes are read."""
 
     known: dict[str, type[BaseModel]]
     reads: set[tuple[type[BaseModel], str]] = field(default_factory=set)
@@ -76,7 +76,7 @@ class Reader:
 
     def read(self, sources: Iterable[str]) -> None:
         trees = [ast.parse(source) for source in sources]
-        for _ in range(3):  # a class may hold what a class further down or in a later file hands on
+        for _ in range(3):  # a class may store a value that a later class or file passes on
             self.reads.clear()
             self.loose.clear()
             for tree in trees:
@@ -127,7 +127,7 @@ class Reader:
     # -- expressions ------------------------------------------------------------------------------
 
     def _kinds(self, node: ast.expr, names: dict[str, Kinds], inside: str | None) -> Kinds:
-        """The sections that an expression may be."""
+        """Return the sections that an expression can be."""
         if isinstance(node, ast.Name):
             return names.get(node.id, NOTHING)
         if isinstance(node, ast.IfExp):
@@ -173,7 +173,7 @@ def is_read(reader: Reader, kind: type[BaseModel], name: str) -> bool:
 
 
 def dead_keys(reader: Reader, schema: type[Section]) -> list[str]:
-    """The keys of a whole config that nothing reads."""
+    """Return the config keys that no code reads."""
     excused = {*ONLY_CHECKED, *(key for entry in NOT_IMPLEMENTED for key in entry.keys)}
     dead = []
     for key in leaf_fields(schema):
@@ -216,7 +216,7 @@ def test_exemptions_exist() -> None:
     assert [key for key in ONLY_CHECKED if key not in leaf_fields(PPOConfig)] == []
 
 
-# -- the test can fail ----------------------------------------------------------------------------
+# -- tests of this test ---------------------------------------------------------------------------
 
 
 class Optim(Section):
@@ -271,8 +271,8 @@ def made_up(code: str) -> list[str]:
 
 
 def test_keys_that_nothing_reads_are_found() -> None:
-    # Read are actor.optim.lr, actor.epochs, actor.clip (in a method), and critic.alone by its name; but `critic`
-    # itself is never read, nor is `forgotten`, which is only written.
+    # The source reads actor.optim.lr, actor.epochs, actor.clip (in a method), and critic.alone by its unique name. It
+    # never reads `critic`, and it only writes `forgotten`.
     found = made_up(CODE)
     assert set(found) == {
         "actor.optim.forgotten",

@@ -1,4 +1,4 @@
-"""Pages that repeat what the code knows say the same as the code."""
+"""Documentation pages that repeat facts of the code agree with the code."""
 
 import re
 from pathlib import Path

@@ -71,7 +71,7 @@ def part_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """(dotted name, line) of everything that a file imports, wherever in the file."""
+    """Return (dotted name, line) of every import in a file, including imports in functions."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name, node.lineno) for alias in node.names)
@@ -139,7 +139,7 @@ def test_no_backend_name_is_compared_outside_the_registry() -> None:
 
 
 def backend_comparisons(tree: ast.AST) -> Iterator[int]:
-    """Lines that compare a strategy or the name of a rollout with a literal or a constant."""
+    """Return the lines that compare a strategy or a rollout name with a literal or a constant."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Compare):
             parts = list(ast.walk(node))
@@ -201,13 +201,13 @@ except SystemExit:
 
 
 def run(code: str) -> str:
-    """Run `code` in a new Python process and return its output; it must succeed."""
+    """Run `code` in a new Python process that must succeed, and return its output."""
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     return done.stdout
 
 
 def test_no_device_type_is_hard_coded() -> None:
-    """A backend is asked for by the name in the config: `torch.get_device_module(device)`, never `torch.cuda`."""
+    """The code gets a device module by its configured name, `torch.get_device_module(device)`, not by `torch.cuda`."""
     named = re.compile(r"\btorch\.(cuda|xpu|mps|npu)\b")
     found = [str(path.relative_to(ROOT)) for path in modules() if named.search(path.read_text(encoding="utf-8"))]
     assert not found, found

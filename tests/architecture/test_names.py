@@ -1,4 +1,4 @@
-"""The names that other people's code relies on, and the words of the specification."""
+"""Public names that other packages rely on, and the terms of the specification."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Every controller backend keeps every rule of the contract, and broken backends are caught."""
+"""Every controller backend follows every rule of the contract, and the contract rejects broken backends."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every engine of the package holds every rule of the contract, and every rule detects a broken engine."""
+"""Every engine of the package follows every rule of the contract, and every rule detects a broken engine."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Every generator of this package keeps every rule of the contract, and the contract notices who does not."""
+"""Every rollout of the package follows every rule of the contract, and the contract rejects broken rollouts."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ HERE = ("torch", "hf")
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny models are written once and read by all rules."""
+    """Return a folder for tiny models, which are written once and read by all rules."""
     return tmp_path_factory.mktemp("rollout")
 
 

@@ -1,7 +1,7 @@
-"""The sharded engine keeps the contract on real ranks, in every layout and with every feature.
+"""The sharded engine follows the contract on real ranks, in every layout and with every feature.
 
-Every test run tries all rules on two ranks, and in the other layouts the rules about numbers and files.
-`make test-matrix` tries all rules in all of them, and in all pairs of features.
+Every test run checks all rules on two ranks. The other layouts check only the rules about numbers and files.
+`make test-matrix` checks all rules in all layouts, and in all pairs of features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ NUMBERS_APART = NUMBERS | {
 
 
 def _marks(layout: str, rule: str) -> Sequence[pytest.MarkDecorator]:
-    """`make test` runs all rules in one layout and the numbers in all; `compiled` takes a minute per rule."""
+    """Mark the cases of `make test`: all rules in one layout, numbers in all; `compiled` takes a minute per rule."""
     if layout not in PAIRS and layout != "compiled":
         if layout == "two" or rule in NUMBERS:
             return ()
@@ -49,7 +49,7 @@ def _marks(layout: str, rule: str) -> Sequence[pytest.MarkDecorator]:
 
 
 def _cases() -> Iterator[Any]:
-    """Layouts with as many ranks follow each other: they share processes."""
+    """Return the cases, grouped by the number of ranks so that consecutive layouts share processes."""
     for name, layout in sorted(EVERY.items(), key=lambda item: item[1].world):
         for rule in RULES:
             id_, marks = f"{name}-{rule.name.replace(' ', '_')}", _marks(name, rule.name)

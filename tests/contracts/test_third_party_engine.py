@@ -1,4 +1,4 @@
-"""An engine of another package, with options and ranks per row of its own, keeps the contract and trains with PPO.
+"""An engine of another package follows the contract and trains with PPO. It has custom options and ranks per row.
 
 The package is `examples/pipeline_engine`, installed into a temporary folder and found by its entry point.
 """

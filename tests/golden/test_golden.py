@@ -1,9 +1,9 @@
-"""The metrics of tiny runs, to the last bit: a refactor reproduces them, anything else says why it does not.
+"""The metrics of tiny runs are bit-identical to stored ones, so a refactor cannot change numbers unnoticed.
 
-    python tests/golden/test_golden.py       writes the files anew, for a commit that says why
+    python tests/golden/test_golden.py       # rewrite the files; the commit explains the change
 
-Sums in floating point depend on the vector units of the processor, so each file names the one it was
-written on. There the comparison is exact; elsewhere it allows what rounding can do.
+Floating-point sums depend on the vector units of the processor, so each file names the processor that wrote it. The
+comparison is exact on that processor; elsewhere it allows rounding differences.
 """
 
 import json

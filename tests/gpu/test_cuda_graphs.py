@@ -1,4 +1,4 @@
-"""Recorded steps as CUDA graphs, with the kernels as a GPU runs them; without one, these are skipped."""
+"""CUDA graphs of decode steps with the GPU kernels; skipped without a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class Recorded(TorchRollout):
-    """The built-in generator, told to record."""
+    """The built-in generator with CUDA graph capture enabled."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config.model_copy(update={"enforce_eager": False}))
@@ -56,7 +56,7 @@ def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
-    """As near as the contract wants it of steps as they are, which round elsewhere."""
+    """Graphs agree with eager steps, which round differently, within the tolerance of the contract."""
     harness, sampling = RolloutHarness(Recorded, tmp_path, "cuda"), SamplingParams(24)
     case = harness.empty_case(family, FAMILIES[family], dtype="bfloat16", max_num_seqs=7)
     for weight in case.oracle.parameters():

@@ -1,4 +1,4 @@
-"""The fused output head on a GPU, where tiles go through kernels of Triton, against the plain formula in float64."""
+"""The fused output head on a GPU, where tiles use Triton kernels, compared with the formula in float64."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_values_and_gradients(dtype: torch.dtype, within: float, words: int):
 
 
 def test_memory_does_not_grow_with_the_vocabulary():
-    """Beyond the gradient of the weight: the tiles."""
+    """Only tiles use memory beyond the gradient of the weight."""
     taken = []
     for words in (50_000, 150_000):
         hidden, weight, targets, mixture = inputs(words, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""CUDA's own word on what `tests/unit/engine/test_no_host_sync.py` finds without it.
+"""CUDA's sync debug mode confirms the results of `tests/unit/engine/test_no_host_sync.py` on a real device.
 
 `make test-gpu` runs these; without a CUDA device they are skipped.
 """
@@ -41,7 +41,7 @@ def batch_of() -> DataProto:
 
 
 def actor_of(folder: Path, side: str) -> ActorWorker:
-    """After an update: what is set up once may wait."""
+    """Return an actor after one update, so that one-time setup, which may wait, is done."""
     settings = {f"{ACTOR}.ppo_mini_batch_size": 8, "trainer.device": "cuda", **SIDES[side]}
     actor = ActorWorker(ppo_config(folder, settings), Topology(), total_steps=5)
     actor.init_model()
@@ -51,7 +51,7 @@ def actor_of(folder: Path, side: str) -> ActorWorker:
 
 @contextmanager
 def strict() -> Iterator[list[int]]:
-    """CUDA raises inside micro-batches where the host would wait; a number for each of them."""
+    """Make CUDA raise if the host waits inside a micro-batch; return a list with one entry per micro-batch."""
     plain, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:

@@ -63,7 +63,7 @@ def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None
 
 
 def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
-    """The variable-length flash kernel and half-precision products against the loop in float32."""
+    """Variable-length flash attention with half-precision products agrees with the loop in float32."""
     harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE)
     half = harness.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
     exact, found = harness.infer(harness.build())["log_probs"], harness.infer(half)["log_probs"]

@@ -1,4 +1,4 @@
-"""Kernels of Triton on the CPU: by its interpreter, which runs what a GPU would compute, or by its compiler alone."""
+"""Triton kernels on the CPU, run by the interpreter, which executes the GPU code, or only compiled."""
 
 import os
 
@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def interpreted() -> None:
-    """Triton asks for it where a kernel is defined, so it holds for a process: `make test-kernels`."""
+    """Enable the interpreter. Triton reads the setting when a kernel is defined, so it applies to the whole process."""
     assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1, as `make test-kernels` does"

@@ -1,4 +1,4 @@
-"""The kernels of attention over slots, run by Triton's interpreter, against plain attention in float64."""
+"""The attention kernels of the KV cache, run by Triton's interpreter, compared with attention in float64."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -42,7 +42,7 @@ def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     real = interpreter.InterpreterBuilder.create_dot
 
     def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """The interpreter keeps bfloat16 as integers of its bits, and multiplies these; here they are numbers."""
+        """Multiply bfloat16 operands as numbers; the interpreter stores them as integers and multiplies the bits."""
         return real(self, _numbers(interpreter, a), _numbers(interpreter, b), *rest)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
@@ -59,12 +59,12 @@ def _numbers(interpreter: Any, handle: Any) -> Any:
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Between rows as a model gives them: heads are the second dimension of a (B, 1, H, D)."""
+    """Return random (B, H, D) rows with the strides of a model, where heads are dimension 2 of (B, 1, H, D)."""
     return torch.randn(*shape).to(dtype).transpose(1, 2)
 
 
 def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
-    """(H, D) what one row's token sees in its slot's keys and values, head by head in float64."""
+    """Return the (H, D) attention of one row's token over the keys and values of its slot, head by head in float64."""
     first = 0 if window is None else max(0, position + 1 - window)
     shared = len(query) // len(keys)
     mixed = []
@@ -77,7 +77,7 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window:
 
 @pytest.fixture(params=SPLITS)
 def split(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Rows go into so many splits; what is allocated holds no numbers."""
+    """Force the number of splits per row, and fill new allocations with NaN."""
     processors, block = SPLITS[request.param]
     monkeypatch.setattr(kernels, "processors_of", lambda device: processors)
     real = kernels.shape_of
@@ -111,9 +111,9 @@ def check(
     window: int | None,
     tolerance: float,
 ) -> int:
-    """One call beside plain attention; nothing but the new places of slots is written, and no row is looked beyond.
+    """Compare one call with the oracle. The call writes only the new positions and reads only within each row.
 
-    Returns how many splits there were.
+    Return the number of splits.
     """
     torch.manual_seed(0)
     heads, key_heads, dim, value_dim = shape
@@ -144,7 +144,7 @@ def check(
 
 
 class EachTime:
-    """Records nothing: the function is called again."""
+    """A capture that records nothing: replay calls the function again."""
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         return function

@@ -1,4 +1,4 @@
-"""The kernels of attention over slots as a GPU would run them: compiled, which needs none."""
+"""The attention kernels of the KV cache, compiled for GPUs; the compiler runs without a GPU."""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ def test_kernels_compile_and_keep_to_registers(
         cases.append((kernels._merge, {"parts": "*fp32", "sizes": "*fp32", "out": some}, merge, {}))
     for kernel, types, constants, chosen in cases:
         used = resources(kernel, types, constants, chosen, capability, tmp_path)
-        assert used["STACK"] == 0, used  # what does not find room in registers
-        # Two programs at a time at least: 65536 registers, and on the smallest of these 164 kilobytes.
+        assert used["STACK"] == 0, used  # spilled registers
+        # At least two programs fit: 65536 registers, and 164 KB of shared memory on the smallest of these GPUs.
         assert used["REG"] * 32 * chosen.get("num_warps", 4) <= 65536 // 2, used
         assert used["SHARED"] <= 82 * 1024, used

@@ -1,4 +1,4 @@
-"""The Triton kernels of the fused output layer, interpreted, against the formula in float64."""
+"""The Triton kernels of the fused output head, run by the interpreter, compared with the formula in float64."""
 
 from types import ModuleType
 
@@ -24,7 +24,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs of the vocabulary, logsumexp and entropy, in float64."""
+    """Return log-probs over the vocabulary, logsumexp and entropy in float64."""
     scaled = logits.double() / temperature
     log_p = scaled.log_softmax(1)
     return log_p, scaled.logsumexp(1), -(log_p.exp() * log_p).sum(1)
@@ -59,7 +59,7 @@ def test_a_target_outside_the_tile_has_no_gradient(kernels: ModuleType):
 
 
 def test_logits_of_minus_infinity(kernels: ModuleType):
-    """In a part of the vocabulary, in the whole first block, and in the whole tile."""
+    """Logits are -inf in a part of the vocabulary, in the whole first block, or in the whole tile."""
     logits = numbers(3, 5000)
     logits[0, ::2] = -torch.inf
     logits[1, :4500] = -torch.inf
@@ -84,7 +84,7 @@ def test_nan_logits_give_nan(kernels: ModuleType):
 
 
 def test_large_logits_lose_no_digits(kernels: ModuleType):
-    """The entropy is a sum of two terms of one sign: an offset of all logits changes nothing but their own rounding."""
+    """Adding an offset to all logits changes the entropy only by the rounding of the logits."""
     logits = numbers(5, 600)
     shifted = (logits * 1024).round() / 1024 + 4096  # exact in float32
     _, _, entropy = kernels.reduce_tile(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
@@ -107,7 +107,7 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
         wanted = wanted - ((log_p.exp() * log_p).sum(1) * of[1]).sum()
     (expected,) = torch.autograd.grad(wanted, scaled)
     assert grad.dtype == dtype
-    within = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}[dtype]  # bfloat16 is cut off, not rounded
+    within = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}[dtype]  # bfloat16 truncates
     torch.testing.assert_close(grad.double(), expected, rtol=within, atol=2e-7 if dtype == torch.float32 else 1e-6)
 
 
@@ -116,7 +116,7 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
 def test_all_tiles_give_the_values_and_gradients_of_float64(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int], temperature: float
 ):
-    """The path of a GPU; the torch operators of the CPU path are disabled."""
+    """Tiles on the GPU path agree with float64; the torch operators of the CPU path are disabled."""
     monkeypatch.setattr(head, "_kernels", lambda _: kernels)
     monkeypatch.setattr(head, "_logit_gradient", None)
     hidden, weight = numbers(37, 8).requires_grad_(), numbers(29, 8, seed=1).requires_grad_()

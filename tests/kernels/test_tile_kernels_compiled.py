@@ -1,4 +1,4 @@
-"""Compile the kernels of the fused output layer for GPUs; the compiler runs without one."""
+"""The Triton kernels of the fused output head, compiled for GPUs; the compiler runs without a GPU."""
 
 from pathlib import Path
 
@@ -25,6 +25,6 @@ def test_kernels_of_the_head_compile_and_keep_to_registers(capability: int, dtyp
     for kernel, types, constants in cases:
         constants = {**constants, "BLOCK": kernels.BLOCK_SIZE}
         used = resources(kernel, types, constants, {"num_warps": kernels.WARPS}, capability, tmp_path)
-        # 65536 registers of a multiprocessor, and two programs at a time at least: one loads while the other computes.
+        # A multiprocessor has 65536 registers and runs at least two programs: one loads while the other computes.
         assert used["STACK"] == 0, used
         assert used["REG"] * 32 * kernels.WARPS <= 65536 // 2, used

@@ -1,7 +1,7 @@
-"""The whole of PPO against `plain_ppo.py`: the same tokens, the same metrics, the same weights, step for step.
+"""PPO runs agree with `plain_ppo.py` at every step: the same tokens, metrics and weights.
 
-Each case is a `Settings` of the plain run; `KEYS` says what its fields are called in the config. What a case
-adds to the config alone (micro-batches, budgets, slots) has no counterpart there, since it must not matter.
+Each case is a `Settings` of the reference program; `KEYS` maps its fields to config keys. Config keys that exist only
+in the real run (micro-batches, token budgets, cache slots) must not change the result.
 """
 
 from dataclasses import replace
@@ -95,7 +95,7 @@ PPO = Settings(
 
 
 def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: float = 1e-5) -> list[Step]:
-    """Run both, and hold everything that they report to each other; the steps of the real run."""
+    """Run both programs, compare everything that they report, and return the steps of the real run."""
     named = {key: vars(settings)[name] for name, keys in KEYS.items() for key in keys}
     steps = run_ppo(folder, {**named, **extra}, settings.steps)
     critic = None if settings.critic is None else f"{folder}/{settings.critic}"
@@ -125,15 +125,15 @@ def paired(role: str, real: dict[str, Tensor], plain: dict[str, Tensor]) -> dict
 
 
 def distance(real: Any, plain: Any) -> float:
-    """The largest difference, relative above 1 and absolute below; NaN counts as infinite."""
+    """Return the largest difference, relative above 1 and absolute below; NaN counts as infinite."""
     real, plain = torch.as_tensor(real).double(), torch.as_tensor(plain).double()
     return float(((real - plain).abs() / plain.abs().clamp(min=1)).nan_to_num(torch.inf).max())
 
 
 def in_rounding(name: str, real: Any, plain: Any, tolerance: float) -> bool:
-    """Are these weights off in no more than two elements of a thousand, by less than a thirtieth of a step of 1e-3?
+    """Return True if at most two weights in a thousand differ, by less than a thirtieth of a step of 1e-3.
 
-    Adam divides a gradient by its own size, so an element whose gradient is next to nothing moves by its rounding.
+    Adam divides a gradient by its magnitude, so rounding moves an element whose gradient is almost zero.
     """
     if ": " not in name or real.dtype != torch.float32:
         return False
@@ -176,7 +176,7 @@ def test_grpo_with_a_kl_loss_agrees_with_the_plain_run(tmp_path: Path) -> None:
     )
     steps = compare(tmp_path, grpo, UNEVEN)
     assert steps[-1].metrics["actor/kl_loss"] > 0
-    # Of responses of one length a mean over tokens is the mean over responses of theirs.
+    # For responses of one length, the mean over tokens equals the mean over responses of their means.
     assert len({len(row) for row in ids(steps[0], "responses")}) > 2
     assert "timing_s/ref" in steps[-1].metrics
 
@@ -185,7 +185,7 @@ def test_grpo_with_exact_kl_loss_matches_plain_ppo(tmp_path: Path) -> None:
     exact = replace(GROUPS, kl_loss=True, kl_loss_type="full", kl_loss_coef=2.0, aggregation="seq-mean-token-mean")
     steps = compare(tmp_path, exact, UNEVEN)
     assert steps[-1].metrics["actor/kl_loss"] > 1e-3
-    # The reference's log-probs of the tokens drawn are of no use to such a loss, and not asked for.
+    # This loss needs no reference log-probs of the sampled tokens, so they are not computed.
     assert "timing_s/ref" not in steps[-1].metrics
 
 
@@ -216,7 +216,7 @@ def test_adaptive_kl_controller_agrees_with_the_plain_run(tmp_path: Path) -> Non
     )
     steps = compare(tmp_path, adaptive, UNEVEN)
     weights = [step.metrics["actor/reward_kl_penalty_coeff"] for step in steps]
-    # At first the policy is the reference, KL = 0: the error is clipped to -0.2, and 8 rows of a horizon of 20 count.
+    # At first the policy equals the reference (KL = 0): the error is clipped to -0.2; 8 rows of a horizon of 20 count.
     assert weights[:2] == pytest.approx([0.1, 0.1 * (1 - 0.2 * 8 / 20)])
     assert weights[2] != weights[1]
 

@@ -1,4 +1,4 @@
-"""Three optimizer steps of the sharded engine are those of the reference engine, in every layout."""
+"""Three optimizer steps of the sharded engine equal three steps of the reference engine in every layout."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 def _batch() -> DataProto:
-    """Rows long enough that activations are worth moving to host memory."""
+    """Return rows that are long enough for activation offloading to move tensors."""
     random = torch.Generator().manual_seed(23)
     lengths = torch.tensor([90, 33, 120, 57, 64, 101, 8, 75])
     count = int(lengths.sum())
@@ -63,7 +63,7 @@ def ranks() -> Iterator[Ranks]:
 
 
 def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the sharded engine's, the reference engine's)"""
+    """Return the results of (the sharded engine, the reference engine)."""
     of_model = {name: value for name, value in layout.always.items() if name == "lora"}
     reference = EngineHarness(SingleDeviceEngine, folder / "reference", always=_fields(dtype) | of_model)
     wanted = _train(reference, reference.build())
@@ -75,10 +75,10 @@ def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[d
 
 
 def _furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a weight, relative to the largest entry of its tensor.
+    """Return the largest difference of a weight, relative to the largest entry of its tensor.
 
-    Biases of keys are a few thousandths here, and their gradient is zero but for rounding (a softmax does not see
-    them), which AdamW divides by its own size: they are measured against a weight's usual size instead.
+    Key biases are a few thousandths and have a zero gradient except for rounding, because softmax ignores them. AdamW
+    divides that gradient by its magnitude, so the biases are compared with a typical weight instead.
     """
     return max(
         float((tensor - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=0.05))
@@ -106,7 +106,7 @@ def test_three_steps_in_float32(name: str, ranks: Ranks, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("feature", ["", "hsdp", "sp2", "tp2", "lora"])
 def test_three_steps_in_bfloat16_with_float32_weights(feature: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Losses within 0.1 %, norms within 1 %, and the way that all weights went within 6 % of its length."""
+    """Losses agree within 0.1 %, norms within 1 %, and the change of all weights within 6 % of its length."""
     always = together(feature) if feature else {}
     always = always | {"options": always.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}}
     found, wanted = _compared(ranks, Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)

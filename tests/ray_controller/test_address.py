@@ -1,4 +1,4 @@
-"""The cluster that a run joins, and the error without one. No cluster is started here."""
+"""The cluster that a run joins, and the error without a cluster. These tests start no cluster."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ HERE = [PoolSpec(device="cpu")]
 
 @pytest.fixture
 def unused() -> str:
-    """An address without a listening process."""
+    """Return an address without a listening process."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -52,7 +52,7 @@ def test_a_local_cluster_is_found_by_rays_address_file(
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text(unused)
-    assert backend._local_cluster() is None  # it has ended
+    assert backend._local_cluster() is None  # the process has exited
     with socket.create_server(("127.0.0.1", 0)) as head:
         file.write_text(f"127.0.0.1:{head.getsockname()[1]}")
         assert backend._local_cluster() == file.read_text()

@@ -1,7 +1,7 @@
-"""kill -9 of each kind of process of a run on Ray: a readable error within ten seconds, and the run goes on from there.
+"""kill -9 of each kind of process of a run on Ray gives a readable error within ten seconds, and the run can resume.
 
-The actor has two ranks, the critic one in a pool of its own; every step is saved. A few cases are in every run of the
-tests, all twenty in `make test-cluster`, which prints how long each took.
+The actor has two ranks; the critic has one rank in a separate pool; every step is saved. Every test run includes a few
+cases. `make test-cluster` runs all twenty and prints the duration of each.
 """
 
 import os
@@ -70,7 +70,7 @@ def _environment() -> Any:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an undisturbed run in its folder `whole`."""
+    """Return a folder with an uninterrupted run in its folder `whole`."""
     folder = tmp_path_factory.mktemp("home")
     ended = finished(start("-m", "camshaft", *words(folder, folder / "whole")))
     assert ended.status == 0, ended.err
@@ -86,7 +86,7 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 
 
 def victim(kind: str, mark: str, driver: int) -> int:
-    """The process of this kind among those of the run."""
+    """Return the process of this kind that belongs to the run."""
     if kind == "driver":
         return driver
     for pid in marked(mark):
@@ -106,7 +106,7 @@ def victim(kind: str, mark: str, driver: int) -> int:
 
 
 def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, float]:
-    """The run's exit status, what it said, and how long after the kill it had said so."""
+    """Return the run's exit status, its output, and the time from the kill to the error message in seconds."""
     mark = f"{kind}-{seed}-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)
     said = run.with_suffix(".err")
@@ -127,7 +127,7 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
         process.kill()
     ours = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
     assert still_running(ours, 5) == []
-    assert still_running(marked(mark), 60) == []  # Ray's own agents look for their daemon now and then
+    assert still_running(marked(mark), 60) == []  # Ray's agents check for their daemon periodically
     return status, said.read_text(), took
 
 
@@ -145,7 +145,7 @@ def text_of(file: Path) -> str:
 def command(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:  # it has just ended
+    except OSError:  # the process has just exited
         return [""]
 
 
@@ -161,7 +161,7 @@ def test_a_run_resumes_after_any_killed_process(
     message = next((line for line in said.splitlines() if line.startswith("camshaft: ")), "")
     print(f"{kind:6} {seed}  {took:5.1f} s  status {status:2}  {message}")  # noqa: T201
     if status == 0:
-        # A reward worker with nothing in hand is replaced, and a run that is almost over needs no daemon any more.
+        # An idle reward worker is replaced, and a run that is almost finished no longer needs a daemon.
         assert kind in ("reward", "raylet", "gcs")
         assert numbers(run) == numbers(home / "whole")
     elif kind != "driver":
@@ -182,7 +182,7 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     monkeypatch.delenv(MARK)
     wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
     for kind in ("actor", "critic"):
-        os.kill(victim(kind, mark, process.pid), signal.SIGTERM)  # they are not asked
+        os.kill(victim(kind, mark, process.pid), signal.SIGTERM)  # ranks ignore the signal
     process.send_signal(signal.SIGTERM)
     ended = finished(process)
     assert ended.status == 143, ended.err

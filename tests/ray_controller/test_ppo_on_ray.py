@@ -1,4 +1,4 @@
-"""The same PPO run on Ray: one rank bit for bit, several within rounding, roles on pools of their own."""
+"""The same PPO run on Ray: bit-identical on one rank, equal within rounding on several, with separate pools."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
-    """A run in this process, and its folder."""
+    """Return the folder and the steps of a run in this process."""
     home = tmp_path_factory.mktemp("home")
     return home, run_ppo(home, SHUFFLED, steps=2)
 
@@ -69,7 +69,7 @@ def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Step]]:
-    """A run in this process with a reward model as well, what it was asked, and its folder."""
+    """Return the folder, the overrides and the steps of a run in this process with a reward model."""
     home = tmp_path_factory.mktemp("home")
     asked = {
         **SHUFFLED,
@@ -85,7 +85,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 @pytest.mark.parametrize("controller", ["ray", "local"])
 @pytest.mark.usefixtures("cluster")
 def test_roles_on_pools_of_their_own(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
-    """The actor on two ranks, the critic on one, the reward model on another."""
+    """The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
     home, asked, steps = scored
     pools = {
         "actor_rollout_ref.resource_pool": "a",

@@ -1,7 +1,7 @@
-"""The scripts in examples/cluster, as they are typed: on a cluster of this machine, or on two machines with networks.
+"""The scripts in examples/cluster, on a cluster of this machine or on two machines with networks.
 
-What has no counterpart here is played: `srun`, `scontrol` and `ssh` are a few lines that go to the machine they are
-told. The manifest for Kubernetes is held against the fields that KubeRay's types have.
+Shell scripts of a few lines replace `srun`, `scontrol` and `ssh`; they run commands on the requested machine. The
+manifest for Kubernetes is compared with the fields of KubeRay's types.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ RUN: dict[str, Any] = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Without what another Ray has left, with this Python's commands first."""
+    """Return the environment without Ray's variables and with the commands of this Python first on PATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     quiet = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     return {**kept, **quiet, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **more}
@@ -64,12 +64,12 @@ def steps_of(run: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines]
 
 
-# -- a job of a cluster that is there ----------------------------------------------------------------
+# -- a job on a running cluster ----------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def a_head(folder: Path, num_cpus: int) -> Iterator[str]:
-    """A cluster of its own, started as one starts them; the address of its dashboard."""
+    """Start a cluster with Ray's command line, and return the address of its dashboard."""
     mark = uuid.uuid4().hex
     port, dashboard = free_port(), free_port()
     ports = (f"--port={port}", f"--dashboard-port={dashboard}", "--dashboard-agent-listen-port=0")
@@ -96,7 +96,7 @@ def free_port() -> int:
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """For Ray's sockets, whose paths may not be long."""
+    """Return a folder with a short path, because the length of socket paths is limited."""
     folder = Path(f"/tmp/cs-{uuid.uuid4().hex[:8]}")
     folder.mkdir()
     yield folder
@@ -105,7 +105,7 @@ def short_folder() -> Iterator[Path]:
 
 @pytest.mark.cluster
 def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path) -> None:
-    """With a runtime environment of its own and one of the job, and words that a shell would take apart."""
+    """The job and the cluster have runtime environments, and arguments contain characters that a shell interprets."""
     words = ppo_words(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
     with a_head(short_folder, num_cpus=4) as dashboard:
         job = {"ID": "sums", "RUNTIME_ENV": '{"env_vars": {"HF_HUB_OFFLINE": "1"}}'}
@@ -151,7 +151,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 @pytest.fixture
 def played(tmp_path: Path, machines: tuple[Machine, Machine]) -> dict[str, str]:
-    """The environment with the commands that go to the machines."""
+    """Return the environment in which `srun`, `scontrol` and `ssh` reach the machines."""
     folder = tmp_path / "played"
     folder.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
@@ -167,7 +167,7 @@ SHARDED = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"
 
 
 def words_for_scripts(folder: Path) -> list[str]:
-    """Without those that the scripts add."""
+    """Return the arguments of a run without those that the scripts add."""
     added = ("trainer.nnodes=", "trainer.controller=")
     return [word for word in ppo_words(folder, {**RUN, **SHARDED}) if not word.startswith(added)]
 
@@ -177,7 +177,7 @@ def logs_of_two_ranks(run: Path) -> bool:
 
 
 def left(machine: Machine) -> list[str]:
-    """Daemons that do not end within a few seconds."""
+    """Return the daemons that do not exit within a few seconds."""
     until = time.monotonic() + 15
     while (running := machine.running("raylet")) and time.monotonic() < until:
         time.sleep(0.2)
@@ -207,7 +207,7 @@ def test_machines_reached_by_ssh_form_a_cluster(
     assert [left(machine) for machine in machines] == [[], []]
 
 
-# -- as text -----------------------------------------------------------------------------------------
+# -- scripts and manifest as text --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

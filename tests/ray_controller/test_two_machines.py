@@ -1,4 +1,4 @@
-"""The same PPO run on a cluster of two machines; what a machine is here is said by `cluster.py` and `namespaces.py`."""
+"""The same PPO run on a cluster of two machines, simulated by `cluster.py` and `namespaces.py`."""
 
 import time
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ LAYOUT = {**SHUFFLED, **RANKS, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
-    """A run in this process, and its folder."""
+    """Return the folder and the steps of a run in this process."""
     home = tmp_path_factory.mktemp("home")
     return home, run_ppo(home, SHUFFLED, steps=2)
 
@@ -41,7 +41,7 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
-    """The worker processes that do not end within so many seconds."""
+    """Return the worker processes that do not exit within this number of seconds."""
     until = time.monotonic() + within
     while (left := machine.running("ActorHost")) and time.monotonic() < until:
         time.sleep(0.1)
@@ -88,7 +88,7 @@ def test_a_rank_killed_on_another_machine_is_a_prompt_error(machines: tuple[Mach
 
 @pytest.mark.cluster
 def test_a_disconnected_machine_is_an_error_within_seconds(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
-    """The last one here: the cluster is broken after it."""
+    """This test is the last one of the module because it breaks the cluster."""
     head, worker = machines
     sign = tmp_path / "sign"
     with ThreadPoolExecutor() as threads:

@@ -57,7 +57,7 @@ def test_prefix_cache_is_reset_by_a_weight_sync(harness: RolloutHarness) -> None
         return case.rollout.generate_sequences(prompts, SamplingParams(4)).metrics["prompt_tokens_cached"]
 
     assert cached() == 0
-    assert cached() == 2 * 39  # the last token of a prompt is always computed
+    assert cached() == 2 * 39  # SGLang always computes the last token of a prompt
     case.rollout.load_weights(case.weights())
     assert cached() == 0
 
@@ -70,11 +70,11 @@ def test_tensor_parallel_output_is_correct(harness: RolloutHarness) -> None:
     assert case.rollout.weight_digests() == {name: digest(weight) for name, weight in case.weights()}
 
 
-# -- weights, in the process with the model ----------------------------------------------------------
+# -- weights, in the process of the model ------------------------------------------------------------
 
 
 class Layer(nn.Module):
-    """Fuse three weights, and ignore unknown names."""
+    """A layer that fuses three weights and ignores unknown names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
         assert trainer.stdout is not None
         assert trainer.stdout.readline() == "ready\n"
         others = [pid for pid in marked(mark) if pid != trainer.pid]
-        assert len(others) >= 3  # the generator's, and two of SGLang's at least
+        assert len(others) >= 3  # at least the rollout process and two of SGLang's
         os.kill(trainer.pid, signal.SIGKILL)
         trainer.wait()
         assert still_running(others, 5) == []

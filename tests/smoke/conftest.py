@@ -1,4 +1,4 @@
-"""Whatever a smoke test does to a run, no process of the run may outlive it."""
+"""Smoke tests fail if a process of a run outlives the test."""
 
 from collections.abc import Iterator
 

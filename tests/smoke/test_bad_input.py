@@ -1,7 +1,8 @@
 """User errors at the command line: each gives one clear error and an exit status, or a counted outcome.
 
-A wrong config is status 2 and every other error of ours 1, always as one message without a traceback. A reward
-function that misbehaves costs its samples and never the run. `conftest.py` sees that no process is left.
+An invalid config exits with status 2, every other camshaft error with status 1, always with a single message and no
+traceback. A faulty reward function loses its samples but never ends the run. `conftest.py` checks that no process is
+left.
 """
 
 import shutil
@@ -34,21 +35,21 @@ ANSWERED = {"data_source": "x", "prompt": [{"role": "user", "content": "1+1="}],
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with models and data that are right."""
+    """Return a folder with valid models and data."""
     home = tmp_path_factory.mktemp("home")
     ppo_words(home)
     return home
 
 
 def check(run: Run, status: int, said: Sequence[str]) -> None:
-    """One error, with all of this in it."""
+    """Check that the output has a single error that contains all of these strings."""
     assert run.status == status, f"{run.out}\n{run.err}"
     assert [words for words in said if words not in run.err] == [], run.err
     assert "Traceback" not in run.err
     assert run.err.count("camshaft: ") + run.err.count(" in the config:") == 1
 
 
-# -- a wrong config -------------------------------------------------------------------------------
+# -- invalid configs ------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown key": ({"trainer.sede": 1}, ["trainer.sede = 1", "Did you mean trainer.seed?"]),
@@ -109,7 +110,7 @@ def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd:
     try:
         run = camshaft("ppo", *ppo_words(home), word)
         status, err = run.status, run.err
-    except SystemExit as end:  # how the parser of options ends
+    except SystemExit as end:  # the last line of an argparse error
         status, err = end.code, capfd.readouterr().err or word
     assert status == 2
     assert word.strip("-") in err or "{" in err
@@ -137,7 +138,7 @@ def test_an_unwritable_folder_is_an_error_before_loading(
 
 
 def rows(*changes: dict[str, Any], base: dict[str, Any] = ROW) -> Callable[[Path], Path]:
-    """Three rows that are right, then one with each of `changes`, then five more."""
+    """Write three valid rows, then one with each of `changes`, then five valid rows."""
     return lambda path: write_parquet(path, [base] * 3 + [base | change for change in changes] + [base] * 5)
 
 
@@ -296,7 +297,7 @@ BAD_CALLS = {
 @pytest.mark.parametrize("outcome", [*BAD_CALLS, "invalid text"])
 def test_a_misbehaving_reward_call_costs_only_its_sample(outcome: str, home: Path, tmp_path: Path) -> None:
     body = BAD_CALLS.get(outcome, "return 'very good'")
-    # Rows come in order: in each batch of 8 every other one is bad, the others are worth 1.
+    # Rows arrive in order: in each batch of 8, every other row fails and the remaining ones score 1.
     code = f"{HEAD}    if extra_info['index'] % 2:\n        {body}\n    return {{'score': 1.0, 'mine': 3.0}}\n"
     (tmp_path / "my_reward.py").write_text(code)
     overrides = {
@@ -331,7 +332,7 @@ def test_on_error_raise_raises_the_first_error(home: Path, tmp_path: Path) -> No
     assert "worker.py" not in run.err
 
 
-# -- what a run would overwrite -------------------------------------------------------------------
+# -- existing output folders ----------------------------------------------------------------------
 
 
 def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> None:
@@ -340,7 +341,7 @@ def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
-# -- the same in a process of its own -------------------------------------------------------------
+# -- errors in a separate process -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["unknown key", "main_ppo", "main_sft", "reward"])

@@ -1,4 +1,4 @@
-"""The script in examples/engine does what it says, started as it says."""
+"""The script in examples/engine runs as documented."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""`camshaft generate` as its users type it: what it writes, what it refuses, and how it goes on after a kill."""
+"""`camshaft generate` on the command line: its output file, its errors, and resuming after a kill."""
 
 import os
 import re
@@ -39,14 +39,14 @@ def server() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and prompts."""
+    """Return a folder with a model and prompts."""
     home = tmp_path_factory.mktemp("home")
     ppo_words(home)
     return home
 
 
 def generate(home: Path, out: Path, **overrides: Any) -> Run:
-    """Keys with two underscores for the dot."""
+    """Run `camshaft generate`; keyword arguments have two underscores in place of the dot."""
     named = {key.replace("__", "."): value for key, value in overrides.items()}
     return camshaft("generate", *generate_words(home, {"data.output_path": out, **named}))
 
@@ -61,7 +61,7 @@ def refused(run: Run, *said: str, status: int = 2) -> None:
     assert "Traceback" not in run.err
 
 
-# -- what it writes -------------------------------------------------------------------------------
+# -- output file ----------------------------------------------------------------------------------
 
 
 def test_every_row_is_there_as_it_was_with_n_responses(home: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_every_row_is_there_as_it_was_with_n_responses(home: Path, tmp_path: Pat
     assert all(len(row[name]) == 2 for row in after for name in COLUMNS)
     assert all(1 <= tokens <= 8 for row in after for tokens in row["responses_tokens"])
     assert all(value < 0 for row in after for value in row["responses_log_prob"])
-    assert len({text for row in after for text in row["responses"]}) > 20  # they are sampled
+    assert len({text for row in after for text in row["responses"]}) > 20  # responses are sampled
     assert os.listdir(tmp_path / "new") == ["out.parquet"]
 
 
@@ -113,7 +113,7 @@ def test_responses_match_a_validation_with_the_same_seed(home: Path, tmp_path: P
 
 @pytest.mark.parametrize("settings", [{"data__batch_size": 16}, {"trainer__n_gpus_per_node": 2}], ids=str)
 def test_responses_do_not_depend_on_how_the_work_is_cut(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
-    # Five prompts at a time are ten rows, and one: no multiple of anything.
+    # Batches of five prompts are ten rows, and the last batch of one prompt is two: not multiples of a batch size.
     assert generate(home, tmp_path / "a.parquet", data__batch_size=5).status == 0
     run = generate(home, tmp_path / "b.parquet", **{"data__batch_size": 5, **settings})
     assert run.status == 0, run.err
@@ -148,7 +148,7 @@ def test_a_second_model_adds_its_columns_to_the_first_ones(home: Path, tmp_path:
 
 
 def shown(run: Run) -> dict[str, str]:
-    """The table of scores, of one data set."""
+    """Return the table of scores of one data set."""
     cells = [re.findall(r"[^\s\u2500-\u257f]+", line) for line in run.out.splitlines()]
     return {row[0]: row[1] for row in cells if len(row) == 2 and "@" in row[0]}
 
@@ -167,7 +167,7 @@ def test_scores_come_from_the_function_with_their_means(home: Path, tmp_path: Pa
     assert 0 < mean < best
     assert shown(run) == {"mean@2": f"{mean:.4g}", "best@2": f"{best:.4g}"} | {
         name: value for name, value in shown(run).items() if name in ("std@2", "worst@2")
-    }  # no maj@2: this function tells no answers
+    }  # no maj@2: this function returns no answers
 
 
 def test_answers_are_kept_and_voted_on(home: Path, tmp_path: Path) -> None:
@@ -193,11 +193,11 @@ def test_a_score_by_data_source_needs_one_that_is_known(home: Path, tmp_path: Pa
     assert generate(home, tmp_path / "out.parquet", data__path=path).status == 0
 
 
-# -- going on -------------------------------------------------------------------------------------
+# -- resuming -------------------------------------------------------------------------------------
 
 
 def killed_in_call(call: int, words: list[str], hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start the command in a separate process, and kill it while it makes the batch of this number."""
+    """Start the command in a separate process, and kill it while it generates the batch of this number."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))
     hold.write_text(str(call))
@@ -236,7 +236,7 @@ def test_a_killed_run_resumes_with_the_same_output_file(
 
 @pytest.fixture
 def begun(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a run that was killed after two of four parts."""
+    """Return the output file of a run that was killed after two of four parts."""
     out = tmp_path / "out.parquet"
     words = generate_words(home, {"rollout.name": holding.NAME, "data.output_path": out})
     killed_in_call(3, words, tmp_path / "hold", monkeypatch)
@@ -264,7 +264,7 @@ def test_changed_models_or_prompts_do_not_resume_existing_parts(begun: Path, hom
     refused(generate(home, begun, **same), "the model")
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": PROMPT}])
     refused(generate(home, begun, rollout__name=holding.NAME, data__path=path), "the prompts")
-    # The same model in another place is the same model.
+    # A copy of the model in another folder counts as the same model.
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
     assert generate(home, begun, **same).status == 0
@@ -285,7 +285,7 @@ def test_a_damaged_part_and_all_after_it_are_made_again(begun: Path, home: Path)
 
 @pytest.mark.slow
 def test_a_kill_in_mid_write_leaves_nothing_that_counts(begun: Path, home: Path) -> None:
-    # What a kill leaves: a part without its name yet, and a file without its name yet.
+    # A kill leaves a part and a file under their temporary names.
     unfinished = parts_of(begun) / "from_000000008.unfinished"
     unfinished.mkdir()
     (unfinished / "responses.parquet").write_bytes(b"PAR1")
@@ -300,7 +300,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_pa
     out = tmp_path / "out.parquet"
     assert generate(home, out).status == 0
     before = out.stat().st_mtime_ns
-    parts_of(out).mkdir()  # killed between writing the file and removing its parts
+    parts_of(out).mkdir()  # killed between writing the file and deleting its parts
     run = generate(home, out)
     assert (run.status, "already written by this command" in run.out) == (0, True)
     assert out.stat().st_mtime_ns == before
@@ -341,7 +341,7 @@ def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monke
     assert len(rows(out)) == 16
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "unknown keys": (
@@ -385,7 +385,7 @@ def test_files_with_incompatible_columns_are_an_error(home: Path, tmp_path: Path
     a = write_parquet(tmp_path / "a.parquet", [{"prompt": PROMPT, "id": 1}])
     b = write_parquet(tmp_path / "b.parquet", [{"prompt": PROMPT, "id": "x"}])
     refused(generate(home, tmp_path / "out.parquet", data__path=f"[{a},{b}]"), "incompatible schemas", status=1)
-    assert not parts_of(tmp_path / "out.parquet").exists()  # it was told before anything was generated
+    assert not parts_of(tmp_path / "out.parquet").exists()  # the error comes before any generation
     c = write_parquet(tmp_path / "c.parquet", [{"prompt": PROMPT, "id": 2, "more": 3.0}])
     assert generate(home, tmp_path / "out.parquet", data__path=f"[{a},{c}]").status == 0
     assert [(row["id"], row["more"]) for row in rows(tmp_path / "out.parquet")] == [(1, None), (2, 3.0)]

@@ -1,4 +1,4 @@
-"""A generator that is killed in mid-generation: an error within seconds, and the run goes on from its checkpoint."""
+"""A generator killed during a generation gives an error within seconds, and the run resumes from a checkpoint."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
     monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))
     own = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
     words = ppo_words(tmp_path, {**RUN, **own, "trainer.default_local_dir": run})
-    hold.write_text("4")  # the fourth weight sync is that of the last step
+    hold.write_text("4")  # the fourth weight sync belongs to the last step
     process, told = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
     try:
         until = time.monotonic() + 150

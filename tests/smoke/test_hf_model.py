@@ -1,4 +1,4 @@
-"""Model folders beside checkpoints, written by runs on two ranks: plain transformers and PEFT take them."""
+"""Model folders next to checkpoints, written by runs on two ranks, load in transformers and PEFT."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ RANKS: dict[str, Any] = {
 LORA: dict[str, Any] = {
     "actor_rollout_ref.model.lora_rank": 4,
     "critic.model.lora_rank": 4,
-    # The one waits for its files and the other does not; the actor's ranks share a row.
+    # One role waits for its files, the other does not; the actor's ranks share a row.
     f"{ACTOR}.checkpoint.async_save": True,
     f"{ACTOR}.ulysses_sequence_parallel_size": 2,
 }
@@ -64,7 +64,7 @@ def resumed(config: EngineConfig, folder: Path) -> Tensor:
 
 
 def wanted(numbers: Any) -> Tensor:
-    """Of each row, what `numbers` gives at the tokens that have the loss; it speaks of all tokens but the first."""
+    """Return, for each row, the values of `numbers` (all tokens but the first) at the tokens in the loss."""
     rows, masks = ROWS.ragged("input_ids").rows(), ROWS.ragged("loss_mask").rows()
     with torch.no_grad():
         return torch.cat([numbers(ids)[mask[1:]] for ids, mask in zip(rows, masks, strict=True)])
@@ -94,7 +94,7 @@ def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) 
         torch.testing.assert_close(actor, resumed(actor_engine(config, Topology(2), 2), root / "actor"))
         torch.testing.assert_close(critic, resumed(critic_engine(config, Topology(2), 2), root / "critic"))
     assert not (step / "actor_huggingface" / "lora_adapter").exists()
-    # It is the trained model: that of the step before is another one.
+    # These are the trained weights: the weights of the previous step differ.
     before = tmp_path / "second" / "global_step_1" / "actor_huggingface"
     assert not torch.allclose(actor, log_probs(AutoModelForCausalLM.from_pretrained(before)), atol=1e-4)
 

@@ -1,7 +1,7 @@
-"""kill -9 at any moment, in mid-save too: what the run logs and writes in the end is that of the undisturbed run.
+"""kill -9 at any moment, including while saving: the resumed run logs and writes the same as an uninterrupted run.
 
-Twenty steps; the driver is killed twice, after a seeded random time in a seeded random step, on one process, on two
-ranks and on Ray. One short case is in every run of the tests, the others in `make test-cluster`.
+A run has twenty steps. Its driver is killed twice, after a seeded random time in a seeded random step, on one process,
+on two ranks and on Ray. Every test run includes one short case; `make test-cluster` runs all of them.
 """
 
 import random
@@ -57,7 +57,7 @@ CASES = [(layout, algorithm, 20) for layout in LAYOUTS for algorithm in ("gae", 
 
 
 def kill(run: Path, words: list[str], draw: random.Random, first: int, last: int) -> int:
-    """Start the run and kill its driver in one of these steps, or while that is saved; the newest step logged."""
+    """Start the run, kill its driver during one of these steps or its save, and return the newest logged step."""
     step, saves = draw.randint(first, last), draw.random() < 0.5
     step += step % 2 if saves else 0
     process = start("-m", "camshaft", *words)
@@ -84,7 +84,7 @@ def lines(run: Path) -> list[dict[str, float]]:
 
 
 def saved(run: Path) -> dict[str, Any]:
-    """Every bit that is kept, by step, role and name. Which rank wrote a tensor that several hold may differ."""
+    """Return all saved tensors by step, role and name; the rank that writes a replicated tensor may differ."""
     found: dict[str, Any] = {}
     for role in sorted(run.glob("global_step_*/[!t]*")):
         name = str(role.relative_to(run))
@@ -117,7 +117,7 @@ def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
     reached = 0
     for _ in range(2 if steps == 20 else 1):
         first, last = max(reached + 1, steps // 2), steps - 2
-        if first > last:  # the first came late: nothing is left to be killed in
+        if first > last:  # the first kill came late: no step remains for the second
             break
         reached = kill(killed, words(killed), draw, first, (first + last) // 2)
     for run in (killed, whole):

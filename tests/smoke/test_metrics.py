@@ -1,4 +1,4 @@
-"""The table of metric names against what runs log, in both directions."""
+"""The table of metric names matches the metrics that runs log, in both directions."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """trainer -> all names that its runs logged: one with whatever adds metrics, one with as little as can be."""
+    """Return the metric names of each trainer from two runs: one with every optional metric, one with few."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "scored.py").write_text(SCORED)
     ppo_words(folder)
@@ -70,7 +70,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
 def test_logged_metrics_are_documented(logged: dict[str, set[str]], trainer: str) -> None:
     for name in logged[trainer]:
-        find(name, trainer)  # an error by name
+        find(name, trainer)  # raises an error that names the metric
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])

@@ -1,4 +1,4 @@
-"""Scores of a rank's responses are computed while other ranks still generate, and are what they are without that."""
+"""A rank's responses are scored while other ranks still generate; the scores do not change."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from camshaft.controller.local import PRELOAD
 pytestmark = pytest.mark.timeout(200)
 
 GRPO: dict[str, Any] = {
-    # A validation of five rows, so that the second rank has one that is thrown away.
+    # Validation has five rows, so the second rank has one padding row that is dropped.
     "trainer.val_before_train": True,
     "data.val_max_samples": 5,
     "algorithm.adv_estimator": "grpo",

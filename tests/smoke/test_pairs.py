@@ -1,4 +1,4 @@
-"""Every rollout on every engine: a run of two steps, and what the two say of the same tokens."""
+"""Every rollout runs with every engine for two steps, and their log-probs of the same tokens agree."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +16,9 @@ LIBRARIES = {"vllm", "server", "sglang"}
 
 
 def pairs() -> Iterator[Any]:
-    """All pairs; only those with the `reference` engine or the built-in rollout are fast."""
+    """Return all pairs; only those with the `reference` engine or the built-in rollout are fast."""
     for rollout in sorted(ROLLOUTS.keys() - LIBRARIES):
-        for engine in sorted(ENGINES.keys() - {"fsdp2"}):  # `fsdp2` is another name of `fsdp`
+        for engine in sorted(ENGINES.keys() - {"fsdp2"}):  # `fsdp2` is an alias of `fsdp`
             fast = engine == "reference" or rollout == "torch"
             yield pytest.param(rollout, engine, marks=() if fast else pytest.mark.slow)
 

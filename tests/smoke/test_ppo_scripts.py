@@ -1,4 +1,4 @@
-"""The scripts in examples/ppo_trainer: two run to their end, every one has a config that passes all checks."""
+"""The scripts in examples/ppo_trainer: two run to completion, and every script has a config that passes all checks."""
 
 import os
 import re
@@ -35,12 +35,12 @@ PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", 
 
 
 def places(folder: Path) -> dict[str, str]:
-    """Existing model and data."""
+    """Return the paths of an existing model and data."""
     return {key: value for key, _, value in (word.partition("=") for word in ppo_words(folder)) if key in PLACES}
 
 
 def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -> subprocess.CompletedProcess[str]:
-    """The script as its users start it, in `folder`; `python` is what it knows as python3."""
+    """Run the script in `folder` as a user would; `python` is the interpreter behind `python3`."""
     bin_folder = folder / "bin"
     bin_folder.mkdir(parents=True)
     (bin_folder / "python3").write_text(f'#!/bin/sh\n{python} "$@"\n')
@@ -66,8 +66,8 @@ def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
     done = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
     assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"
-    metrics = history(run)  # of wandb, offline
-    assert [line["step"] for line in metrics] == [0, 1, 2]  # validated before, and at every step
+    metrics = history(run)  # of wandb, in offline mode
+    assert [line["step"] for line in metrics] == [0, 1, 2]  # validation before the first step and after every step
     assert all("val/reward/mean" in line for line in metrics)
     assert all(line["actor/grad_norm"] > 0 and line["critic/grad_norm"] > 0 for line in metrics[1:])
     exported = camshaft("export", str(run), str(tmp_path / "out"))
@@ -94,4 +94,4 @@ def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Pat
     assert run.status == 0, run.err
     missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {}), "--cfg", "job")
     assert missing.status == 2
-    assert len(re.findall("(file|folder) not found", missing.err)) > 2  # of the data and the models
+    assert len(re.findall("(file|folder) not found", missing.err)) > 2  # keys of data and models

@@ -1,4 +1,4 @@
-"""Runs on two ranks of the sharded engine: the numbers of the same run on the plain engine in one process."""
+"""Runs on two ranks of the sharded engine have the numbers of the same run on the reference engine in one process."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def server() -> None:
     "layout",
     [
         pytest.param({}, id="rows"),
-        # The actor's two ranks share a row, the reference's do not.
+        # The actor's two ranks share a row; the reference's ranks do not.
         pytest.param(
             {
                 f"{ACTOR}.ulysses_sequence_parallel_size": 2,
@@ -63,7 +63,7 @@ def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_
 
 @pytest.mark.slow
 def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> None:
-    # One ratio for a response, whose tokens two ranks share; or each rank has rows of its own.
+    # The response has one ratio and its two ranks share the tokens; or each rank has separate rows.
     changes: dict[str, Any] = {
         "algorithm.adv_estimator": "grpo",
         "algorithm.filter_groups.enable": True,
@@ -81,7 +81,7 @@ def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> 
 
 
 def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
-    # A cut distribution, so that the report and the weights are more than rounding, in rows of unequal lengths.
+    # The distribution is truncated, so that the mismatch metrics and weights exceed rounding; rows differ in length.
     cut = {
         "actor_rollout_ref.rollout.top_p": 0.6,
         "algorithm.rollout_correction.rollout_is": "sequence",
@@ -102,7 +102,7 @@ def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
 def test_adapter_and_its_reference_do_not_depend_on_ranks(tmp_path: Path) -> None:
     alone = run_ppo(tmp_path, LORA, steps=2)
     compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)
-    # The divergence is that from the model under the adapter: nothing at first, then something.
+    # The divergence is from the model under the adapter: zero at first, then positive.
     assert alone[1].metrics["actor/kl_loss"] > alone[0].metrics["actor/kl_loss"] >= 0
     assert all("lora_" in name for name in alone[1].actor)
 
@@ -122,7 +122,7 @@ def test_validation_needs_no_whole_rows_per_rank(tmp_path: Path) -> None:
 
 
 class Recorder:
-    """A tracker that keeps everything."""
+    """A tracker that records all metrics."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -132,7 +132,7 @@ class Recorder:
 
 
 def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """(metrics of the steps, weights of the exported model)"""
+    """Return (metrics of the steps, weights of the exported model)."""
     here = {"trainer.default_local_dir": folder / overrides["strategy"], "trainer.total_training_steps": 3}
     validated = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 3}
     config = load_sft(sft_words(folder, {**here, **validated, **overrides}))
@@ -145,7 +145,7 @@ def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], 
 
 
 def test_supervised_training_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
-    # 16 held-out rows in batches of 6: the last one, of 4, and the others are padded to whole rows per rank.
+    # 16 held-out rows in batches of 6: all batches, including the last of 4, are padded to equal rows per rank.
     adapter = {"model.lora_rank": 4, "data.train_batch_size": 6}
     alone, exported = supervised(tmp_path, strategy="reference", **adapter)
     steps, weights = supervised(tmp_path, strategy="fsdp", **{"trainer.n_gpus_per_node": 2, **adapter})
@@ -178,7 +178,7 @@ def words(home: Path, run: Path, async_save: bool) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With an undisturbed run in its folder `whole`."""
+    """Return a folder with an uninterrupted run in its folder `whole`."""
     home = tmp_path_factory.mktemp("home")
     assert camshaft(*words(home, home / "whole", async_save=False)).status == 0
     return home
@@ -198,7 +198,7 @@ def test_a_killed_run_on_two_ranks_resumes_bitwise(
     whole, killed = home / "whole", tmp_path / "killed"
     run_until(3, killed, words(home, killed, async_save), monkeypatch)
     left = [step for step, folder in storage.step_folders(killed) if storage.is_complete(folder / "actor")]
-    # In the background, the last one may not have been written to its end.
+    # A background save of the last step may be incomplete.
     assert left == [1, 2] or (async_save and left == [1])
     assert camshaft(*words(home, killed, async_save)).status == 0
     assert len(lines(killed)) == 3

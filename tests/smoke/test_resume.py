@@ -1,4 +1,4 @@
-"""Interrupted runs resume with bitwise the same logs and files as an uninterrupted run."""
+"""Interrupted runs resume with bit-identical logs and files."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from camshaft.tracking.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(150)
 
-# Three steps in an epoch, so that a run of six crosses its border.
+# An epoch has three steps, so a run of six steps crosses an epoch boundary.
 LENGTH = {"trainer.total_training_steps": 6, "trainer.total_epochs": 2, "trainer.save_freq": 2}
 PPO: dict[str, Any] = {
     **LENGTH,
@@ -73,7 +73,7 @@ Command = Callable[..., list[str]]
 
 @pytest.fixture
 def command(home: Path) -> Command:
-    """The words of a run in a folder."""
+    """Return the command-line arguments of a run in a folder."""
 
     def words(settings: Mapping[str, Any], run: Path, **more: Any) -> list[str]:
         make, name = (sft_words, "sft") if settings is SFT else (ppo_words, "ppo")
@@ -85,7 +85,7 @@ def command(home: Path) -> Command:
 
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> Path:
-    """The folder of a whole run of `PPO`; not to be written to."""
+    """Return the read-only folder of an uninterrupted run of `PPO`."""
     assert camshaft("ppo", *ppo_words(home, {**PPO, "trainer.default_local_dir": home / "whole"})).status == 0
     return home / "whole"
 
@@ -96,7 +96,7 @@ def lines(run: Path) -> list[str]:
 
 
 def weights(run: Path, step: int) -> dict[str, Any]:
-    """Checksums of all that the roles wrote at a step."""
+    """Return the checksums of all files that the roles wrote at a step."""
     roles = [path for path in (run / f"global_step_{step}").iterdir() if path.name != "trainer"]
     return {role.name: storage.read_manifest(role)["files"] for role in roles}
 
@@ -175,7 +175,7 @@ def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
 
 
 def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
-    # 16 of the first 24 rows are done; batches of 4 make 2 more steps of them, and 6 of the second epoch.
+    # 16 of the first 24 rows are done; batches of 4 give 2 more steps of the first epoch and 6 of the second.
     assert camshaft(*command(PPO, tmp_path, total_training_steps=2)).status == 0
     words = command(PPO, tmp_path, total_training_steps="null", save_freq=7)
     assert camshaft(*words, "data.train_batch_size=4").status == 0
@@ -186,7 +186,7 @@ def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp
 def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, undisturbed: Path, tmp_path: Path) -> None:
     assert camshaft(*command(PPO, tmp_path, total_training_steps=4)).status == 0
     assert camshaft(*command(PPO, tmp_path)).status == 0
-    # Step 4 was the last one for a while, and so was validated.
+    # Step 4 was the last step of the first run, so it was validated.
     found, wanted = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
     extra = {name for name in found[4] if name.startswith("val")}
     assert extra == {name for name in found[3] if name.startswith("val")}
@@ -204,7 +204,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(
     assert weights(run, 6) == weights(undisturbed, 6)
 
 
-# -- where a run starts from ----------------------------------------------------------------------
+# -- the checkpoint that a run resumes from -------------------------------------------------------
 
 
 def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, undistu
     assert lines(run)[:2] == lines(undisturbed)[:2]
     assert len(lines(run)) == 3
     assert (run / "metrics.1.jsonl").read_text() == (undisturbed / "metrics.jsonl").read_text()
-    # What goes on now is the new run, at its step 2; not the older one, at its step 6.
+    # The next run resumes the new run at step 2, not the older one at step 6.
     assert "resumed from" in (ended := camshaft(*command(PPO, run))).out
     assert "global_step_2" in "".join(ended.out.split())
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
@@ -257,7 +257,7 @@ def test_resume_path_of_a_folder_with_several_steps_names_one(
     assert "global_step_6" in run.err
 
 
-# -- steps that are not whole ---------------------------------------------------------------------
+# -- incomplete steps -----------------------------------------------------------------------------
 
 
 def without_trainer(step: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs that are scored by a reward model, beside a function and alone, on one rank and on two."""
+"""Runs scored by a reward model, with and without a reward function, on one rank and on two."""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def server() -> None:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a reward model in `rm` that has other tokens and another template than the policy."""
+    """Return a folder with a reward model in `rm` whose tokenizer and chat template differ from the policy's."""
     home = tmp_path_factory.mktemp("home")
     make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True)
     return home
@@ -70,7 +70,7 @@ def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
 
 
 def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
-    # Without a function, rows need no ground truth and no data_source that anybody knows.
+    # Without a reward function, rows need no ground truth and any data_source is valid.
     alone = {"custom_reward_function.path": "null", "custom_reward_function.name": "null", **scored_by(home)}
     validated = {"trainer.val_before_train": True, "data.val_max_samples": 5, "reward_model.max_length": 20}
     before, step = run_ppo(home, {**PLAIN, **alone, **validated}, steps=1)

@@ -1,4 +1,4 @@
-"""Reward models from the command line: what they learn, what reads them, interruption, and wrong input."""
+"""Reward models from the command line: training, use in other commands, interruption, and invalid input."""
 
 import json
 import shutil
@@ -31,12 +31,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-# -- what it learns -------------------------------------------------------------------------------
+# -- training -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run on right and wrong sums; `pairs` beside it has the data."""
+    """Return the folder of a run on right and wrong sums; the data is in `pairs` next to it."""
     home = tmp_path_factory.mktemp("trained")
     sums = write_arithmetic(home / "pairs", left=(10, 99), right=(0, 9), num_train=640, num_heldout=128)
     make_tiny_model(home / "model", initializer_range=0.1)
@@ -153,7 +153,7 @@ def test_a_failed_run_resumes_bitwise(whole: Path, home: Path, tmp_path: Path) -
     same(tmp_path, whole)
 
 
-# -- what it has in common with other runs --------------------------------------------------------
+# -- features shared with other trainers ----------------------------------------------------------
 
 
 def test_the_step_with_the_best_accuracy_is_kept(home: Path, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_pa
     assert torch.equal(plain_scores(tmp_path / "exported", rows), plain_scores(whole / "huggingface", rows))
 
 
-# -- wrong input ----------------------------------------------------------------------------------
+# -- invalid input --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

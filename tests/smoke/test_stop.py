@@ -77,7 +77,7 @@ def test_sigusr1_ends_a_supervised_run_without_export(
 
 
 def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Slurm does at the end of a job's time: driver, fork server, ranks and those that compute rewards."""
+    """Slurm signals every process at the end of a job's time: driver, fork server, ranks and reward workers."""
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)
     sent: list[int] = []

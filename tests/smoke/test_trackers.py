@@ -1,4 +1,4 @@
-"""Whole runs with the trackers of the ecosystem, and with trackers that fail."""
+"""Complete runs with the trackers of the ecosystem, and with trackers that fail."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ from camshaft.tracking.jsonl import read_metrics
 
 
 class FullDisk(Tracker):
-    """Starts, and takes nothing."""
+    """A tracker that starts and then fails every write."""
 
     def __init__(self, run: RunInfo):
         pass
@@ -43,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     yield
-    wandb.teardown()  # ends the process that it has beside the run's
+    wandb.teardown()  # ends the process that wandb started for the run
 
 
 def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> Non
 def test_a_missing_library_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
     words = ppo_words(tmp_path, {"trainer.logger": "[console,trackio]"})
-    (tmp_path / "actor" / "model.safetensors").unlink()  # which would be told otherwise
+    (tmp_path / "actor" / "model.safetensors").unlink()  # which would receive another status
     ended = camshaft("ppo", *words)
     assert ended.status == 2
     assert "pip install 'camshaft[trackio]'" in ended.err

@@ -21,7 +21,7 @@ CRITIC, REWARD = "critic", "reward_model"
 
 @dataclass(frozen=True)
 class Field:
-    """`field` of the config of `part` is `result` if the key has the value `typed`."""
+    """If the key has the value `typed`, the field `field` of the config of `part` is `result`."""
 
     part: str
     field: str
@@ -37,7 +37,7 @@ class Field:
 
     @property
     def kind(self) -> str:
-        """The key of `FIELD_TESTS` for this part."""
+        """Return the key of `FIELD_TESTS` for this part."""
         return {"rollout": "rollout", "sampling": "sampling", "validation": "sampling"}.get(self.part, "engine")
 
 

@@ -63,7 +63,7 @@ def survives(target: str, tests: tuple[str, ...]) -> bool:
 
 
 def disable(target: str) -> None:
-    """Make a key, or a field of a part (`part:field`), have its default for the rest of the process."""
+    """Replace the value of a key, or of a field of a part (`part:field`), by its default until the process exits."""
     part, _, path = target.rpartition(":")
     if not part:
         _disable_key(path)

@@ -1,4 +1,4 @@
-"""Writes docs/spec.md: every method and key of the specification, with its behavior in camshaft and its tests.
+"""Write docs/spec.md: every method and key of the specification, with its behavior in camshaft and its tests.
 
     python tests/spec/table.py             write the page
     python tests/spec/table.py --check     report rows without a test, tests that do not exist, and an outdated page

@@ -1,8 +1,8 @@
 """Driver programs for a role on two machines, called by `Machine.call` of `namespaces.py`.
 
-told, seconds = head.call(failing, "stall", folder)
+error, seconds = head.call(failing, "stall", folder)
 
-The functions give plain values, so that whoever called them can compare.
+The functions return plain values, which the caller can compare.
 """
 
 import os
@@ -22,7 +22,7 @@ TWO = PoolSpec(nnodes=2, device="cpu")
 
 
 class Traveller(Toy):
-    """Knows where it is."""
+    """A role that returns its host name, rank and environment."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def where(self) -> Any:
@@ -38,7 +38,7 @@ class Traveller(Toy):
 
 
 def chosen() -> list[str | None]:
-    """A variable of the ranks that the driver has and the runtime environment names."""
+    """Return the variable of each rank that both the driver and the runtime environment set."""
     os.environ["NCCL_DEBUG"] = "of the driver"
     init = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "of the runtime environment"}}}
     with pool(TWO, "ray", Options(ray_init=init)) as two:

@@ -59,14 +59,14 @@ class Terse(LocalPool):
 
 class Lenient(LocalPool):
     def drop(self, key: int) -> None:
-        """Keep the role."""
+        """Do not drop the role."""
 
 
 class Leaky(LocalPool):
     ignored = False
 
     def shutdown(self) -> None:
-        """Ignore the first call; the harness makes a second one."""
+        """Ignore the first call; the harness calls again."""
         if self.ignored:
             super().shutdown()
         self.ignored = True

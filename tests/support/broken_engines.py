@@ -1,4 +1,4 @@
-"""Engines with one mistake each, of the kind that real backends have had. The contract must find every one."""
+"""Engines with one bug each, of the kind that real backends have had. The contract must detect every one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _as_ever(engine: SingleDeviceEngine, *args: Any, **kwargs: Any) -> Any:
 
 
 class LocalCounts(SingleDeviceEngine):
-    """Divides by the counts of the micro-batch instead of those of the mini-batch."""
+    """Divide by the counts of the micro-batch instead of the mini-batch."""
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         def local(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -39,7 +39,7 @@ class LocalCounts(SingleDeviceEngine):
 
 
 class MeanOfMicroBatches(SingleDeviceEngine):
-    """Averages the micro-batches' losses, as gradient accumulation does that counts micro-batches."""
+    """Average the losses of the micro-batches, as gradient accumulation often does."""
 
     def forward_backward_step(
         self, batch: Batch, ctx: Any = None, forward_only: bool = False, *hooks: Any, **k: Any
@@ -55,7 +55,7 @@ class MeanOfMicroBatches(SingleDeviceEngine):
 
 
 class ForgetsOrder(SingleDeviceEngine):
-    """Returns predictions in the order in which the micro-batches ran."""
+    """Return predictions in execution order of the micro-batches."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(torch_engine, "restore_order", _in_order_of_running):
@@ -67,7 +67,7 @@ def _in_order_of_running(plan: Any, parts: Any) -> Any:
 
 
 class SoftBudget(SingleDeviceEngine):
-    """Takes the token budget for a wish."""
+    """Exceed the token budget."""
 
     def __init__(self, config: Any):
         loose = {n: getattr(config, n) and 10 * getattr(config, n) for n in ("max_tokens", "infer_max_tokens")}
@@ -75,21 +75,21 @@ class SoftBudget(SingleDeviceEngine):
 
 
 class NormAfterClipping(SingleDeviceEngine):
-    """Reports the norm that is left."""
+    """Report the gradient norm after clipping."""
 
     def optimizer_step(self) -> float:
         return min(super().optimizer_step(), self.config.grad_clip)
 
 
 class NoClipping(SingleDeviceEngine):
-    """Reports the norm and does not clip."""
+    """Report the gradient norm without clipping."""
 
     def __init__(self, config: Any):
         super().__init__(config.model_copy(update={"grad_clip": 1e9}))
 
 
 class ForgetsGradients(SingleDeviceEngine):
-    """Frees gradients with the activations when train_mode ends."""
+    """Free gradients with the activations when train_mode ends."""
 
     @contextlib.contextmanager
     def train_mode(self) -> Iterator[None]:
@@ -101,7 +101,7 @@ class ForgetsGradients(SingleDeviceEngine):
 
 
 class AdapterStaysOn(SingleDeviceEngine):
-    """Takes disable_adapter for a hint."""
+    """Ignore disable_adapter."""
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         super().disable_adapter()
@@ -109,7 +109,7 @@ class AdapterStaysOn(SingleDeviceEngine):
 
 
 class StepsIntoNaN(SingleDeviceEngine):
-    """Apply the update for any gradient."""
+    """Apply the update even for non-finite gradients."""
 
     def optimizer_step(self) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.grad_clip)
@@ -118,7 +118,7 @@ class StepsIntoNaN(SingleDeviceEngine):
 
 
 class ReadsEachLoss(SingleDeviceEngine):
-    """Reads the loss of every micro-batch back from the device."""
+    """Read the loss of every micro-batch back from the device."""
 
     def set_loss_fn(self, loss_fn: Any) -> None:
         def reading(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -130,7 +130,7 @@ class ReadsEachLoss(SingleDeviceEngine):
 
 
 class AlwaysTrains(SingleDeviceEngine):
-    """Leaves dropout on in eval_mode."""
+    """Keep dropout active in eval_mode."""
 
     @contextlib.contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -147,7 +147,7 @@ class IgnoresTemperature(SingleDeviceEngine):
 
 
 class SwallowsKeys(SingleDeviceEngine):
-    """Drops ctx keys that it does not know."""
+    """Drop unknown ctx keys."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
         known = StepContext.__annotations__
@@ -156,7 +156,7 @@ class SwallowsKeys(SingleDeviceEngine):
 
 
 class ForgetsOptimizer(SingleDeviceEngine):
-    """Saves the weights and calls it a checkpoint."""
+    """Save weights but no optimizer state."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)
@@ -164,7 +164,7 @@ class ForgetsOptimizer(SingleDeviceEngine):
 
 
 class ForgetsRandomState(SingleDeviceEngine):
-    """Does not restore what dropout draws from."""
+    """Do not restore the random state of dropout."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)
@@ -180,7 +180,7 @@ class TrustsFiles(SingleDeviceEngine):
 
 
 class KeepsEverything(SingleDeviceEngine):
-    """Accepts max_ckpt_to_keep and keeps all."""
+    """Accept max_ckpt_to_keep and delete nothing."""
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
@@ -189,7 +189,7 @@ class KeepsEverything(SingleDeviceEngine):
 
 
 class DeletesOriginals(SingleDeviceEngine):
-    """Removes the folder it loaded, wherever it came from."""
+    """Delete the loaded folder even if it was not downloaded."""
 
     def load_checkpoint(self, local_path: str, hdfs_path: Any = None, del_local_after_load: bool = True) -> None:
         super().load_checkpoint(local_path, hdfs_path, False)
@@ -198,7 +198,7 @@ class DeletesOriginals(SingleDeviceEngine):
 
 
 class OwnNames(SingleDeviceEngine):
-    """Streams weights under the names of its wrapper."""
+    """Stream weights under the names of a wrapper module."""
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, weight in super().named_weights(adapter_only):
@@ -206,7 +206,7 @@ class OwnNames(SingleDeviceEngine):
 
 
 class WarmsUpTooLow(SingleDeviceEngine):
-    """Half the rate during warm-up."""
+    """Warm up at half the learning rate."""
 
     def lr_scheduler_step(self) -> float:
         super().lr_scheduler_step()
@@ -218,14 +218,14 @@ class WarmsUpTooLow(SingleDeviceEngine):
 
 
 class OtherSignature(SingleDeviceEngine):
-    """Renames a parameter of the interface."""
+    """Rename a parameter of the interface."""
 
     def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:  # pyright: ignore
         super().to(where, model, optimizer)
 
 
 class PatchesTransformers(SingleDeviceEngine):
-    """Replaces a method of the model class."""
+    """Replace a method of the model class."""
 
     def init_model(self) -> None:
         super().init_model()
@@ -236,7 +236,7 @@ class PatchesTransformers(SingleDeviceEngine):
 
 
 class SkipsHooks(SingleDeviceEngine):
-    """Runs the hooks once for the whole batch."""
+    """Run the hooks once for the whole batch."""
 
     def forward_backward_step(
         self,
@@ -256,7 +256,7 @@ class SkipsHooks(SingleDeviceEngine):
 
 
 class HalfGradient(SingleDeviceEngine):
-    """Average over two ranks that do not exist."""
+    """Average gradients over two ranks that do not exist."""
 
     def optimizer_step(self) -> float:
         for parameter in self.module.parameters():
@@ -266,7 +266,7 @@ class HalfGradient(SingleDeviceEngine):
 
 
 class LosesStateOnTheMove(SingleDeviceEngine):
-    """Forgets the optimizer's moments when they are moved."""
+    """Lose the optimizer's moments on a move."""
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         super().to(device, model, optimizer)
@@ -275,7 +275,7 @@ class LosesStateOnTheMove(SingleDeviceEngine):
 
 
 class CountsPadding(SingleDeviceEngine):
-    """Takes a padded batch as it is, pad tokens and all."""
+    """Treat pad tokens of a padded batch as tokens."""
 
     def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(batch, DataProto):
@@ -291,7 +291,7 @@ class UnseededStart(SingleDeviceEngine):
 
 
 class LosesRowsInShards(SingleDeviceEngine):
-    """Gives back half of what it took apart."""
+    """Return only half of the rows after sharding."""
 
     def unshard_data(self, data: DataProto) -> DataProto:
         return data.split(4)[0]
@@ -308,7 +308,7 @@ class SilentWithoutLoss(SingleDeviceEngine):
 
 
 class StartsResponsesAtZero(SingleDeviceEngine):
-    """Computes a prompt once, and counts the positions of each response from zero."""
+    """Share the prefix, but count the positions of each response from zero."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         def from_zero(packing: Packing, device: Any) -> dict[str, Any]:
@@ -320,7 +320,7 @@ class StartsResponsesAtZero(SingleDeviceEngine):
 
 
 class EstimatesTheGradient(SingleDeviceEngine):
-    """Gives the divergence over the whole vocabulary, with the gradient of log p(token) - log q(token)."""
+    """Return the exact divergence with the gradient of its estimate, log p(token) - log q(token)."""
 
     def _align(self, outputs: Any, ids: Any, positions: Any) -> Any:
         if "full_kl" in outputs:
@@ -330,7 +330,7 @@ class EstimatesTheGradient(SingleDeviceEngine):
 
 
 class AnswersForGradients(SingleDeviceEngine):
-    """Forgets the gradients of a step when it is asked something."""
+    """Clear the gradients of a step on inference."""
 
     def infer_batch(self, *args: Any, **kwargs: Any) -> Any:
         self.optimizer_zero_grad()
@@ -338,7 +338,7 @@ class AnswersForGradients(SingleDeviceEngine):
 
 
 class DropsKeys(SingleDeviceEngine):
-    """Returns the control keys of a context only."""
+    """Return only the control keys of a context."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         *results, ctx = _as_ever(self, *args, **kwargs)
@@ -346,14 +346,14 @@ class DropsKeys(SingleDeviceEngine):
 
 
 class TakesInputIdsOnly(SingleDeviceEngine):
-    """Rejects raw data before preprocess_fn sees it."""
+    """Reject raw data before preprocess_fn converts it."""
 
     def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return _as_ever(self, as_batch(batch), *args, **kwargs)
 
 
 class TakesTensorsOnly(SingleDeviceEngine):
-    """Drops predictions that are no tensors."""
+    """Drop predictions that are not tensors."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
         predictions, *rest = _as_ever(self, *args, **kwargs)
@@ -361,14 +361,14 @@ class TakesTensorsOnly(SingleDeviceEngine):
 
 
 class WarnsOfNothing(SingleDeviceEngine):
-    """Does not report a loss that ignores the counts."""
+    """Do not report a loss that ignores the counts."""
 
     def _warn_of_unread_counts(self, ctx: Any, micro_batches: int) -> None:
         pass
 
 
 class WorksWithoutModel(SingleDeviceEngine):
-    """Accepts a loss, and other calls, before init_model."""
+    """Accept a loss, and other calls, before init_model."""
 
     __getattribute__ = object.__getattribute__
 

@@ -1,8 +1,8 @@
-"""Rollouts that break one rule of the contract each, as somebody might by mistake.
+"""Rollouts with one plausible bug each; each breaks one rule of the contract.
 
-    CAUGHT_BY[IgnoresTopP]               # the name of the rule that notices
+    CAUGHT_BY[IgnoresTopP]               # the name of the rule that fails
 
-All are the built-in generator with something wrong.
+All derive from the built-in generator.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 class KeepsFirstWeights(TorchRollout):
-    """Takes weights once, and later ones not at all."""
+    """Load the first weights and ignore later ones."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         kept = {name: tensor.clone() for name, tensor in weights}
@@ -30,7 +30,7 @@ class KeepsFirstWeights(TorchRollout):
 
 
 class ForgetsTemperature(TorchRollout):
-    """Samples with the temperature and top_p asked for, but answers with log-probs of the bare model."""
+    """Sample with temperature and top_p, but return log-probs without temperature."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
@@ -48,14 +48,14 @@ class IgnoresSeeds(TorchRollout):
 
 
 class ReadsHalfOfASeed(TorchRollout):
-    """As torch's own generator does on a CPU."""
+    """Use 32 bits of a seed, as torch's CPU generator does."""
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         return super().seeds_of_call(num_rows, seeds) & (2**32 - 1)
 
 
 class OneSeedForAll(TorchRollout):
-    """Equal prompts get equal responses."""
+    """Return equal responses for equal prompts."""
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         return super().seeds_of_call(num_rows, seeds)[:1].expand(num_rows)
@@ -69,7 +69,7 @@ class ReversesRows(TorchRollout):
 
 
 class DropsTheEnd(TorchRollout):
-    """Cuts the stop token off."""
+    """Remove the stop token."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
@@ -93,7 +93,7 @@ class StopsAtNothing(TorchRollout):
 
 
 class NeverForgets(TorchRollout):
-    """Goes on with old weights after sleep and after a load that failed."""
+    """Generate with old weights after sleep and after a failed load."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model._came = set()
@@ -112,7 +112,7 @@ class MovesTheRandomState(TorchRollout):
 
 
 class WarmGreed(TorchRollout):
-    """Samples where it should take the likeliest token."""
+    """Sample if greedy decoding is requested."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         warm = replace(sampling, do_sample=True, temperature=1.0) if sampling.greedy else sampling
@@ -120,14 +120,14 @@ class WarmGreed(TorchRollout):
 
 
 class LooksAtItsNeighbours(TorchRollout):
-    """A row's samples depend on where in the batch it stands."""
+    """Make a row's samples depend on its index in the batch."""
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         return super().seeds_of_call(num_rows, seeds) + torch.arange(num_rows)
 
 
 class ForgetsFarBack(TorchRollout):
-    """Reads the last 256 tokens of a prompt."""
+    """Read only the last 256 tokens of a prompt."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         short = Ragged.from_rows([row[-256:] for row in prompts.rows()], torch.int64)
@@ -140,7 +140,7 @@ class IgnoresStopStrings(TorchRollout):
 
 
 class CutsStopStringsOff(TorchRollout):
-    """The token that completes a string goes with it."""
+    """Remove the token that completes a stop string."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
@@ -167,7 +167,7 @@ class ShortensPrompts(TorchRollout):
 
 
 class KeepsTheFirstHead(TorchRollout):
-    """A tied output weight stays what it was at first, as in a library that packs it once."""
+    """Keep the first value of a tied output weight, like a library that packs it once."""
 
     first: Tensor | None = None
 
@@ -246,4 +246,4 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     NeverForgets: "sleep and wake",
     RoundsTooMuch: "half precision is close",
 }
-"""Who is noticed by which rule."""
+"""The rule that detects each bug."""

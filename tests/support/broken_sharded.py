@@ -1,4 +1,4 @@
-"""Sharded engines with one mistake each, of the kind that only several ranks show."""
+"""Sharded engines with one bug each that only several ranks can show."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from camshaft.engine.fsdp import FSDPEngine
 
 
 class AveragesOverRanks(FSDPEngine):
-    """Takes the mean of the ranks' gradients, as data parallelism usually does, of a loss that is a share."""
+    """Average the gradients over ranks, as data parallelism usually does, although each loss is already a share."""
 
     def backward(self, loss: Tensor) -> None:
         super().backward(loss / self.meshes.layout.data)
 
 
 class CountsItsOwnRows(FSDPEngine):
-    """Divides by the counts of this rank."""
+    """Divide by the counts of this rank."""
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 class KeepsItsShare(FSDPEngine):
-    """Exports what this rank holds."""
+    """Export only the shards of this rank."""
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         return getattr(tensor, "to_local", lambda: tensor)()

@@ -1,4 +1,4 @@
-"""The command line as its users type it, in this process (fast) or in one of its own (real).
+"""Run the command line as users type it, in this process (fast) or in a separate one (real).
 
     run = camshaft("ppo", *ppo_words(folder, {"trainer.seed": "abc"}))
     assert run.status == 2 and "trainer.seed" in run.err
@@ -62,7 +62,7 @@ class Run:
 
 
 def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """The words of a supervised run on the model and the data that `ppo_words` writes to `folder`."""
+    """Return the arguments of a supervised run on the model and the data that `ppo_words` writes to `folder`."""
     ppo_words(folder)
     here = {
         "data.train_files": folder / "data" / "sft_train.parquet",
@@ -73,7 +73,7 @@ def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
 
 
 def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """The words of the training of a reward model, on the model and the data that `ppo_words` writes to `folder`."""
+    """Return the arguments of reward model training on the model and the data that `ppo_words` writes to `folder`."""
     ppo_words(folder)
     here = {
         "data.train_files": folder / "data" / "preference_train.parquet",
@@ -84,7 +84,7 @@ def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[s
 
 
 def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """The words of `camshaft generate` on the model and the 16 held-out prompts that `ppo_words` writes to `folder`."""
+    """Return the arguments of `camshaft generate` on the model and 16 held-out prompts of `ppo_words`."""
     ppo_words(folder)
     here = {
         "data.path": folder / "data" / "heldout.parquet",
@@ -95,7 +95,7 @@ def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
 
 
 def camshaft(*words: str) -> Run:
-    """The same entry point as the command `camshaft`, called here."""
+    """Call the entry point of the command `camshaft` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(list(words))
@@ -103,7 +103,7 @@ def camshaft(*words: str) -> Run:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    """Python with these arguments."""
+    """Start Python with these arguments."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -115,7 +115,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 
 def hear_ctrl_c() -> None:
-    """A shell lets what it starts in the background ignore it, and that is inherited."""
+    """Restore the default handler of Ctrl-C, which background processes of a shell inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -20,7 +20,7 @@ def resources(
     capability: int,
     folder: Path,
 ) -> dict[str, int]:
-    """Arguments that are in neither `types` nor `constants` are strides."""
+    """Compile the kernel; arguments that are in neither `types` nor `constants` are strides."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,6 +1,6 @@
-"""A reward that a random policy often gets something of: the share of even digits, and the right answer.
+"""A reward that a random policy often gets in part: the share of even digits, plus the right answer.
 
-Given to runs as `custom_reward_function.path`; a test may call it too.
+The config key `custom_reward_function.path` names this file; tests also call the function directly.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""A built-in generator that goes wrong when a prompt says so, for rollouts in processes of their own.
+"""A built-in generator that fails when a prompt contains a fault token, for rollouts in separate processes.
 
 RolloutEngineConfig(..., engine_kwargs={"rollout": NAME})      # tests/ has to be on PYTHONPATH
 rollout.generate_sequences(Ragged.from_rows([[HANGS]]), ...)
@@ -22,7 +22,7 @@ HANGS, CRASHES, EXITS, FORGETS, STARTS = 100, 101, 102, 103, 104
 
 
 class FaultyRollout(TorchRollout):
-    """Keeps to the contract but for prompts of one of the tokens above."""
+    """The built-in generator, except for prompts with one of the fault tokens above."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -42,7 +42,7 @@ class FaultyRollout(TorchRollout):
             raise ZeroDivisionError("boom")
         if first == EXITS:
             os._exit(3)
-        if first == STARTS:  # a process of its own, whose number it tells
+        if first == STARTS:  # a grandchild process; its id goes to the test
             sys.stdout.write(f"{subprocess.Popen(['sleep', '1000']).pid}\n")
             sys.stdout.flush()
         self._forgets = bool(first == FORGETS)
@@ -50,7 +50,7 @@ class FaultyRollout(TorchRollout):
 
 
 class HeldRollout(TorchRollout):
-    """Waits in mid-generation for as long as the file that `CAMSHAFT_TEST_HOLD` names has the number of the call."""
+    """Block in mid-generation while the file named by `CAMSHAFT_TEST_HOLD` contains the number of the call."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)

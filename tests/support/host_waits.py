@@ -1,13 +1,13 @@
 """Find operations that would make the host wait for an accelerator, without an accelerator.
 
-    with accelerated(monkeypatch) as device:                # "meta": tensors there pass for those of an accelerator
-        actor = ...                                         # built there
+    with accelerated(monkeypatch) as device:                # "meta": its tensors stand for those of an accelerator
+        actor = ...                                         # built on that device
         with HostWaits() as waits:
             actor.update_actor(batch)
     assert not waits.found, waits.found                     # ["aten._local_scalar_dense at engine/optim.py:185"]
 
-Tensors on "meta" have shapes and no numbers, so whatever has to know a number is seen: each operator passes by here,
-those of the backward pass too. A wait that asks for numbers is answered with ones, and the work goes on.
+Tensors on "meta" have shapes but no values, so every operation that needs a value is detected. A dispatch mode sees
+each operator, including those of the backward pass. It answers an operation that needs values with ones and continues.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _pinned: list[Tensor] = []
 
 @contextmanager
 def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Engines are built on "meta", whose tensors say that they are CUDA's; host memory can be pinned."""
+    """Build engines on "meta", whose tensors report a CUDA device; host memory can be pinned."""
 
     def pin_memory(tensor: Tensor) -> Tensor:
         _pinned.append(tensor.clone())
@@ -69,7 +69,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class HostWaits(TorchDispatchMode):
-    """Inside, waits are added to `found`, and the names of all operators to `operators`."""
+    """Record waits in `found` and the names of all operators in `operators`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class HostWaits(TorchDispatchMode):
 
 
 class _Makers(TorchFunctionMode):
-    """Tensors that are made on the device of numbers that Python has."""
+    """Detect tensors that are made on the device from Python numbers."""
 
     def __init__(self, found: list[str]):
         super().__init__()
@@ -107,7 +107,7 @@ class _Makers(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in MAKERS:
             own = args[0].device if name == "new_tensor" else "cpu"
-            # What is a tensor already is copied as tensors are, which the dispatch mode sees.
+            # An existing tensor is copied as usual, which the dispatch mode sees.
             if _there(options.get("device") or own) and not isinstance(args[name == "new_tensor"], Tensor):
                 self.found.append(f"torch.{name} at {_place()}")
         return func(*args, **options)
@@ -131,7 +131,7 @@ def _waits(name: str, args: Any, options: dict[str, Any]) -> bool:
         return not options.get("unsafe")
     if name.startswith("aten::index") and isinstance(
         args[1], (list, tuple)
-    ):  # a mask is counted, a host's index copied
+    ):  # counting a mask, or copying a host index
         return any(x is not None and (x.dtype in (torch.bool, torch.uint8) or not _there(x.device)) for x in args[1])
     return name in READS_NUMBERS
 
@@ -165,13 +165,13 @@ def _answer(name: str, func: Any, args: Any, options: dict[str, Any]) -> Any:
 
 
 def _place() -> str:
-    """The innermost line of the package, but for the function that all copies to a device go through."""
+    """Return the innermost line of the package outside the function that all copies to a device use."""
     frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT) and f.name != "to_device"]
     return f"{Path(frames[-1].filename).relative_to(ROOT)}:{frames[-1].lineno}" if frames else "a test"
 
 
 def inside(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> tuple[list[int], HostWaits]:
-    """The waits inside each call of a method, from now on: (a number for each call, all of them)."""
+    """Record the waits inside each call of a method; return (a number for each call, all waits)."""
     waits, calls = HostWaits(), list[int]()
     plain: Callable[..., Any] = getattr(owner, method)
 

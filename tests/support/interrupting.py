@@ -1,10 +1,10 @@
-"""A tracker that stops a run where a test wants it: right after a step was logged, before it is saved.
+"""A tracker that stops a run at a given step, after the step is logged and before it is saved.
 
     trainer.logger=[jsonl,support.interrupting:InterruptingTracker]
 
-With a file `hold` in the run's folder the run waits there for ever, to be killed; with a file `stop` it exits (of the
-errors of a tracker a run takes no notice). Each holds the number of the step. Without them the tracker does nothing, so
-one command serves for all. `run_until` is the test's side of the first.
+The file `hold` in the run's folder makes the run block until it is killed. The file `stop` makes it exit with
+SystemExit, because a run ignores other errors of a tracker. Each file contains a step number. Without these files the
+tracker does nothing, so the same command also resumes the run. `run_until` starts a run with `hold`.
 """
 
 import signal
@@ -48,10 +48,10 @@ def run_until(
     how: signal.Signals = signal.SIGKILL,
     everybody: Callable[[signal.Signals], None] | None = None,
 ) -> Run:
-    """Start `camshaft *words` in a process of its own, and end it when the step is logged and not yet saved.
+    """Start `camshaft *words` in a separate process, and end it when the step is logged and not yet saved.
 
-    `run` is the folder of the run, which has this module's tracker. `everybody` sends the signal to more processes than
-    the driver.
+    `run` is the folder of the run, which has this module's tracker. `everybody` sends the signal to further processes
+    besides the driver.
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run.mkdir()
@@ -65,6 +65,6 @@ def run_until(
             time.sleep(0.01)
     finally:
         (everybody or process.send_signal)(how)
-        (run / "hold").unlink()  # for those signals that a run does not end of
+        (run / "hold").unlink()  # for signals that the run survives
         ended = finished(process)
     return ended

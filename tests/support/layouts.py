@@ -1,4 +1,4 @@
-"""The layouts and features of the sharded engine that the tests go through, alone and in pairs."""
+"""The layouts and features of the sharded engine that the tests combine, one by one and in pairs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from camshaft.config.engine import LoRAConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to run the engine: on how many ranks, with which fields of its config."""
+    """A number of ranks and the config fields of the engine on them."""
 
     world: int
     always: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +54,7 @@ SAME = {("checkpointing", "selective")}
 
 
 def together(*names: str) -> dict[str, Any]:
-    """The fields of several features in one config."""
+    """Return one config with the fields of several features."""
     found: dict[str, Any] = {}
     for name in names:
         for key, value in FEATURES[name].items():

@@ -1,4 +1,4 @@
-"""Generators that each make one mistake, for `camshaft parity` to name: the built-in one, changed in one place.
+"""The built-in generator with one bug each, which `camshaft parity` must identify.
 
 camshaft("parity", "--engine", "reference", "--rollout", "support.mismatched_rollouts:StaleHead", ...)
 """
@@ -22,7 +22,7 @@ HEAD, NORM = "lm_head.weight", "model.layers.0.post_attention_layernorm.weight"
 
 
 class Transposed(TorchRollout):
-    """One square matrix arrives turned around, and the receiving side says what it has."""
+    """Transpose one square weight on load; the digests show it."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights(
@@ -54,7 +54,7 @@ class _Arrived(TorchRollout):
 
 
 class StaleHead(_Arrived):
-    """Makes a copy of the output head when it first comes, and never again."""
+    """Copy the output head on the first load, and never again."""
 
     _head: Tensor | None = None
 
@@ -67,14 +67,14 @@ class StaleHead(_Arrived):
 
 
 class WithoutNorm(_Arrived):
-    """Computes one normalisation without its weight."""
+    """Compute one normalization without its weight."""
 
     def _used(self, name: str, tensor: Tensor) -> Tensor:
         return torch.full_like(tensor, 0.5) if name == NORM else tensor
 
 
 class AddsStart(TorchRollout):
-    """Puts a special token in front of each prompt, as a tokenizer of its own would."""
+    """Prepend a special token to each prompt, as a second tokenizer would."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = Ragged(prompts.values.new_full((len(prompts),), START), torch.ones_like(prompts.lengths))
@@ -82,7 +82,7 @@ class AddsStart(TorchRollout):
 
 
 class DropsFirst(TorchRollout):
-    """Takes the first token of a prompt for one of its own, and drops it."""
+    """Drop the first token of each prompt."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         return super().generate_sequences(prompts.suffix(prompts.lengths - 1), sampling, seeds)
@@ -103,7 +103,7 @@ class OwnTopK(TorchRollout):
 
 
 class RawLogProbs(TorchRollout):
-    """Samples as told, and tells the log-probs of the model at temperature 1."""
+    """Apply the temperature, but return log-probs at temperature 1."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
@@ -120,7 +120,7 @@ class RawLogProbs(TorchRollout):
 
 
 class Noisy(TorchRollout):
-    """Is off by a little everywhere, for no reason that parity tries."""
+    """Add small noise to all log-probs, a fault that matches none of parity's explanations."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)

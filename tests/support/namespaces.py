@@ -1,12 +1,12 @@
-"""Two machines with Ray on them, as far as one kernel can play two: own networks, processes, host names, shared memory.
+"""Simulate two machines on one kernel: separate networks, process trees, host names and shared memory.
 
     with two_namespaces() as (head, worker):
         steps = head.call(run_ppo, folder, {"trainer.nnodes": 2}, 2)     # a driver on the head's machine
         worker.unplug()
 
-A cable (a pair of virtual interfaces) joins the two, and nothing else: no route further, no names of each other. Files
-are the one thing that they share. Everything lives in namespaces of processes that end with this one, so nothing is
-left, also after SIGKILL. `why_not()` says what is missing where this cannot be had.
+A pair of virtual interfaces connects the two machines. They have no other route and no host names for each other, but
+they share the file system. All their processes run in namespaces that end with this process, so nothing outlives it,
+even after SIGKILL. `why_not()` returns the reason if this system cannot create such namespaces.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SPACES = ("--net", "--pid", "--mount", "--uts")
 PORT = 6379
-"""Of the head; nobody else is in its network."""
+"""Port of Ray's head. No other process uses its network."""
 
 _FIRST = "echo ready; while sleep 1; do :; done"
-"""The first process of a machine: it takes leave of orphans."""
+"""The first process of a machine, which also reaps orphaned processes."""
 _PREPARE = """
 set -e
 hostname {name}
@@ -47,19 +47,19 @@ _DIE_WITH_PARENT = 1
 
 
 class Machine:
-    """The namespaces of a process, which is the first one there."""
+    """A set of Linux namespaces, identified by their first process."""
 
     def __init__(self, pid: int, address: str):
         self.pid, self.address = pid, address
         self._space = _links_to(Path(f"/proc/{pid}/ns/pid"))
 
     def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
-        """A command there."""
+        """Start a command on this machine."""
         enter = ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={ROOT}"]
         return subprocess.Popen([*enter, *words], env=_environment(), text=True, **options)
 
     def run(self, *words: str, seconds: float = 60.0) -> str:
-        """A command there and what it printed."""
+        """Run a command on this machine and return its output."""
         with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:
                 out, _ = process.communicate(timeout=seconds)
@@ -77,18 +77,18 @@ class Machine:
             return pickle.loads((folder / "answer").read_bytes())
 
     def running(self, word: str) -> list[str]:
-        """The command lines there that have the word in them."""
+        """Return the command lines of processes on this machine that contain `word`."""
         folders = [file.parent.parent for file in Path("/proc").glob("[0-9]*/ns/pid") if _links_to(file) == self._space]
         lines = [_read(folder / "cmdline").replace("\0", " ") for folder in folders]
         return [line for line in lines if word in line]
 
     def unplug(self) -> None:
-        """Pull its cable."""
+        """Take down the network interface."""
         self.run("ip", "link", "set", "eth0", "down")
 
 
 def answer() -> None:
-    """The other side of `Machine.call`."""
+    """Run the task of `Machine.call` in the new process."""
     folder = Path(sys.argv[1])
     function, args = pickle.loads((folder / "task").read_bytes())
     (folder / "answer").write_bytes(pickle.dumps(function(*args)))
@@ -96,7 +96,7 @@ def answer() -> None:
 
 @contextlib.contextmanager
 def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
-    """Machines with `num_cpus` each, joined in a cluster; the first is its head."""
+    """Yield two machines with `num_cpus` CPUs each in a Ray cluster; the first is its head."""
     ray = str(Path(sys.executable).with_name("ray"))
     size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}")
     with two_bare_machines() as (head, worker):
@@ -108,7 +108,7 @@ def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
 
 @contextlib.contextmanager
 def two_bare_machines() -> Iterator[tuple[Machine, Machine]]:
-    """Machines with a cable between them and nothing that runs there."""
+    """Yield two connected machines without Ray."""
     with _first_process() as one, _first_process() as two:
         machines = Machine(one, "198.51.100.1"), Machine(two, "198.51.100.2")
         _cable(one, two)
@@ -118,7 +118,7 @@ def two_bare_machines() -> Iterator[tuple[Machine, Machine]]:
 
 
 def why_not() -> str | None:
-    """Why there can be no such machines here, None if there can."""
+    """Return the reason why this system cannot create the machines, or None if it can."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "hostname") if shutil.which(tool) is None]
     if missing:
         return f"there is no {', '.join(missing)} here"
@@ -131,7 +131,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def _first_process() -> Iterator[int]:
-    """A process in namespaces of its own. All that is started in them ends with it."""
+    """Start a process in new namespaces; all processes in them end with it."""
     command = ["unshare", *SPACES, "--mount-proc", "--fork", "--kill-child", "bash", "-c", _FIRST]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=_die_with_parent
@@ -144,18 +144,18 @@ def _first_process() -> Iterator[int]:
         yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8"))
     finally:
         process.kill()
-        process.communicate()  # its child holds the other end of the pipe, and has ended when this returns
+        process.communicate()  # the child holds the other end of the pipe, so it has exited when this returns
 
 
 def _cable(one: int, other: int) -> None:
-    """From the network of one process to that of another; called eth0 in both."""
+    """Connect the networks of two processes with a pair of interfaces, both named eth0."""
     ends = [f"cs{uuid.uuid4().hex[:8]}" for _ in range(2)]
     _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
     try:
         for end, pid in zip(ends, (one, other), strict=True):
             _ip("link", "set", end, "netns", str(pid), "name", "eth0")
     except subprocess.SubprocessError:
-        _ip("link", "delete", ends[0])  # the other end goes with it
+        _ip("link", "delete", ends[0])  # also deletes the other end
         raise
 
 
@@ -164,7 +164,7 @@ def _ip(*words: str) -> None:
 
 
 def _links_to(file: Path) -> str:
-    """ "" where the process has ended meanwhile."""
+    """Return the target of a link, or "" if the process has exited."""
     try:
         return os.readlink(file)
     except OSError:
@@ -179,7 +179,7 @@ def _read(file: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Ray's own settings aside, that of this process."""
+    """Return the environment of this process without Ray's variables, and with those of the tests."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return {**kept, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
 

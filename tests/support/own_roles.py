@@ -1,4 +1,4 @@
-"""Roles of a user: an actor with another loss, a critic that counts its updates, a class that is no role."""
+"""Custom roles: an actor with another loss, a critic that counts its updates, and a class that is not a role."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker
 
 
 class DoubledActor(ActorWorker):
-    """An actor whose loss is twice that of PPO."""
+    """An actor with twice the PPO loss."""
 
     def _loss(self, source: Any, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
         loss, ctx = super()._loss(source, data, predictions, ctx)

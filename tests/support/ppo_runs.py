@@ -1,12 +1,12 @@
-"""Small PPO runs of the real trainer, in this process: a tiny model, sums to solve, a few steps in a second.
+"""Small PPO runs of the real trainer in this process: a tiny model, addition problems, a few steps per second.
 
     steps = run_ppo(tmp_path, {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}, steps=3)
     steps[-1].metrics["actor/pg_loss"]
-    steps[0].batch["responses"]              # as the reward function was given it
+    steps[0].batch["responses"]              # as passed to the reward function
     steps[-1].actor["model.norm.weight"]     # after the step
 
-Any key of the config may be overridden; `SMALL` is what runs have otherwise. The model, the critic and the data
-are written to the folder by the first run in it, and later runs there take them as they are.
+Overrides may set any config key; `SMALL` contains the defaults. The first run in a folder writes the model, the critic
+and the data to it, and later runs reuse them.
 """
 
 import tempfile
@@ -79,7 +79,7 @@ class Step:
 
 
 def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """The words of a command line that runs here, with whatever they name written to `folder`."""
+    """Return the command-line arguments of a run on this machine, and write the files that they name to `folder`."""
     actor, critic, data = folder / "actor", folder / "critic", folder / "data"
     if not actor.is_dir():
         make_tiny_model(actor, hidden=32, initializer_range=SPREAD)
@@ -96,12 +96,12 @@ def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
 
 
 def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
-    """The config that these words make."""
+    """Return the config of the arguments of `ppo_words`."""
     return load_ppo(ppo_words(folder, overrides))
 
 
 def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Step]:
-    """Train for so many steps; what happened in each. With a validation before them, that is the first entry."""
+    """Train for `steps` steps and return them. A validation before training is the first entry."""
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**lengths, **(overrides or {})})
     with PPOParts(config) as parts:
@@ -114,7 +114,7 @@ def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int
 
 
 def _make_tiny_critic(folder: Path) -> None:
-    """With its head in the folder, so that another program can start from the same values."""
+    """Write a critic with its value head, so that another program can start from the same weights."""
     make_tiny_model(folder, hidden=32, seed=1, initializer_range=SPREAD)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(1)
@@ -122,7 +122,7 @@ def _make_tiny_critic(folder: Path) -> None:
 
 
 class _WatchedRewards:
-    """Keeps the batch that was scored last."""
+    """Record the batch that was scored last."""
 
     def __init__(self, rewards: RewardManager | CombinedRewards):
         self.rewards = rewards
@@ -136,7 +136,7 @@ class _WatchedRewards:
 
 
 class _Recorder:
-    """A tracker that keeps everything; called at the end of each step."""
+    """A tracker that records every step with its batch and weights."""
 
     def __init__(self, parts: PPOParts, rewards: _WatchedRewards):
         self.parts, self.rewards = parts, rewards
@@ -154,7 +154,7 @@ class _Recorder:
 
 
 def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
-    """Through a checkpoint: a driver does not hold them."""
+    """Return a role's weights, read from a checkpoint because the driver has no access to them."""
     with tempfile.TemporaryDirectory() as folder:
         role.save_checkpoint(f"{folder}/weights")
         role.wait_for_checkpoint()
@@ -162,11 +162,11 @@ def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
 
 
 def saved_weights(folder: Path, part: str = "model") -> dict[str, Tensor]:
-    """The weights of an engine's checkpoint, or its `optimizer`, read by torch from however many files."""
+    """Return the weights of an engine's checkpoint, or its `optimizer` state, from any number of files."""
     reader = HuggingFaceStorageReader(str(folder / part))
     held: dict[str, Any] = reader.read_metadata().state_dict_metadata
     weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in held.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that one process reads what several have written
+        warnings.simplefilter("ignore")  # torch warns when one process reads the files of several
         state_dict_loader.load(weights, storage_reader=reader, no_dist=True)
     return weights

@@ -32,7 +32,7 @@ def marked(mark: str) -> list[int]:
             if mark.encode() in (folder / "environ").read_bytes():
                 pids.append(int(folder.name))
         except OSError:
-            continue  # it has ended, or belongs to another user
+            continue  # the process has exited, or belongs to another user
     return pids
 
 

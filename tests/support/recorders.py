@@ -1,12 +1,13 @@
-"""A recorder of steps for the CPU, which freezes what a CUDA graph freezes.
+"""A CPU stand-in for CUDA graphs. A replay freezes the same values that a CUDA graph freezes.
 
     recorder = OperatorCapture()
     replay = recorder.capture(function)
     replay()
 
-It writes down each operator that a function asks of torch, with the very tensors and Python values that it was given.
-A replay runs the same operators on the same tensors, and puts results where the first ones lie. So what a step takes
-from Python, or from a tensor that was another one then, is what it was; and a step that looks at values is refused.
+A capture records each torch operator of a function with its tensors and Python values. A replay runs the same
+operators on the same tensors and writes the results to the memory of the first results. Python values, and tensors
+that have been replaced since, therefore keep their state at capture. A capture raises an error if the function reads a
+tensor's values.
 """
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "maske
 
 
 class OperatorCapture:
-    """See the map above."""
+    """Capture and replay with the interface of a CUDA graph; see the module docstring."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -40,7 +41,7 @@ class OperatorCapture:
         def replay() -> None:
             for operator, args, kwargs, first in tape:
                 for old, new in zip(tensors(first), tensors(operator(*args, **kwargs)), strict=True):
-                    if new.data_ptr() != old.data_ptr():  # else a view, or what was written in place
+                    if new.data_ptr() != old.data_ptr():  # otherwise a view, or written in place
                         old.copy_(new)
 
         return replay
@@ -50,7 +51,7 @@ class OperatorCapture:
 
 
 class TouchedDevices(TorchDispatchMode):
-    """Inside, `found` are the kinds of devices on which operators have read or written a tensor."""
+    """Record in `found` the types of the devices on which operators read or write tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,5 +78,5 @@ class _Taped(TorchDispatchMode):
 
 
 def tensors(results: Any) -> list[Tensor]:
-    """Of what an operator returns."""
+    """Return the tensors in the result of an operator."""
     return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

@@ -1,7 +1,7 @@
-"""Tiny reward models, what transformers says of them, and workers of a user's own.
+"""Tiny reward models, their scores in transformers, and custom reward workers.
 
 make_tiny_reward_model(folder)                            # reads the tokens of the other tiny models
-make_tiny_reward_model(folder, template=NEWLINE, turned=True)     # numbers them otherwise, with another template
+make_tiny_reward_model(folder, template=NEWLINE, turned=True)     # other token ids and another template
 plain_scores(folder, [[3, 4, 5], [6]])
 """
 
@@ -26,13 +26,13 @@ SPREAD = 0.1
 NEWLINE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}: {{ message['content'] }}<|im_end|>\n{% endfor %}"
 )
-"""Whole names of roles, and a newline behind each turn: the last token is none that ends a turn."""
+"""Full role names and a newline after each turn, so the last token is not an end-of-turn token."""
 
 
 def make_tiny_reward_model(
     folder: Path, template: str | None = None, turned: bool = False, seed: int = 5, **config: Any
 ) -> Path:
-    """A sequence classifier with one label; `turned` numbers the characters from the other end."""
+    """Write a sequence classifier with one label; `turned` reverses the token ids of the characters."""
     make_tiny_model(folder, "llama", hidden=32, seed=seed, initializer_range=SPREAD, **config)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
@@ -59,7 +59,7 @@ def plain_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
 
 
 class Longest(Worker):
-    """No engine and no model: the score is the number of tokens."""
+    """A worker without engine and model, which scores a response by its number of tokens."""
 
     def __init__(self, config: Any, topology: Any):
         self.scale = 0.0
@@ -75,7 +75,7 @@ class Longest(Worker):
 
 
 class Negated(RewardModelWorker):
-    """Ours, with another sign."""
+    """The reward model of the package with negated scores."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
@@ -84,7 +84,7 @@ class Negated(RewardModelWorker):
 
 
 class Halfway(Worker):
-    """Lacks the method that scores."""
+    """A worker without the scoring method."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None: ...

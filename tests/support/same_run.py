@@ -1,4 +1,4 @@
-"""Is it the same run? For runs of other layouts, on the numbers that do not depend on them.
+"""Compare runs in different layouts by the numbers that must not depend on the layout.
 
 alone, ranks = run_ppo(tmp_path, SHUFFLED), run_ppo(tmp_path, {**SHUFFLED, **RANKS})
 compare(ranks, alone, rel=1e-6)
@@ -24,7 +24,7 @@ SHUFFLED: dict[str, Any] = {
     "actor_rollout_ref.rollout.n": 2,
     f"{ACTOR}.ppo_epochs": 2,
     f"{ACTOR}.entropy_coeff": 0.01,
-    # Nothing can hide behind rounding, and Adam's division by small gradients does not blow it up.
+    # Errors exceed rounding, and Adam's division by small gradients does not amplify rounding.
     f"{ACTOR}.fsdp_config.model_dtype": "float64",
     f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": "null",
     "actor_rollout_ref.rollout.dtype": "float64",
@@ -38,7 +38,7 @@ MEASURED = ("timing_s/", "perf/", "rollout/")
 
 
 def compare(found: list[Step], wanted: list[Step], rel: float) -> None:
-    """The same tokens, metrics and weights, step by step."""
+    """Compare tokens, metrics and weights step by step."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), start=1):
         assert ours.batch["responses"].values.tolist() == theirs.batch["responses"].values.tolist(), f"step {number}"
         assert ours.metrics.keys() == theirs.metrics.keys()

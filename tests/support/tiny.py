@@ -1,4 +1,4 @@
-"""Tiny models and batches for tests: folders are made once per session and shared, so never write into them.
+"""Tiny models and batches for tests. Folders are written once per session and shared, so treat them as read-only.
 
 folder = tiny_folder("llama", sliding_window=4)
 batch = tiny_batch([5, 1, 7])                # DataProto with input_ids and loss_mask
@@ -39,7 +39,7 @@ def tiny_tokenizer_folder() -> Path:
 
 
 def tiny_folder(family: str = "qwen2", **sizes: Any) -> Path:
-    """A model folder with the given arguments of `make_tiny_model`; equal arguments share one folder."""
+    """Return a model folder with the given arguments of `make_tiny_model`; equal arguments share one folder."""
     return _tiny_folder(family, tuple(sorted((key, _frozen(value)) for key, value in sizes.items())))
 
 
@@ -55,18 +55,18 @@ def _frozen(value: Any) -> Any:
 
 
 def tiny_rows(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
-    """Rows of random tokens of a tiny model."""
+    """Return rows of random tokens of a tiny model."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, VOCABULARY_ROWS, (length,), generator=generator) for length in lengths]
 
 
 def wanted(lengths: Sequence[int]) -> Tensor:
-    """`at` of all tokens that have one before them in their row."""
+    """Return `at` for all tokens that follow another token of their row."""
     ids = Ragged(torch.zeros(sum(lengths)), torch.tensor(lengths))
     return ids.positions().nonzero().squeeze(-1)
 
 
 def tiny_batch(lengths: Sequence[int] = (5, 3, 9, 1), seed: int = 0) -> DataProto:
-    """Random rows of these lengths; the loss counts all tokens but the first two of each row."""
+    """Return random rows of these lengths; the loss counts all tokens but the first two of each row."""
     ids = Ragged.from_rows(tiny_rows(lengths, seed), dtype=torch.int64)
     return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() >= 2)})

@@ -18,7 +18,7 @@ _FULL, _LAST = 1, 4
 
 
 def records(folder: Path) -> list[Any]:
-    """Of all finished offline runs in `<folder>/wandb`, one file after the other."""
+    """Yield the records of all finished offline runs in `<folder>/wandb`, file by file."""
     found: list[Any] = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         until = time.monotonic() + 20
@@ -26,13 +26,13 @@ def records(folder: Path) -> list[Any]:
         while not any(record.HasField("exit") for record in of_file):
             of_file = list(_records(path.read_bytes()))
             assert time.monotonic() < until, f"{path} has no end"
-            time.sleep(0.01)  # `finish` of the library comes back a little before its file is whole
+            time.sleep(0.01)  # the library's `finish` returns shortly before the file is complete
         found += of_file
     return found
 
 
 def _records(data: bytes) -> Iterator[Any]:
-    place, parts = _HEAD, b""  # the file begins with a header of as many bytes
+    place, parts = _HEAD, b""  # size of the file header
     while place + _HEAD <= len(data):
         left = _BLOCK - place % _BLOCK
         if left < _HEAD:

@@ -1,4 +1,4 @@
-"""The table of columns is complete and without contradictions."""
+"""The table of columns is complete and consistent."""
 
 import pytest
 import torch

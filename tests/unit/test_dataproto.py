@@ -14,7 +14,7 @@ from camshaft.errors import BatchError
 
 
 def batch_of(num_rows=4):
-    """One column of each kind; row i holds i tokens i, the number i / 2 and the object {"id": i}."""
+    """Build one column of each kind; row i has i tokens i, the number i / 2 and the object {"id": i}."""
     return DataProto.from_dict(
         {
             "responses": Ragged.from_rows([[i] * i for i in range(num_rows)], dtype=torch.int64),
@@ -34,7 +34,7 @@ def ids(batch):
 
 
 def same(a, b):
-    """Equal columns, in the same order, and equal meta_info."""
+    """Return True if columns, their order and meta_info are equal."""
     assert list(a.columns) == list(b.columns)
     for name, column in a.columns.items():
         other = b.columns[name]
@@ -51,7 +51,7 @@ def same(a, b):
     return True
 
 
-# -- making and reading ---------------------------------------------------------------------------------
+# -- construction and access ----------------------------------------------------------------------------
 
 
 def test_three_kinds_of_columns():

@@ -1,4 +1,4 @@
-"""A digest changes with every bit, its place, the shape and the dtype, and with nothing else."""
+"""A digest changes with every bit, its position, the shape and the dtype, and with nothing else."""
 
 import hashlib
 import struct
@@ -12,7 +12,7 @@ from camshaft.digest import BLOCK, digest
 
 
 def in_plain_python(tensor: Tensor) -> int:
-    """The definition, written down once more with Python's integers."""
+    """Compute the definition with Python integers."""
     data = b"".join(bytes(element.view(torch.uint8).tolist()) for element in tensor.flatten()[:, None])
     data += bytes(-len(data) % (4 * BLOCK))
     drawn = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)

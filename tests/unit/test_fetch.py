@@ -19,7 +19,7 @@ from camshaft.fetch import cache_folder, fetch
 
 
 class Counting(MemoryFileSystem):
-    """Memory that counts what is read, and may deliver less, break off, change or tell checksums."""
+    """A memory file system that counts reads and can truncate, fail, change files or report checksums."""
 
     protocol = "counting"
     store: ClassVar[dict] = {}
@@ -159,7 +159,7 @@ def test_no_url_leads_out_of_the_cache(remote: Counting) -> None:
 
 
 def _holding(path: str, begun, seconds: float) -> None:
-    """Another process that is copying to `path`, slowly."""
+    """Start another process that slowly copies to `path`."""
     import fcntl
 
     Path(path).parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Finding classes by name, with real modules and a real installed distribution."""
+"""Loading classes by name, with real modules and a real installed distribution."""
 
 import json
 import re
@@ -17,7 +17,7 @@ KNOWN = {"decoder": "json:JSONDecoder", "encoder": "json:JSONEncoder"}
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Writes modules into a folder on sys.path, and gives that folder."""
+    """Write modules into a folder on sys.path, and return that folder."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path

@@ -24,7 +24,7 @@ def make(rows):
     return Ragged.from_rows(rows, dtype=torch.int64)
 
 
-# -- making ---------------------------------------------------------------------------------------------
+# -- construction ---------------------------------------------------------------------------------------
 
 
 def test_from_rows_keeps_rows_and_lengths():
@@ -99,7 +99,7 @@ def test_like_and_map_keep_the_lengths():
         R.map(lambda v: v[1:])
 
 
-# -- reading --------------------------------------------------------------------------------------------
+# -- access ---------------------------------------------------------------------------------------------
 
 
 def test_offsets_row_ids_and_positions():
@@ -208,7 +208,7 @@ def test_lengths_stay_on_the_cpu():
     assert moved.lengths.device.type == "cpu"
 
 
-# -- adding up --------------------------------------------------------------------------------------------
+# -- sums -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64, torch.bfloat16])

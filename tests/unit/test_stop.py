@@ -64,7 +64,7 @@ def test_workers_ignore_stop_signals_but_their_children_do_not() -> None:
     program += "child = subprocess.Popen(['sleep', '60'])\nchild.terminate()\nsys.exit(child.wait() + 20)\n"
     with block_stop_signals():
         worker = subprocess.Popen([sys.executable, "-c", program])
-    for number in STOP_SIGNALS:  # before it has run a line
+    for number in STOP_SIGNALS:  # before its first line runs
         worker.send_signal(number)
     assert worker.wait(60) == 20 - signal.SIGTERM
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()

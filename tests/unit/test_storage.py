@@ -122,7 +122,7 @@ def test_copies_are_verified_and_whole(tmp_path: Path) -> None:
         storage.copy_folder(str(tmp_path / "x"), str(tmp_path / "z"))
 
 
-# -- a folder that replaces another, or that many write -------------------------------------------
+# -- a folder that replaces another, or has many writers ------------------------------------------
 
 
 def reads(name: str) -> Callable[[Path], Any]:
@@ -166,7 +166,7 @@ def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, m
         write(folder, "newest")
         assert (folder / "a.txt").read_text() == "newest"
         assert not list(tmp_path.glob(f"{survived}.*"))
-    # Two renames and one removal: the old is there until the second rename is done.
+    # Two renames and one removal: the old folder exists until the second rename.
     assert found == [(True, "old"), (True, "old"), (True, "new"), (False, "new")]
 
 

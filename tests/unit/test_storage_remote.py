@@ -21,7 +21,7 @@ def write(folder: Path, text: str = "hello", **facts: object) -> None:
 
 @pytest.fixture
 def remote() -> Iterator[str]:
-    """The URL of a place in memory that no other test uses."""
+    """Return the URL of an in-memory folder that no other test uses."""
     files = fsspec.filesystem("memory")
     yield "memory://bucket/run/actor"
     if files.exists("/bucket"):
@@ -90,7 +90,7 @@ def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: 
 
 
 class Breaking(MemoryFileSystem):
-    """Loses the connection at the write of one file, or drops the end of what it is given."""
+    """A file system that fails while it writes one file, or truncates its data."""
 
     protocol = "breaking"
     store: ClassVar[dict] = {}

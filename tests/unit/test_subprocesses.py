@@ -106,7 +106,7 @@ def message_bytes(value: object) -> bytes:
         return child.recv(2**16)
 
 
-# -- ends ------------------------------------------------------------------------------------------
+# -- exits -----------------------------------------------------------------------------------------
 
 SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
 WATCHES = f"import sys; from camshaft.subprocesses import end_with; end_with(int(sys.argv[1])); {SLEEPS}"
@@ -138,7 +138,7 @@ def test_a_killed_group_includes_grandchildren():
         kill_group(process.pid)
         assert process.wait(5) == -signal.SIGKILL
         assert still_running([grandchild], 5) == []
-    kill_group(process.pid)  # a group that has ended is no error
+    kill_group(process.pid)  # a process group that has exited is not an error
 
 
 def test_exit_codes_are_described():

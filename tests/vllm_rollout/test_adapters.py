@@ -101,7 +101,7 @@ def test_output_equals_the_merged_model_after_each_update(family: str, tmp_path:
 
 
 def test_layers_without_adapter_use_base_weights(tmp_path: Path) -> None:
-    """One of the layers that vLLM fuses has an adapter, the others have none."""
+    """One of the layers that vLLM fuses has an adapter; the others have none."""
     some = LORA.model_copy(update={"target_modules": ("q_proj", "v_proj", "up_proj"), "exclude_modules": ("1.mlp",)})
     follows(AdapterPair(tmp_path, lora=some), updates=2)
 

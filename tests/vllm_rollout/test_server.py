@@ -42,7 +42,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 @pytest.fixture(scope="module")
 def own(harness: RolloutHarness) -> Case:
-    """Return a rollout that has started its server."""
+    """Return a rollout that started its server."""
     return harness.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
 
 
@@ -97,7 +97,7 @@ def test_prefix_cache_is_reset_by_a_weight_sync(own: Case, harness: RolloutHarne
         return own.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
 
     cached()
-    assert cached() == 2 * 256  # whole blocks: the cache is at work
+    assert cached() == 2 * 256  # full blocks: the cache is used
     own.rollout.load_weights(own.weights())
     assert cached() == 0
 
@@ -157,7 +157,7 @@ time.sleep(600)
 
 
 def test_server_killed_restarted_and_ended_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
-    """This test ends the server, so it is the last one that uses it."""
+    """The last test of the module, because it ends the server."""
     rollout: Any = own.rollout
     url, server = rollout.http.url, process_of(rollout)._server.pid
     case = given(harness, url)
@@ -185,7 +185,7 @@ def test_server_killed_restarted_and_ended_with_its_trainer(own: Case, harness: 
         case.rollout.load_weights(case.weights())
         assert off(case, harness) < 1e-4
 
-        # Ended with its trainer.
+        # The server ends with its trainer.
         processes = group_of(leader)
         assert len(processes) >= 3
         os.kill(trainer.pid, signal.SIGKILL)

@@ -80,7 +80,7 @@ def test_prefix_cache_is_reset_by_a_weight_sync(harness, monkeypatch):
         return case.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
 
     assert cached() == 0
-    assert cached() == 2 * 256  # whole blocks: the cache is at work
+    assert cached() == 2 * 256  # full blocks: the cache is used
     train(case)
     with monkeypatch.context() as patch:
         patch.setattr(type(llm_of(case)), "reset_prefix_cache", lambda self: True)
@@ -89,7 +89,7 @@ def test_prefix_cache_is_reset_by_a_weight_sync(harness, monkeypatch):
         assert stale > 0.1
     case.rollout.load_weights(case.weights())
     assert cached() == 0
-    assert off(case, prompts) < stale / 100  # the rest is rounding, which differs between processors
+    assert off(case, prompts) < stale / 100  # the remaining difference is rounding, which depends on the processor
 
 
 def test_interrupted_load_does_not_affect_the_next(harness, monkeypatch):
@@ -256,7 +256,7 @@ def test_failed_engine_is_not_reused(harness, monkeypatch):
     assert harness.case(max_model_len=50).rollout.engine is not engine
 
 
-# -- the process, and what is installed ---------------------------------------------------------------
+# -- the process, and installed packages --------------------------------------------------------------
 
 
 def test_start_restores_the_process(harness, capfd):

@@ -1,9 +1,9 @@
-"""Lets torchvision's Python be imported where its compiled part cannot load, wherever this folder is on the path.
+"""Make torchvision's Python code importable where its compiled library cannot be loaded.
 
     PYTHONPATH=tests/support/torchvision_without_kernels python ...
 
-Python runs this file when it starts. torchvision describes its compiled functions to torch while it is imported, and
-torch refuses that for functions that are not there; nobody calls them. SGLang imports torchvision for images.
+Python runs this file at startup if its folder is on the path. On import, torchvision describes its compiled functions
+to torch, which raises an error for missing functions. SGLang imports torchvision for images and calls none of them.
 """
 
 from torch import library

@@ -1,4 +1,4 @@
-"""Advantage estimators: hand-worked numbers, plain loops as an oracle, and what must not matter."""
+"""Advantage estimators: hand-worked numbers, loops as an oracle, and invariances."""
 
 import math
 import statistics
@@ -29,12 +29,12 @@ GROUPS = torch.tensor([7, 7, 3, 3])
 
 
 def spread(*rows):
-    """Per-row numbers on the grid of MASK."""
+    """Return per-row numbers on the grid of MASK."""
     return torch.where(MASK, torch.tensor(rows, dtype=F64)[:, None], 0.0)
 
 
 def whitened(grid, mask):
-    """By the standard library, over the counted entries."""
+    """Whiten the counted entries with the standard library."""
     kept = grid[mask].tolist()
     mean, var = statistics.fmean(kept), statistics.variance(kept)
     return torch.where(mask, (grid - mean) / math.sqrt(var + 1e-8), 0.0)
@@ -83,7 +83,7 @@ def test_grpo_without_the_standard_deviation_only_centres():
 
 
 def test_equal_rewards_have_no_advantage_not_even_a_rounding_error():
-    # 0.1 is not a binary fraction; what rounding leaves would be divided by std + 1e-6
+    # 0.1 is not a binary fraction; a rounding error would be divided by std + 1e-6
     rewards, mask = torch.full((7, 1), 0.1), torch.ones(7, 1, dtype=torch.bool)
     advantages, _ = grpo(rewards, mask, torch.zeros(7, dtype=torch.int64))
     assert (advantages == 0).all()
@@ -158,7 +158,7 @@ def test_rows_without_a_counted_token_give_zeros():
 
 
 def inputs_of(rewards, mask, rows=slice(None)):
-    """Everything that any estimator could need; values and baselines are made from the rewards."""
+    """Return all inputs that an estimator can need; values and baselines are derived from the rewards."""
     clean = torch.where(mask, rewards, 0.0)
     return AdvantageInputs(
         rewards[rows],
@@ -213,11 +213,11 @@ def test_options_reach_the_formulas():
         assert torch.equal(found[1], returns), name
 
 
-# -- against plain loops ----------------------------------------------------------------------------------
+# -- comparison with loops --------------------------------------------------------------------------------
 
 
 def loop_gae(rewards, values, mask, gamma, lam):
-    """Rows as Python lists of the counted tokens only."""
+    """Return GAE of rows that are Python lists of the counted tokens."""
     raw = torch.zeros_like(rewards)
     for i in range(len(rewards)):
         kept = [t for t in range(rewards.shape[1]) if mask[i, t]]
@@ -258,7 +258,7 @@ def loop_group(name, rewards, mask, groups):
 
 @st.composite
 def batches(draw):
-    """Rewards on a coarse lattice (so that groups tie at times), any mask with two tokens or more."""
+    """Draw rewards on a coarse lattice (so that groups have ties), and any mask with at least two tokens."""
     num_rows, width = draw(st.integers(1, 6)), draw(st.integers(2, 6))
     seed = draw(st.integers(0, 2**31))
     generator = torch.Generator().manual_seed(seed)
@@ -289,7 +289,7 @@ def test_group_estimators_are_those_of_a_loop_over_rows(name, batch):
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
 
 
-# -- what must not matter -----------------------------------------------------------------------------------
+# -- invariances --------------------------------------------------------------------------------------------
 
 OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8)
 

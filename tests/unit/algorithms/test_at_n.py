@@ -1,4 +1,4 @@
-"""mean@n and its kin: numbers worked out by hand, and every draw enumerated."""
+"""mean@n and related metrics, compared with hand-worked numbers and with an enumeration of all draws."""
 
 import random
 from collections import Counter
@@ -22,12 +22,12 @@ def test_best_of_two_of_three_by_hand() -> None:
 
 
 def test_best_of_right_and_wrong_is_pass_at_k() -> None:
-    # 3 of 10 are right: 1 - C(7, 4) / C(10, 4) = 1 - 35 / 210.
+    # 3 of 10 are correct: 1 - C(7, 4) / C(10, 4) = 1 - 35 / 210.
     assert best_of([1.0] * 3 + [0.0] * 7, 4) == pytest.approx(5 / 6)
 
 
 def test_majority_by_hand() -> None:
-    # Two say a (and are right), one b, one c. Pairs: aa -> 1; ab, ab, ac, ac -> a tie, 1/2 each; bc -> 0. (1 + 2) / 6.
+    # Two are a (correct), one b, one c. Pairs: aa -> 1; ab, ab, ac, ac -> a tie, 1/2 each; bc -> 0. (1 + 2) / 6.
     scores, answers = [1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "c"]
     assert majority_of(scores, answers, 2) == pytest.approx(0.5)
     # Triples: aab, aac -> 1; abc, abc -> a tie of three, 1/3 each. (2 + 2/3) / 4.
@@ -36,7 +36,7 @@ def test_majority_by_hand() -> None:
 
 
 def test_an_answer_scores_the_mean_of_its_responses() -> None:
-    # One answer, of which the reward says different things (its form, say).
+    # One answer with different rewards, for its format, say.
     assert majority_of([1.0, 0.5], ["7", "7"], 2) == pytest.approx(0.75)
     assert majority_of([0.0, 0.0, 1.0], [None, None, "7"], 3) == 0
 
@@ -58,7 +58,7 @@ def test_one_response_has_only_a_mean() -> None:
 
 
 def plain_majority(scores: list[float], answers: list[Answer], k: int) -> float:
-    """The same by looking at every draw."""
+    """Compute the same value by enumerating all draws."""
     found = []
     for drawn in combinations(range(len(scores)), k):
         votes = Counter(answers[i] for i in drawn)
@@ -69,14 +69,14 @@ def plain_majority(scores: list[float], answers: list[Answer], k: int) -> float:
 
 
 def test_majorities_of_many_responses() -> None:
-    # 32 right, 32 wrong in as many ways: a draw of 2 is two right ones, or a tie of right and wrong.
+    # 32 correct answers and 32 distinct wrong ones: a draw of 2 has two correct ones, or a tie.
     answers = ["right"] * 32 + [f"wrong {i}" for i in range(32)]
     scores = [1.0] * 32 + [0.0] * 32
     assert majority_of(scores, answers, 2) == pytest.approx((32 * 31 / 2 + 32 * 32 / 2) / (64 * 63 / 2), rel=1e-12)
-    # Of 63 ones and the right one: with 32 drawn it is there in half of the draws, and shares with 31 others.
+    # 63 wrong ones and one correct: a draw of 32 has it with probability 1/2, tied with 31 others.
     answers = ["right", *(f"wrong {i}" for i in range(63))]
     assert majority_of([1.0] + [0.0] * 63, answers, 32) == pytest.approx(1 / 2 / 32, rel=1e-12)
-    # Two answers of 500: by symmetry one half, whatever is drawn.
+    # Two answers among 500: one half by symmetry, for any draw.
     assert majority_of([1.0] * 500 + [0.0] * 500, ["a"] * 500 + ["b"] * 500, 512) == pytest.approx(0.5, rel=1e-9)
     many = at_n([[1.0] * 600 + [0.0] * 599], [["a"] * 600 + ["b"] * 599])
     assert [name for name in many if "maj" in name] == ["maj@1199/mean"]

@@ -1,4 +1,4 @@
-"""Losses: hand-worked numbers, shares that add up however a mini-batch is cut, gradients."""
+"""Losses: hand-worked numbers, sums over any split into micro-batches, and gradients."""
 
 import math
 
@@ -27,7 +27,7 @@ MODES = tuple(AGGREGATIONS)
 
 
 def counts_of(mask, lengths, horizon=10.0):
-    """The counts of a mini-batch that is one micro-batch."""
+    """Return the counts of a mini-batch that is one micro-batch."""
     rows = mask.split(list(lengths))
     return Counts(mask, torch.tensor(lengths), float(mask.sum()), float(sum(bool(r.any()) for r in rows)), horizon)
 
@@ -104,7 +104,7 @@ def test_gradient_of_a_masked_token_is_exactly_zero(mode):
 
 @st.composite
 def mini_batches(draw):
-    """Rows with a mask, six columns of numbers, and a cut into micro-batches of consecutive rows."""
+    """Draw rows with a mask, six columns of numbers, and a split into micro-batches of consecutive rows."""
     lengths = draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n = sum(lengths)
@@ -115,7 +115,7 @@ def mini_batches(draw):
 
 
 def all_losses(columns, counts, mode):
-    """Every loss and every metric as one flat list of shares, the losses first."""
+    """Return every loss and metric as one flat list of shares, the losses first."""
     a, b, c, d, e, f = columns
     policies = [loss(a, b, c, counts, clip=CLIP, mode=mode) for loss in POLICY_LOSSES.values()]
     weighted = [loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d)[0] for loss in POLICY_LOSSES.values()]
@@ -135,7 +135,7 @@ TRAINED = 2 * len(POLICY_LOSSES) + 4
 
 
 def cut(mini_batch):
-    """(columns, Counts) of each micro-batch, with the counts of the whole."""
+    """Return (columns, Counts) of each micro-batch, with the counts of the mini-batch."""
     lengths, mask, columns, cuts = mini_batch
     whole = counts_of(mask, lengths)
     ends = [sum(lengths[:row]) for row in cuts]
@@ -212,7 +212,7 @@ def test_losses_and_metrics_are_tensors_of_one_number():
 
 
 def one_token(ratio, advantage):
-    """The loss and metrics of a single token with this ratio and advantage."""
+    """Return the loss and metrics of a single token with this ratio and advantage."""
     counts = counts_of(torch.tensor([True]), (1,))
     log_probs, old = torch.tensor([math.log(ratio)], dtype=F64), torch.zeros(1, dtype=F64)
     loss, metrics = policy_loss(
@@ -228,7 +228,7 @@ def one_token(ratio, advantage):
         (1.0, 2.0, -2.0, 0, 0),
         (1.2, 2.0, -2.4, 0, 0),  # above 1 + low, within 1 + high
         (1.5, 2.0, -2.6, 1, 0),  # max(-3, -2 * 1.3)
-        (0.5, 2.0, -1.0, 0, 0),  # max(-1, -1.6): no reward for going back
+        (0.5, 2.0, -1.0, 0, 0),  # max(-1, -1.6): no bonus for moving back
         (0.5, -2.0, 1.6, 1, 0),  # max(1, 2 * 0.8)
         (2.0, -2.0, 4.0, 0, 0),  # max(4, 2.6), below 2 * 3
         (5.0, -2.0, 6.0, 0, 1),  # max(10, 2.6), but at most 2 * 3
@@ -292,7 +292,7 @@ def test_weights_multiply_the_clipped_loss_and_have_no_gradient():
     assert weights.grad is None
     assert log_probs.grad.tolist() == pytest.approx([0, 3 * 0.9 / 2, 0])
     plain = policy_loss(log_probs, old, advantages, counts, clip=CLIP, mode="token-mean")[1]
-    assert metrics == plain  # clipping is told as it is without weights
+    assert metrics == plain  # the clipping metrics ignore the weights
 
 
 def test_policy_gradients_are_those_of_finite_differences():
@@ -342,7 +342,7 @@ def test_value_gradients_are_those_of_finite_differences():
     )
 
 
-# -- the others -------------------------------------------------------------------------------------------------
+# -- other losses -----------------------------------------------------------------------------------------------
 
 
 def test_entropy_loss_is_the_mean_entropy():

@@ -1,4 +1,4 @@
-"""Masked statistics on numbers worked out by hand."""
+"""Masked statistics, compared with hand-worked numbers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Mismatch, weights and rejection: numbers worked out by hand, and a plain loop in float64 as an oracle."""
+"""Mismatch metrics, weights and rejection, compared with hand-worked numbers and a loop in float64."""
 
 import math
 
@@ -12,7 +12,7 @@ from camshaft.algorithms import accepted, effective_share, importance_weights, m
 NAN = float("nan")
 LENGTHS = torch.tensor([3, 2, 1])
 MASK = torch.tensor([True, False, True, True, True, False])
-# Probabilities by the trainer over those by the rollout: rows (2, -, 3/4), (1/2, 1/2), (-) where - does not count.
+# Training over rollout probabilities: rows (2, -, 3/4), (1/2, 1/2), (-), where - is masked.
 RATIOS = torch.tensor([2, NAN, 0.75, 0.5, 0.5, NAN], dtype=torch.float64)
 TRAIN = torch.full((6,), -1.0, dtype=torch.float64)
 ROLLOUT = TRAIN - RATIOS.log()
@@ -22,7 +22,7 @@ RULES.remove("seq_max_k1")
 
 
 def plain(train, rollout, mask, lengths):
-    """The rows as lists of the counted differences."""
+    """Return the rows as lists of the counted differences."""
     rows = zip(*(column.split(lengths.tolist()) for column in (train.double(), rollout.double(), mask)), strict=True)
     return [[(t - r).item() for t, r, m in zip(*row, strict=True) if m] for row in rows]
 
@@ -36,7 +36,7 @@ def batches(draw):
     return torch.tensor(draw(numbers)), torch.tensor(draw(numbers)), torch.tensor(mask), torch.tensor(lengths)
 
 
-# -- the report -----------------------------------------------------------------------------------
+# -- metrics --------------------------------------------------------------------------------------
 
 
 def test_the_report_by_hand():
@@ -50,7 +50,7 @@ def test_the_report_by_hand():
             "kl_k1": -sum(logs) / 4,
             # exp(d) - 1 - d: the ratios less one add up to 1 - 1/4 - 1/2 - 1/2 = -1/4
             "kl_k3": (-0.25 - sum(logs)) / 4,
-            # Rows weigh 2 * 3/4 = 3/2, 1/2 * 1/2 = 1/4, and 1, having nothing to differ in: their sum is 11/4.
+            # Row weights: 2 * 3/4 = 3/2, 1/2 * 1/2 = 1/4, and 1 for the row without counted tokens: their sum is 11/4.
             "effective_sample_share": (11 / 4) ** 2 / (3 * (9 / 4 + 1 / 16 + 1)),
         }
     )
@@ -75,7 +75,7 @@ def test_the_report_is_that_of_a_plain_loop(batch):
 
 
 def test_small_differences_in_float32_are_not_lost_to_rounding():
-    # 2^-20 and -2^-21 are exact in float32 beside -1; d^2 / 2 of them is 2^-41 and 2^-43, the next term a millionth.
+    # 2^-20 and -2^-21 are exact in float32 next to -1; d^2 / 2 of them is 2^-41 and 2^-43, the next term a millionth.
     d = torch.tensor([2.0**-20, -(2.0**-21)])
     train = torch.full((2,), -1.0)
     both = (train, train - d, torch.ones(2, dtype=torch.bool), torch.tensor([2]))
@@ -107,11 +107,11 @@ def test_effective_share_of_equal_and_degenerate_weights():
 @pytest.mark.parametrize(
     ("level", "threshold", "normalize", "expected"),
     [
-        ("token", 1.5, False, [1.5, 0, 0.75, 0.5, 0.5, 0]),  # 2 is cut
+        ("token", 1.5, False, [1.5, 0, 0.75, 0.5, 0.5, 0]),  # 2 is truncated
         ("token", 8.0, False, [2, 0, 0.75, 0.5, 0.5, 0]),
         ("sequence", 8.0, False, [1.5, 0, 1.5, 0.25, 0.25, 0]),  # 2 * 3/4, 1/2 * 1/2
         ("sequence", 1.25, False, [1.25, 0, 1.25, 0.25, 0.25, 0]),
-        # The mean of 3/2, 3/4, 1/2 and 1/2 is 13/16; of the rows that count, 5/4 and 1/4, it is 3/4.
+        # The mean of 3/2, 3/4, 1/2 and 1/2 is 13/16; the mean over counted rows, 5/4 and 1/4, is 3/4.
         ("token", 1.5, True, [24 / 13, 0, 12 / 13, 8 / 13, 8 / 13, 0]),
         ("sequence", 1.25, True, [5 / 3, 0, 5 / 3, 1 / 3, 1 / 3, 0]),
     ],
@@ -130,7 +130,7 @@ def test_weights_are_detached_and_finite_whatever_differs():
             train, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([1, 2]), level=level, threshold=1e12
         )
         assert not found.requires_grad
-        # Clamped to exp(-20) and exp(20); alone in its row, a token is the row.
+        # Clamped to exp(-20) and exp(20); a single token in a row gives the row's weight.
         assert found[:2].log().tolist() == pytest.approx([-20, 20], rel=1e-5)
 
 

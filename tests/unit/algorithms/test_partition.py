@@ -20,7 +20,7 @@ def spread(costs: list[float], groups: list[list[int]]) -> float:
 
 
 def longest_first(costs: list[float], count: int) -> list[list[int]]:
-    """Longest processing time first, the baseline."""
+    """Partition by longest processing time first, the baseline."""
     groups: list[list[int]] = [[] for _ in range(count)]
     for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
         min(groups, key=lambda rows: sum(costs[r] for r in rows)).append(row)
@@ -28,7 +28,7 @@ def longest_first(costs: list[float], count: int) -> list[list[int]]:
 
 
 def test_the_example_of_the_textbooks_in_two() -> None:
-    # 8-7 leaves 1, 6-5 leaves 1; of 4, 1, 1: 4-1 leaves 3, 3-1 leaves 2. Greedy ends at 4, the best possible is 0.
+    # 8-7 leaves 1, 6-5 leaves 1; of 4, 1, 1: 4-1 leaves 3, 3-1 leaves 2. Greedy ends at 4, the optimum is 0.
     assert karmarkar_karp([8, 7, 6, 5, 4], 2) == [[1, 3, 4], [0, 2]]
     assert sums([8, 7, 6, 5, 4], karmarkar_karp([8, 7, 6, 5, 4], 2)) == [16, 14]
     assert spread([8, 7, 6, 5, 4], longest_first([8, 7, 6, 5, 4], 2)) == 4
@@ -68,7 +68,7 @@ def test_every_row_is_in_one_group_heaviest_first(costs: list[int], count: int) 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
 def test_the_heaviest_group_is_close_to_the_best_there_is(costs: list[int], count: int) -> None:
-    # Largest differencing is proven to stay within 4/3 - 1/(3k) of the best; for two groups within 7/6.
+    # Largest differencing is proven to be within 4/3 - 1/(3k) of the optimum; for two groups within 7/6.
     best = min(
         max(sum(c for c, g in zip(costs, places, strict=True) if g == group) for group in range(count))
         for places in itertools.product(range(count), repeat=len(costs))
@@ -79,7 +79,7 @@ def test_the_heaviest_group_is_close_to_the_best_there_is(costs: list[int], coun
 
 @pytest.mark.parametrize("count", [2, 4, 16])
 def test_random_rows_are_spread_less_than_by_longest_first(count: int) -> None:
-    # Not for every input: with a few rows a group, the other order is lucky now and then.
+    # Not for every input: with few rows per group, the other order sometimes wins.
     draw, ours, theirs = random.Random(7), [], []
     for _ in range(20):
         costs = [draw.lognormvariate(6, 0.8) for _ in range(16 * count)]

@@ -1,4 +1,4 @@
-"""GSPO and CISPO against the formulas of their papers: padded rows, loops over responses, float64, by themselves."""
+"""GSPO and CISPO, compared with the formulas of their papers: padded rows, loops over responses, float64."""
 
 import math
 
@@ -15,7 +15,7 @@ LENGTHS = [4, 1, 3, 2, 5]
 
 
 def rows(seed=0, per_row=True):
-    """Flat tokens of five rows, one of which counts nothing; `per_row`: one advantage for all tokens of a row."""
+    """Return flat tokens of five rows, one without counted tokens; `per_row`: one advantage for all tokens of a row."""
     generator = torch.Generator().manual_seed(seed)
     count = sum(LENGTHS)
     log_probs = -torch.rand(count, dtype=F64, generator=generator)
@@ -33,7 +33,7 @@ def counts_of(mask):
 
 
 def responses(*columns):
-    """The counted tokens of each row that has some, row by row."""
+    """Return the counted tokens of each row that has any."""
     *columns, mask = columns
     for parts in zip(*(column.split(LENGTHS) for column in (*columns, mask)), strict=True):
         *values, kept = parts

@@ -1,4 +1,4 @@
-"""The loss of a reward model, on numbers worked out by hand and against plain torch."""
+"""The loss of a reward model, compared with hand-worked numbers and with torch."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py` where there is no GPU: it runs, its two sides agree, and what needs CUDA says so."""
+"""`benchmarks/gpu.py` without a GPU: it runs, its two sides agree, and parts that need CUDA report that."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def started(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """JSON and page of a run of all parts."""
+    """Return the JSON results and the page of a run of all parts."""
     out = tmp_path_factory.mktemp("gpu") / "found"
     small = ["--model", "tiny", "--device", "cpu", "--rounds", "1", "--datasheet", "2"]
     small += ["--set", "actor_rollout_ref.model.enable_gradient_checkpointing=false"]
@@ -65,7 +65,7 @@ def test_cuda_metrics_are_absent_without_cuda(found: tuple[dict[str, Any], str])
     assert len(rows) == len(TINY.vocabularies) + 2 + 1
     assert all(row["measured"] == gpu_parts.NEEDS_CUDA for row in rows)
     assert not any(key.endswith("mib") or key == "seconds" for row in rows for key in row)
-    assert sum(row.get("micro_batches", 0) > 1 for row in rows) == 2  # the marks are there on every device
+    assert sum(row.get("micro_batches", 0) > 1 for row in rows) == 2  # every device has the marks
 
 
 def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str]) -> None:
@@ -95,7 +95,7 @@ def test_without_a_device_it_says_what_can_be_run() -> None:
     assert "--model tiny --device cpu" in done.stderr
 
 
-# -- sums -----------------------------------------------------------------------------------------
+# -- counts ---------------------------------------------------------------------------------------
 
 
 def test_the_large_model_is_shaped_as_the_goal_says() -> None:
@@ -133,9 +133,9 @@ def test_generation_bytes_are_weights_plus_kv_of_real_lengths() -> None:
     weights = shape.weights_of_layers() + shape.hidden * shape.vocab_size
     of_position = 2 * shape.layers * shape.hidden * shape.kv_heads // shape.heads
     expected = 0
-    for step in range(1, size.answer):  # the first token comes with the prompt
-        length = size.prompt + step  # of the row with the token that this step computes
-        expected += weights + size.batch * of_position * length  # those before it are read, its own are written
+    for step in range(1, size.answer):  # prefill computes the first token
+        length = size.prompt + step  # position of the token that this step computes
+        expected += weights + size.batch * of_position * length  # earlier positions are read, this one is written
     assert gpu_parts.decode_work(size, "bfloat16").bytes == pytest.approx(2 * expected, rel=1e-9)
 
 
@@ -165,7 +165,7 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
     from camshaft_side import ActorUpdate
 
     gpu_model.make_model(tmp_path, TINY)
-    plain = {"actor_rollout_ref.actor.strategy": "reference"}  # which leaves no process group behind
+    plain = {"actor_rollout_ref.actor.strategy": "reference"}  # leaves no process group behind
     actor = ActorUpdate(tmp_path, **(gpu_model.settings(TINY, "cpu", "float32") | plain))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with gpu_parts.marked() as passes, torch.profiler.profile(activities=activities) as profile:
@@ -175,11 +175,11 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
     assert gpu_parts.waits_inside(events) == []
 
 
-# -- the ways that only CUDA takes, with counters and switches of the test ------------------------
+# -- code paths that only CUDA takes, simulated with counters -------------------------------------
 
 
 class There(gpu_parts.Job):
-    """Described that it is on CUDA, and computes on the CPU."""
+    """A tensor that reports a CUDA device and computes on the CPU."""
 
     on_cuda = True
 

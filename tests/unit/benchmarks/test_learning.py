@@ -1,4 +1,4 @@
-"""The sums and the page of `benchmarks/learning.py`, its problems, and that it goes on where it was interrupted."""
+"""`benchmarks/learning.py`: its statistics, its page, its problems, and resuming after an interruption."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def learning() -> Iterator[Any]:
-    """The script, as Python finds it when it is started."""
+    """Import the script as Python does when it is started."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("learning")
@@ -29,7 +29,7 @@ def learning() -> Iterator[Any]:
 
 @pytest.fixture
 def few(learning: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script with few problems."""
+    """Return the script with few problems."""
     small = {name: replace(task, num_train=200, start=0.5, goal=0.75) for name, task in learning.TASKS.items()}
     monkeypatch.setattr(learning, "TASKS", small)
     monkeypatch.setattr(learning, "NUM_HELDOUT", 40)

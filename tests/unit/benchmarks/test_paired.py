@@ -1,4 +1,4 @@
-"""The sums of the paired benchmarks, and that a side which computes something else is found out."""
+"""The statistics of the paired benchmarks, and the detection of a side that computes something else."""
 
 import mmap
 import sys
@@ -103,7 +103,7 @@ def test_the_peak_is_of_what_came_after_it_was_forgotten() -> None:
     before = paired.forget_peak()
     if not before:
         pytest.skip("this system does not tell")
-    with mmap.mmap(-1, 32 << 20) as block:  # pages of its own, where an allocator may hand out what it kept
+    with mmap.mmap(-1, 32 << 20) as block:  # separate pages, because an allocator may reuse freed ones
         block.write(bytes([1]) * len(block))
         assert paired.peak() - before >= 32 << 20
 

@@ -1,4 +1,4 @@
-"""The roofline: counts by hand and by torch's own counter, and the line that a result shows."""
+"""The roofline: counts by hand and by torch's counter, and the line of a result."""
 
 import sys
 from pathlib import Path
@@ -23,18 +23,18 @@ SHAPE = workload.Shape(hidden=4, layers=2, heads=2, kv_heads=1, intermediate=8, 
 # Of each layer: q and o 4 x 4, k and v 4 x 2, gate, up and down 4 x 8.
 LAYERS = 2 * (32 + 16 + 96)
 GROUP = Group(prompt=3, responses=[3, 1])
-# A prompt of 3 and two tokens of the first response go through the layers; the last of the prompt and both of these
-# predict a token; the prompt's attend to 1, 2 and 3 tokens, the response's to 4 and 5.
+# A prompt of 3 and two tokens of the first response pass through the layers. The last prompt token and both of these
+# predict a token. The prompt's tokens attend to 1, 2 and 3 tokens, the response's to 4 and 5.
 TOKENS, PREDICTING, PAIRS = 5, 3, 15
 FORWARD = 2 * LAYERS * TOKENS + 4 * 2 * 4 * PAIRS + 2 * 40 * PREDICTING
 CRITICS_FORWARD = 2 * LAYERS * TOKENS + 4 * 2 * 4 * PAIRS + 2 * 4 * PREDICTING
-HIDDEN = 3 * 4 * TOKENS  # what enters two blocks and the head
+HIDDEN = 3 * 4 * TOKENS  # inputs of two blocks and of the head
 
 
 def test_the_tokens_of_a_group_are_counted_by_hand() -> None:
     assert SHAPE.weights_of_layers() == LAYERS
     assert (GROUP.tokens(), GROUP.predicting(), GROUP.pairs()) == (TOKENS, PREDICTING, PAIRS)
-    # For the second token of the first response no response is read but the prompt, for the third one token more.
+    # The second token of the first response reads only the prompt; the third token reads one more.
     assert GROUP.read_again() == 3 + (3 + 1)
 
 
@@ -44,7 +44,7 @@ def test_an_evaluation_is_counted_by_hand() -> None:
 
 
 def test_an_update_is_counted_by_hand() -> None:
-    # In each of two steps weights are read by both passes; gradients written, read and read; two moments and the
+    # In each of two steps, both passes read weights; gradients are written, read and read; two moments and the
     # weights read and written. Hidden states are written, read, and read again, their gradients written and read.
     actor = 2 * (2 * (LAYERS + 40) + 9 * (LAYERS + 40)) + 5 * HIDDEN
     critic = 2 * (2 * (LAYERS + 4) + 9 * (LAYERS + 40)) + 5 * HIDDEN
@@ -56,9 +56,9 @@ def test_generation_is_counted_by_hand() -> None:
     # Three passes, the first over the prompt; 8 numbers of keys and values at each of 5 positions written and 7 read.
     numbers = 3 * (LAYERS + 40) + 2 * 3 * 4 * 3 + 8 * (5 + 7)
     assert roofline.generation(SHAPE, [GROUP]) == Work(FORWARD, 4 * numbers)
-    # Beside it, a shorter row adds what it computes, and no reading of the weights.
+    # A shorter row in the same batch adds its computation, but no reads of the weights.
     both = roofline.generation(SHAPE, [GROUP, Group(prompt=1, responses=[2])])
-    # Its prompt's token and one more: hidden states of the one, 2 positions written, 1 read.
+    # Its prompt token and one more: hidden states of one token, 2 positions written, 1 read.
     assert both.bytes == 4 * (numbers + 2 * 3 * 4 + 8 * 3)
 
 
@@ -67,7 +67,7 @@ def test_half_precision_halves_bytes_of_passes_only() -> None:
     assert roofline.evaluation(SHAPE, [GROUP], number=2).bytes == 2 * (weights + 2 * HIDDEN)
     assert roofline.generation(SHAPE, [GROUP], number=2).bytes == roofline.generation(SHAPE, [GROUP]).bytes / 2
     half = roofline.update(SHAPE, [GROUP], steps=2, number=2)
-    # Weights are read as float32 by no pass; gradients, moments and the weights of the step stay float32.
+    # No pass reads float32 weights; gradients, moments and the weights of the optimizer step stay float32.
     assert half == Work(3 * FORWARD, 2 * (2 * 2 * weights + 5 * HIDDEN) + 4 * 2 * 9 * weights)
 
 
@@ -103,7 +103,7 @@ def test_a_step_is_its_generation_its_passes_and_its_updates() -> None:
         groups = roofline.groups_of(prompts, responses)
         forward += roofline.evaluation(SHAPE, groups).operations / 2
         critics += roofline.evaluation(SHAPE, groups, "critic").operations / 2
-    # Generation and old log-probs take a forward pass each, an update three; the reference and the critic likewise.
+    # Generation and old log-probs take a forward pass each, an update three; so do the reference and the critic.
     assert ppo_step.work_of(SHAPE, lengths, critic=False).operations == pytest.approx(5 * forward)
     assert ppo_step.work_of(SHAPE, lengths, critic=True).operations == pytest.approx(6 * forward + 4 * critics)
 

@@ -72,7 +72,7 @@ def test_reward_module_counts_even_ids_of_real_tokens() -> None:
 def test_advantages_of_the_careful_loop_by_hand() -> None:
     rewards, values = [torch.tensor([0.0, 1.0]), torch.tensor([2.0])], [torch.tensor([0.5, 0.25]), torch.tensor([0.5])]
     first, second = careful_ppo.gae(rewards, values)
-    # The last: 1 - 0.25 = 0.75. The one before: 0 + 0.25 - 0.5 + 0.95 * 0.75.
+    # The last token: 1 - 0.25 = 0.75. The one before: 0 + 0.25 - 0.5 + 0.95 * 0.75.
     assert first.tolist() == pytest.approx([0.4625, 0.75])
     assert second.tolist() == pytest.approx([1.5])
 
@@ -82,7 +82,7 @@ def test_the_value_loss_of_the_careful_loop_by_hand(tmp_path: Path, monkeypatch:
     critic = CarefulCritic(tmp_path)
     monkeypatch.setattr(critic, "values", lambda part: torch.tensor([1.0, 1.0]))
     rows = Rows([], [], [], [], [torch.tensor([0.0]), torch.tensor([0.75])], [torch.tensor([2.0, 2.0])])
-    # The first moved by 1, of which 0.5 count: (2 - 0.5)^2 beats (2 - 1)^2. The second moved by 0.25.
+    # The first value moved by 1, clipped to 0.5: (2 - 0.5)^2 exceeds (2 - 1)^2. The second moved by 0.25.
     assert float(critic.loss(rows)) == pytest.approx((2.25 + 1.0) / 2)
 
 

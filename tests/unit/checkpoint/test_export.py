@@ -28,7 +28,7 @@ from camshaft.models.loader import load_model
 
 
 def trained(folder: Path, dtype: str = "float32") -> dict[str, Tensor]:
-    """Other weights than those of the folder, under the names that engines give."""
+    """Return weights that differ from the folder's, under the names that engines use."""
     model = load_model(EngineModel(path=str(folder), random_init=True), dtype, "cpu", seed=7)
     return {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
 
@@ -197,7 +197,7 @@ def test_export_preserves_the_random_state(head: Literal["causal_lm", "value"], 
 
 
 def shifted(engine: SingleDeviceEngine, by: float) -> Any:
-    """The engine's numbers, one of them wrong."""
+    """Return the engine's numbers with one of them wrong."""
 
     def run(rows: DataProto) -> dict[str, Any]:
         found: Any = engine.infer_batch(rows)["log_probs"]
@@ -242,7 +242,7 @@ def test_an_engine_that_computes_in_bfloat16_passes_its_looser_check(tmp_path: P
 
 
 def together(value: Tensor) -> Tensor:
-    """The mean over ranks, of what all have alike: an exchange that hangs unless every rank comes to it."""
+    """Return the mean of a value over all ranks, with a collective that hangs unless every rank joins."""
     dist.all_reduce(value)
     return value / dist.get_world_size()
 

@@ -174,7 +174,7 @@ def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
         found = CheckpointManager(tmp_path / "back").latest()
         assert found is not None
         assert (found.step, found.state) == (2, {"at": 2})
-        # A step that is written again and breaks off has no trainer folder that could vouch for it.
+        # A step that is written again and interrupted has no trainer folder that confirms it.
         with pytest.raises(OSError, match="no space"):
             manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
         assert not storage.is_there("memory://steps/run/global_step_2/trainer")
@@ -218,7 +218,7 @@ def test_a_best_step_of_another_folder_is_not_marked_here(tmp_path: Path) -> Non
     assert not (tmp_path / BEST).exists()
 
 
-# -- back from the second place -------------------------------------------------------------------
+# -- restoring from remote storage ----------------------------------------------------------------
 
 
 @pytest.fixture(params=["folder", "url"])
@@ -265,7 +265,7 @@ def test_a_new_run_ignores_steps_of_an_earlier_run(second: str, tmp_path: Path) 
 
 def test_an_empty_remote_copy_starts_a_new_run(second: str, tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "a", second).latest() is None
-    save(CheckpointManager(tmp_path / "b", second), 5)  # the fixture has something to remove
+    save(CheckpointManager(tmp_path / "b", second), 5)  # the fixture has a step to delete
 
 
 def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -336,11 +336,11 @@ def test_a_rewritten_step_has_no_old_model_folder(tmp_path: Path) -> None:
         assert there(tmp_path / root) == {1: ["actor", "critic", "trainer"]}
 
 
-# -- a role that writes in the background ---------------------------------------------------------
+# -- background writes ----------------------------------------------------------------------------
 
 
 def test_an_older_step_stays_until_the_newer_is_complete(tmp_path: Path) -> None:
-    written: list[str] = []  # what the background has been told and not done
+    written: list[str] = []  # saves requested from the background thread and not yet done
 
     def later(local: str, second: str | None) -> None:
         if written:

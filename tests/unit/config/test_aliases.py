@@ -70,7 +70,7 @@ def test_alias_with_the_same_value_passes(words):
     assert config.algorithm.gamma == 0.9
 
 
-@pytest.mark.parametrize("newer", ["0.8", "1.0"])  # another value, and the default typed by hand
+@pytest.mark.parametrize("newer", ["0.8", "1.0"])  # another value, and the default given explicitly
 def test_alias_that_contradicts_its_key_is_an_error(words, newer):
     with pytest.raises(ConfigError, match=r"algorithm\.gemma = 0\.9\n.*is an alias of algorithm\.gamma") as caught:
         load_ppo([*words, "algorithm.gemma=0.9", f"algorithm.gamma={newer}"])

@@ -42,7 +42,7 @@ CASES = int(os.environ.get("CAMSHAFT_CONFIG_CASES", "200"))
 def share(part: float) -> Callable[[Any], Any]:
     return settings(
         max_examples=max(1, int(CASES * part)),
-        deadline=timedelta(seconds=120),  # no hang; of a case on a busy machine, too
+        deadline=timedelta(seconds=120),  # no hang, even on a busy machine
         derandomize="CAMSHAFT_CONFIG_CASES" not in os.environ,
         database=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -67,7 +67,7 @@ def right(words: list[str], sft_words: list[str], tmp_path: Path) -> Mapping[Any
     return {PPOConfig: words, SFTConfig: sft_words, RMConfig: sft_words, GenerateConfig: generate, EvalConfig: files}
 
 
-# -- what may be typed ----------------------------------------------------------------------------
+# -- valid and invalid overrides ------------------------------------------------------------------
 
 PLAIN = [
     *("true", "false", "null", "-1", "0", "1", "2", "3", "4", "7", "8", "0.5", "1e-6", "100", "512", "1024", "1000003"),
@@ -161,7 +161,7 @@ def named(typed: Typed, message: str) -> bool:
     return any(name in message for name in names)
 
 
-# -- what comes of it -----------------------------------------------------------------------------
+# -- results --------------------------------------------------------------------------------------
 
 
 def wrong(schema: Any, words: list[str], **where: str) -> str | None:

@@ -42,7 +42,7 @@ def _on(words, ranks: int, *more: str) -> list[str]:
     return [*words, f"{ACTOR}.strategy=fsdp", f"trainer.n_gpus_per_node={ranks}", *PER_GPU, *more]
 
 
-# -- the plain engine -----------------------------------------------------------------------------
+# -- the reference engine -------------------------------------------------------------------------
 
 UNSUPPORTED = [
     "fsdp_config.wrap_policy.transformer_layer_cls_to_wrap=Layer",
@@ -112,7 +112,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
     load_sft([*sft_words, "trainer.n_gpus_per_node=2", "strategy=fsdp2"])
 
 
-# -- the sums -------------------------------------------------------------------------------------
+# -- memory and batch arithmetic ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_invalid_supervised_layout_shows_the_division(sft_words):
     assert "6 = 1 x 4 + 2" in _error([*words, "fsdp_config.fsdp_size=4", "data.train_batch_size=6"], load_sft)
 
 
-# -- what engines are told ------------------------------------------------------------------------
+# -- options passed to engines --------------------------------------------------------------------
 
 EVERYTHING = {
     "wrap_policy.transformer_layer_cls_to_wrap": "Layer",
@@ -302,7 +302,7 @@ def test_every_sharded_engine_option_has_config_keys(words, sft_words):
     options = sft_engine(load_sft([*sft_words, *sft]), 10).options
     assert _flat(options) == EVERYTHING | OTHERS
     told = FSDPOptions.of(options)
-    assert _flat(told.model_dump()) == EVERYTHING | OTHERS  # no option is without a key
+    assert _flat(told.model_dump()) == EVERYTHING | OTHERS  # every option has a key
 
 
 def test_conflicting_options_have_keys(words):
@@ -438,8 +438,8 @@ def test_exact_kl_requires_equal_layouts_of_actor_and_reference(words, switch, k
     assert "1 error in the config" in text
     assert f"{key}=full compares the two on the same ranks" in text
     assert f"Omit the key, or set {ACTOR}.{size}=1." in text
-    load_ppo(_on(words, 4, switch, f"{key}=abs", cut, other))  # asked by itself, it may be laid out in another way
-    load_ppo(_on(words, 4, f"{key}=full", cut, other))  # nobody compares
+    load_ppo(_on(words, 4, switch, f"{key}=abs", cut, other))  # other estimators allow different layouts
+    load_ppo(_on(words, 4, f"{key}=full", cut, other))  # without a KL term nothing is compared
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def _error(words, load=load_ppo) -> str:
 
 def test_batch_not_divisible_by_mini_batch_shows_the_division(words):
     # 1000 x 4 = 4000 sequences; a mini-batch is 256 x 4 = 1024; 4000 = 3 x 1024 + 928.
-    # 768 = 3 x 256 and 1024 = 4 x 256 would fit; 250 is the largest divisor of 1000 that is not above 256.
+    # 768 = 3 x 256 and 1024 = 4 x 256 would fit; 250 is the largest divisor of 1000 up to 256.
     text = _error([*words, "data.train_batch_size=1000", f"{ROLLOUT}.n=4"])
     assert "1 error in the config" in text
     assert f"{ACTOR}.ppo_mini_batch_size = 256" in text
@@ -71,7 +71,7 @@ PER_GPU = (
 
 
 def test_mini_batch_must_split_evenly_over_ranks(words):
-    # 256 x 2 = 512 sequences over 3 ranks: 170 each and 2 left over.
+    # 256 x 2 = 512 sequences over 3 ranks: 170 each, remainder 2.
     text = _error(_on(words, 3, f"{ROLLOUT}.n=2", *PER_GPU))
     assert "1 error in the config" in text
     assert "256 prompts x rollout.n=2 = 512 sequences = 3 ranks x 170 + 2" in text
@@ -79,12 +79,12 @@ def test_mini_batch_must_split_evenly_over_ranks(words):
 
 
 def test_mini_batch_splits_over_data_parallel_groups(words):
-    # 12 ranks, of which 4 compute each row together, are 3 groups; 512 = 3 x 170 + 2.
+    # 12 ranks in groups of 4 that share each row are 3 groups; 512 = 3 x 170 + 2.
     shared = (f"{ACTOR}.ulysses_sequence_parallel_size=4", f"{ROLLOUT}.n=2", *PER_GPU)
     text = _error(_on(words, 12, *shared, "critic.ulysses_sequence_parallel_size=3"))
     assert "1 error in the config" in text
     assert "512 sequences = 3 groups of 4 ranks x 170 + 2" in text
-    # 4 of the actor's 16 ranks compute each row, 2 of the critic's: 512 = 4 x 128 = 8 x 64.
+    # 4 of the actor's 16 ranks share each row, 2 of the critic's: 512 = 4 x 128 = 8 x 64.
     load_ppo(_on(words, 16, *shared, "critic.model.fsdp_config.tensor_parallel_size=2"))
 
 
@@ -113,7 +113,7 @@ def test_token_budget_must_fit_the_longest_sequence(words):
     budget = [*words, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"]
     text = _error(budget)
     assert "data.max_prompt_length=512 + rollout.response_length=512 = 1024" in text
-    # the actor's and that of its log-probs, which follows it; no reference is used, the critic's is 32768
+    # of the actor and of its log-probs, which default to it; no reference is used, the critic's is 32768
     assert "2 errors in the config" in text
     load_ppo([*budget, f"{ACTOR}.ppo_max_token_len_per_gpu=1024"])
 
@@ -256,7 +256,7 @@ def test_invalid_correction_is_rejected_with_a_fix(words, more, expected):
         ("token_k1", "2.0", [("token_k1", (0.5, 2.0))]),
         ("seq_mean_k1", "0.999_1.001", [("seq_mean_k1", (0.999, 1.001))]),
         ("seq_mean_k1", "0.999-1.001", [("seq_mean_k1", (0.999, 1.001))]),
-        ("token_k1", "1-2", [("token_k1", (1.0, 2.0))]),  # 1_2 would be the number 12, 1.0_2 the number 1.02
+        ("token_k1", "1-2", [("token_k1", (1.0, 2.0))]),  # 1_2 would parse as 12, 1.0_2 as 1.02
         ("token_k1", "1e-3-2e0", [("token_k1", (0.001, 2.0))]),
         ("token_k3", "1e-3", [("token_k3", (0.0, 0.001))]),
         ("[token_k1,seq_max_k2]", "[4,0.5]", [("token_k1", (0.25, 4.0)), ("seq_max_k2", (0.0, 0.5))]),
@@ -344,7 +344,7 @@ def test_critic_must_read_the_token_ids_of_the_actor(words, tmp_path):
     load_ppo([*words, f"critic.model.tokenizer_path={tmp_path}/same"])
 
 
-# -- supervised -----------------------------------------------------------------------------------
+# -- supervised runs ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

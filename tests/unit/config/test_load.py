@@ -324,7 +324,7 @@ def test_command_line_gives_a_config(words, tmp_path, monkeypatch):
     assert (status, config.trainer.seed) == (0, 5)
     assert list(here.iterdir()) == []  # Hydra wrote nothing,
     assert Path.cwd() == here  # moved nowhere,
-    assert logging.getLogger().handlers == handlers  # and left logging alone
+    assert logging.getLogger().handlers == handlers  # and did not configure logging
 
 
 def test_invalid_config_prints_one_message_with_status_2(words, capfd):
@@ -382,7 +382,7 @@ def test_jobs_of_a_sweep_need_separate_checkpoint_folders(words, capfd):
     assert (status, configs) == (2, [])
     err = capfd.readouterr().err
     assert "4 jobs of this sweep would write to trainer.default_local_dir=out" in err
-    # What it says to type does.
+    # The suggested override works.
     _, _, typed = err.strip().rpartition("Set ")
     status, configs = _run([*sweep, typed.strip("'")])
     assert (status, len(configs)) == (0, 4)

@@ -13,7 +13,7 @@ MODEL, INPUT = "reward_model.model", "reward_model.model.input_tokenizer"
 
 @pytest.fixture
 def on(words: list[str], tmp_path: Path) -> list[str]:
-    """Overrides of a run with a reward model in `rm`."""
+    """Return overrides of a run with a reward model in `rm`."""
     (tmp_path / "rm").mkdir()
     (tmp_path / "rm" / "config.json").write_text("{}")
     return [*words, "reward_model.enable=true", f"{MODEL}.path={tmp_path}/rm"]

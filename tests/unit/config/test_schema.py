@@ -53,9 +53,9 @@ def test_config_is_immutable(words):
         config.trainer.seed = 2
 
 
-# Keys and defaults as the specification lists them. Left out: `warmup_style` (an older name here, and so is the reward
+# Keys and defaults as the specification lists them. Omitted: `warmup_style` (an older alias; so is the reward
 # model's `fsdp_config.min_num_params`, which all models have in `wrap_policy`),
-# `trainer.logger` (its `tracking` needs an account of wandb), `trainer.project_name`.
+# `trainer.logger` (its `tracking` needs a wandb account), `trainer.project_name`.
 SPECIFIED = {
     "data.tokenizer": None,
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",

@@ -1,4 +1,4 @@
-"""Splitting and merging by seats, without any process. `seat(rank, dp_rank, ...)` layouts are written out."""
+"""Splitting and merging by seats, without processes. `seat(rank, dp_rank, ...)` layouts are written out."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from camshaft.seat import Seat
 DP = Dispatch.DP_COMPUTE_PROTO
 ALONE = [Seat()]
 FLAT = [Seat(0, 2, 0, 2), Seat(1, 2, 1, 2)]
-# Two data-parallel groups of two neighbours; the second group's ranks come first, the odd ranks collect.
+# Two data-parallel groups of two adjacent ranks; the second group's ranks come first, the odd ranks collect.
 CROSSED = [
     Seat(0, 4, 1, 2, collects=False),
     Seat(1, 4, 1, 2),
@@ -79,7 +79,7 @@ def test_a_registered_function_is_still_itself():
     assert Base().compute(batch) is batch
 
 
-# -- the plain modes ---------------------------------------------------------------------------------
+# -- simple modes ------------------------------------------------------------------------------------
 
 
 def test_one_to_all_sends_the_same_and_returns_rank_zero():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ranks  # noqa: F401  (for what it makes the fork server import)
+from support import ranks  # noqa: F401  (preloads the fork server)
 from support.command_line import hear_ctrl_c
 from support.processes import still_running
 
@@ -38,7 +38,7 @@ IN_A_CALL = "call = submit(toy.stall, 1); time.sleep(0.3); print(*pids, flush=Tr
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
-    """The fork server imports its modules once; not on the clock of a test."""
+    """Start the fork server before the tests, so that its imports do not count against their time limits."""
     shutdown(spawn(Toy, world_size=2))
 
 

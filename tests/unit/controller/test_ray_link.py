@@ -1,4 +1,4 @@
-"""Answers of a Ray actor come in the order in which they were asked for, whichever Ray tells of first."""
+"""Replies of a Ray actor are returned in request order, regardless of the order in which Ray reports them."""
 
 import queue
 from concurrent.futures import Future
@@ -14,7 +14,7 @@ from camshaft.controller.worker import RankInfo
 
 
 class Actor:
-    """Gives the futures that it was made with, one for each request."""
+    """An actor that returns the given futures, one per request."""
 
     def __init__(self, answers: list[Future[Any]]):
         coming = iter(answers)

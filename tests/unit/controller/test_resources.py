@@ -1,4 +1,4 @@
-"""Resources of pools and machines, worked by hand."""
+"""Resources of pools and machines, compared with hand-worked numbers."""
 
 from camshaft.controller.resources import Node, PoolSpec, shortage
 

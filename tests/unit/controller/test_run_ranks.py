@@ -1,4 +1,4 @@
-"""The helper of everybody's tests on several ranks."""
+"""`run_ranks`, the helper of all tests on several ranks."""
 
 import time
 

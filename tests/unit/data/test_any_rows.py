@@ -1,4 +1,4 @@
-"""Whatever stands in a parquet file: rows come out, or one of our errors, and in bounded time.
+"""Parquet files with arbitrary contents either load or raise an error of the package, in bounded time.
 
 CAMSHAFT_EXAMPLES=10000 python -m pytest tests/unit/data/test_any_rows.py      # more examples than in the normal run
 """
@@ -55,7 +55,7 @@ columns = st.sampled_from(["prompt", "response", "messages", "data_source", "rew
 
 @st.composite
 def tables(draw: st.DrawFn) -> pyarrow.Table:
-    """A table whose columns hold values that need not go together; a prompt is there more often than not."""
+    """Draw a table whose columns may contradict each other; most tables have a prompt column."""
     count = draw(st.integers(0, 4))
     chosen = draw(st.sets(columns, max_size=5)) | draw(st.sampled_from([set(), {"prompt", "data_source"}]))
     found = {}
@@ -64,7 +64,7 @@ def tables(draw: st.DrawFn) -> pyarrow.Table:
         cells = draw(st.lists(draw(st.sampled_from([kind, messages, text])), min_size=count, max_size=count))
         try:
             found[name] = pyarrow.array(cells, draw(types))
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):  # these do not become one column
+        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):  # these do not form one column
             found[name] = pyarrow.array([str(cell) for cell in cells])
     return pyarrow.table(found)
 
@@ -73,13 +73,13 @@ def written(table: pyarrow.Table, folder: Path) -> Path:
     path = folder / "any.parquet"
     try:
         parquet.write_table(table, path, row_group_size=2)
-    except pyarrow.ArrowException:  # not every type has a place in the format
+    except pyarrow.ArrowException:  # the format does not support every type
         parquet.write_table(table.select([]), path)
     return path
 
 
 def says_where(error: CamshaftError, *of_all_rows: str) -> None:
-    """An error names the file, unless it speaks of all rows together."""
+    """Return True if the message names the file, or concerns all rows."""
     assert any(words in str(error) for words in ("any.parquet", *of_all_rows))
 
 
@@ -137,7 +137,7 @@ def test_any_file_has_statistics_or_raises(table: Any, tmp_path):
 @many
 @given(data=st.data())
 def test_any_bytes_load_or_raise(data: st.DataObject, tokenizer, tmp_path):
-    """A good file with some bytes overwritten, cut off, or none of it at all."""
+    """Load a valid file with some bytes overwritten or truncated, or arbitrary bytes."""
     path = tmp_path / "any.parquet"
     parquet.write_table(pyarrow.table({"data_source": ["s"] * 20, "prompt": [f"{i}+1" for i in range(20)]}), path)
     content = bytearray(path.read_bytes())

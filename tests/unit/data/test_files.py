@@ -1,4 +1,4 @@
-"""Files, folders, patterns and URLs all become local parquet files, in an order that does not change."""
+"""Files, folders, patterns and URLs become local parquet files in a stable order."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def remote(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The same folder on another file system."""
+    """Return the same folder on another file system."""
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
     files = fsspec.filesystem("memory")
     for path in folder.iterdir():

@@ -13,7 +13,7 @@ def rows(count):
 
 
 def firsts(batches):
-    """The row numbers of each batch."""
+    """Return the row numbers of each batch."""
     return [[int(row[0]) for row in batch["prompts"].rows()] for batch in batches]
 
 

@@ -1,4 +1,4 @@
-"""Pairs of answers: what becomes of each kind of row, what is cut, and what is refused."""
+"""Pairs of answers: conversion of each row format, truncation, and rejected rows."""
 
 import copy
 
@@ -8,7 +8,7 @@ from camshaft.data.parquet import write_parquet
 from camshaft.data.preferences import PreferenceOptions, load_preferences
 from camshaft.errors import BatchError
 
-# As the template of the tokenizer, and a line break behind each turn.
+# The tokenizer's template, with a line break after each turn.
 LINES = "{% for m in messages %}<|im_start|>{{ m.role[0] }}{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -32,7 +32,7 @@ def load(tmp_path, tokenizer):
 
 
 def shown(found, tokenizer):
-    """(chosen, rejected) of each row, as text."""
+    """Return (chosen, rejected) of each row as text."""
     columns = [[tokenizer.decode(row) for row in found.batch[name].rows()] for name in ("chosen", "rejected")]
     texts = [[text.replace("<|im_start|>", "(").replace("<|im_end|>", ")") for text in column] for column in columns]
     return list(zip(*texts, strict=True))
@@ -109,7 +109,7 @@ def test_pairs_of_equal_sequences_are_dropped_and_counted(load, tokenizer):
     found = load(rows)
     assert (len(found.batch), found.num_read, found.num_equal) == (1, 2, 1)
     assert "1 with equal sequences dropped" in str(found)
-    # A cut at the right can take away all that they differ in.
+    # Truncation on the right can remove every difference.
     with pytest.raises(
         BatchError, match=r"'chosen' and 'rejected' have identical tokens in all 1 rows.*truncation=right.* row 0;"
     ):

@@ -66,7 +66,7 @@ def test_other_columns_can_be_named(load):
 
 
 def test_fields_of_other_messages_do_not_reach_the_template(load, tokenizer):
-    # Parquet gives every message the union of all fields, here name=None for the second row.
+    # Parquet gives every message the union of all fields, so name=None in the second row.
     named = [{"role": "user", "content": "a", "name": "bob"}]
     strict = copy.deepcopy(tokenizer)
     strict.chat_template = "{% for m in messages %}{{ m.content }}{{ 'N' if 'name' in m }}{% endfor %}"
@@ -82,7 +82,7 @@ def test_max_samples_takes_the_first_rows(load):
     assert len(load([row(c) for c in "abcd"], max_samples=2).batch) == 2
 
 
-# -- too long ---------------------------------------------------------------------------------------
+# -- overlong prompts -------------------------------------------------------------------------------
 
 
 def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
@@ -94,7 +94,7 @@ def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
     assert "data.filter_overlong_prompts=true" in text
 
 
-# Of "abcdefg", 4 tokens are kept; of 5, middle keeps the first 2 and the last 3.
+# Truncated to 4 tokens of "abcdefg", or to 5, where middle keeps the first 2 and the last 3.
 @pytest.mark.parametrize(
     ("truncation", "limit", "kept"),
     [("left", 4, "defg"), ("right", 4, "abcd"), ("middle", 4, "abfg"), ("middle", 5, "abefg"), ("middle", 1, "g")],
@@ -186,7 +186,7 @@ def test_an_id_must_not_conflict_with_extra_info(load):
 )
 def test_return_raw_chat_keeps_the_original_prompt(load, prompts):
     batch = load([row(p) for p in prompts], return_raw_chat=True, max_prompt_length=4, truncation="left").batch
-    assert batch["raw_prompt"].tolist() == prompts  # whole, though their ids are cut
+    assert batch["raw_prompt"].tolist() == prompts  # complete, although their ids are truncated
     assert batch["prompts"].lengths.tolist() == [4, 4]
     assert not {"raw_prompt", "raw_input_ids"} & set(load([row("1+2=")]).batch.columns)
 
@@ -205,7 +205,7 @@ def test_raw_input_ids_require_single_message_prompts(load):
         load([row(user("x")), row([*user("a"), *user("b")])], return_raw_input_ids=True)
 
 
-# -- bad rows ---------------------------------------------------------------------------------------
+# -- invalid rows -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [None, "", "  \n"])
@@ -243,7 +243,7 @@ def test_messages_that_are_not_messages_are_an_error(load):
 
 
 def test_a_prompt_without_tokens_is_an_error(load, tokenizer):
-    # The tiny tokenizer drops what is not ASCII.
+    # The tiny tokenizer drops non-ASCII characters.
     with pytest.raises(BatchError, match="row 0: the prompt has no tokens"):
         load([row("\u00e9")])
 

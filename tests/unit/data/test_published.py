@@ -1,4 +1,4 @@
-"""The scripts of examples/data on a few rows in the layouts that their authors publish."""
+"""The scripts of examples/data on a few rows in the formats that the authors publish."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ ROW = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Callable[..., int]:
-    """Runs a script on `raw` in the test's folder, into `out` there."""
+    """Run a script on `raw` in the test's folder, and write to `out` in that folder."""
 
     def prepare(script: str, *more: str) -> int:
         main = runpy.run_path(str(SCRIPTS / script))["main"]
@@ -44,7 +44,7 @@ def rows_of(path: Path, columns: list[str] = ROW) -> list[dict[str, Any]]:
 
 
 def can_be_read(path: Path, tmp_path: Path) -> None:
-    """By the loader that a run has."""
+    """Load the files with the loader of a run."""
     found = load_prompts(path, make_tiny_tokenizer(tmp_path / "tokenizer"), PromptOptions(max_prompt_length=1000))
     assert len(found.batch) == len(rows_of(path))
 
@@ -143,7 +143,7 @@ def test_hh(layout: str, prepare: Callable[..., int], tmp_path: Path, capsys: py
     else:
         rows = [{"prompt": HELLO, "response": "It is 4.", "chosen": "It is 4.", "rejected": "Five."}]
         empty = {"prompt": HELLO, "response": "", "chosen": "", "rejected": "Five."}
-        write_parquet(tmp_path / "raw/data/train-00000-of-00001-a1b2c3.parquet", rows)  # not a name of a split
+        write_parquet(tmp_path / "raw/data/train-00000-of-00001-a1b2c3.parquet", rows)  # not the name of a split
         write_parquet(tmp_path / "raw/data/train-00000-of-00001.parquet", [*rows, empty])
     assert prepare("hh.py") == 0
     (pair,) = rows_of(tmp_path / "out/train_pairs.parquet", ["prompt", "chosen", "rejected"])

@@ -1,4 +1,4 @@
-"""Parts of responses and the file that is made of them."""
+"""Parts of responses and the file that they are merged into."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from camshaft.errors import BatchError, ConfigError
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Five rows, with types that Python objects would not bring back, and metadata."""
+    """Write five rows with metadata and with types that Python objects would not preserve."""
     table = pyarrow.table(
         {
             "prompt": [f"p{i}" for i in range(5)],

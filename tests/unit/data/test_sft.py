@@ -6,12 +6,12 @@ from camshaft.data.parquet import write_parquet
 from camshaft.data.sft import SFTOptions, load_sft
 from camshaft.errors import BatchError
 
-# Ends a turn as many chat models do: a special token and then a line break.
+# Ends a turn as many chat models do, with a special token and a line break.
 LINES = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Shows what stands before "/" in the last message only, as reasoning models do.
+# Keeps the text before "/" only in the last message, as reasoning models do.
 FORGETS = (
     "{% for m in messages %}<|im_start|>{{ m.role[0] }}"
     "{{ m.content if loop.last else m.content.split('/')[-1] }}<|im_end|>{% endfor %}"
@@ -24,7 +24,7 @@ NO_SPECIAL = (
 
 
 def chat(*texts):
-    """User, assistant, user, ..."""
+    """Build a chat: user, assistant, user, ..."""
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
@@ -39,7 +39,7 @@ def load(tmp_path, tokenizer):
 
 
 def shown(found, tokenizer):
-    """Each row as text, its trained tokens in brackets."""
+    """Return each row as text with its trained tokens in brackets."""
     rows = []
     for ids, mask in zip(found.batch["input_ids"].rows(), found.batch["loss_mask"].rows(), strict=True):
         text, inside = "", False

@@ -73,7 +73,7 @@ def test_too_many_problems_is_an_error_with_the_total(tmp_path):
 
 
 def test_too_many_problems_up_to_commutation_is_an_error(tmp_path):
-    # 100 problems, 20 held out: up to 20 mirror images cannot be trained, so 80 are never left.
+    # 100 problems, 20 held out: up to 20 mirrored problems are excluded, so 80 are never available.
     with pytest.raises(ConfigError, match=r"num_train=80 .*20 and their commuted forms are held"):
         write_arithmetic(tmp_path, **{**SMALL, "num_train": 80})
 

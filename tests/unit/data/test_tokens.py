@@ -1,4 +1,4 @@
-"""The ids of many prompts are those of one process, and read cached token ids are used where nothing changed."""
+"""Parallel tokenization equals that of one process, and cached token ids are reused if nothing changed."""
 
 import copy
 import os

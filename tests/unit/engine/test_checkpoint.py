@@ -1,4 +1,4 @@
-"""Checkpoints over real ranks: what one layout wrote, every other one reads, to the bit; half of one is none."""
+"""Checkpoints over real ranks: every layout reads what another layout wrote bit by bit, and rejects incomplete ones."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ PLAIN = ("step", "mask")
 
 
 def whole() -> dict[str, Tensor]:
-    """Uneven rows, fewer rows than ranks, no rows to share, other dtypes."""
+    """Return tensors with uneven rows, fewer rows than ranks, no rows to shard, and other dtypes."""
     draw = torch.Generator().manual_seed(3)
     return {
         "layers.0.weight": torch.randn(8, 6, generator=draw),
@@ -46,7 +46,7 @@ def whole() -> dict[str, Tensor]:
 
 
 def laid_out(layout: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`tensors` on this rank: plain, over one axis, copied and sharded, or sharded two ways."""
+    """Lay out `tensors` on this rank: unsharded, over one axis, replicated and sharded, or sharded over both axes."""
     if layout == "plain":
         return {name: tensor.clone() for name, tensor in tensors.items()}
     size = dist.get_world_size()
@@ -74,7 +74,7 @@ def write(folder: str, layout: str, limit: int | None = None) -> None:
 
 
 def read(folder: str, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(facts, random state), after a look at every bit."""
+    """Read a checkpoint and compare every bit; return (facts, random state)."""
     group = None if layout == "plain" else dist.group.WORLD
     targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in whole().items()})
     kept = dict(targets)
@@ -87,7 +87,7 @@ def read(folder: str, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def on(layout: str, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """`function` on `size` ranks, or here for one process without torch.distributed."""
+    """Run `function` on `size` ranks, or in this process without torch.distributed for one."""
     return [function(*args)] if layout == "plain" else run_ranks(function, size, *args)
 
 
@@ -189,11 +189,11 @@ def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> Non
             torch.testing.assert_close(fresh.state[found][key], value, msg=f"{name}/{key}")
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- rejected checkpoints -------------------------------------------------------------------------
 
 
 def refusal(folder: str, layout: str = "plain") -> str:
-    """Why it was refused; nothing was filled before."""
+    """Return the error of a rejected checkpoint; reading changed no tensor before the error."""
     targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in whole().items()})
     try:
         load_into(folder, targets, group=None if layout == "plain" else dist.group.WORLD)
@@ -280,14 +280,14 @@ def test_weights_alone_load_with_or_without_an_optimizer(tmp_path: Path, caplog:
     save(adamw_state(), tmp_path / "all")
     alone = torch.zeros(3)
     load_into(tmp_path / "all", {"p": alone})
-    assert torch.allclose(alone, torch.tensor(0.899), atol=1e-6)  # a first step of AdamW: rate, and decay of 1%
+    assert torch.allclose(alone, torch.tensor(0.899), atol=1e-6)  # AdamW: rate, and decay of 1%
 
 
-# -- what fails in mid-write ----------------------------------------------------------------------
+# -- failures during a write ----------------------------------------------------------------------
 
 
 def write_with_little_room(folder: str, rank: int) -> str:
-    """`write` where files on one rank may not grow beyond 100 bytes, as on a disk that is full."""
+    """Run `write` with a limit of 100 bytes per file on one rank, which simulates a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -314,7 +314,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> No
 
 
 def write_on_disks_of_their_own(folder: str) -> str:
-    """Rank 1 writes elsewhere: its node has a disk of its own under the same name."""
+    """Rank 1 writes to another folder: its node has a separate disk under the same name."""
     real, group = checkpoint._write, dist.group.WORLD
 
     def elsewhere(tensors: Any, work: Path, group: Any) -> None:
@@ -338,7 +338,7 @@ def test_disks_that_are_not_shared_are_found_out(tmp_path: Path) -> None:
     assert not (tmp_path / "ckpt").exists()
 
 
-# -- in the background ----------------------------------------------------------------------------
+# -- background writes ----------------------------------------------------------------------------
 
 
 def numbers(value: float) -> State:
@@ -397,7 +397,7 @@ def own_group() -> Any:
 
 
 def train_while_saving(folder: str) -> list[float]:
-    """Collectives of training while the thread has its own; the weights change under it."""
+    """Run collectives of training while the background thread runs others; weights change during the save."""
     saves = BackgroundSave(own_group())
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     weight = distribute_tensor(torch.zeros(64, 8), mesh, [Shard(0)])
@@ -433,7 +433,7 @@ MOMENTS = {
 
 
 def die_while_saving(folder: str, moment: str) -> None:
-    """Write 1, then 2 in the background under the same name; the process is gone at `moment`."""
+    """Write step 1, then step 2 in the background under the same name; the process exits at `moment`."""
     saves = BackgroundSave(dist.group.WORLD)
     saves.start(numbers(1.0), folder)
     saves.wait()

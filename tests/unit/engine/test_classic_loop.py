@@ -1,4 +1,4 @@
-"""The training loop of the specification, line by line, on an engine of ours."""
+"""The training loop of the specification, line by line, on an engine of the package."""
 
 from pathlib import Path
 from typing import Any

@@ -50,7 +50,7 @@ def test_the_count_is_at_most_one_above_the_optimum(lengths: list[int], budget: 
 
 
 def fewest(lengths: list[int], budget: int) -> int:
-    """Groups of the best packing, by trying every place of every row."""
+    """Return the number of groups of an optimal packing, found by trying every group for every row."""
 
     def tried(rest: list[int], loads: tuple[int, ...]) -> int:
         if not rest:
@@ -63,7 +63,7 @@ def fewest(lengths: list[int], budget: int) -> int:
 
 
 def longest_first_into_the_lightest(lengths: list[int], budget: int) -> list[list[int]]:
-    """Greedy balancing by tokens only, the baseline."""
+    """Balance greedily by token counts, the baseline."""
     groups: list[list[int]] = [[] for _ in range(-(-sum(lengths) // budget))]
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         loads = [sum(lengths[r] for r in rows) for rows in groups]
@@ -81,8 +81,8 @@ def longest_first_into_the_lightest(lengths: list[int], budget: int) -> list[lis
 def test_costs_of_responses_of_very_different_length_are_spread_less(
     rows: int, median: int, budget: int, margin: float
 ) -> None:
-    # Log-normal lengths, cut at 16 times the median to 8k; a model with hidden size 1024. The cost is counted here
-    # from the layers: 24 h^2 a token for the matrices, and 4 h for each token that a token looks back at.
+    # Log-normal lengths, truncated at 16 times the median to 8k; hidden size 1024. The cost is computed from
+    # the layers: 24 h^2 per token for the matrices, and 4 h for each earlier token that a token attends to.
     hidden, spreads = 1024, ([], [])
     for seed in range(10):
         draw = random.Random(seed)
@@ -98,13 +98,13 @@ def test_costs_of_responses_of_very_different_length_are_spread_less(
 
 
 def test_the_most_expensive_micro_batch_comes_first() -> None:
-    # Rows of 8 and 7 are alone in a budget of 9; with a pivot of 1, 8 costs 72, 7 costs 56, 3 + 3 cost 24.
+    # Rows of 8 and 7 are single in a budget of 9; with a pivot of 1, 8 costs 72, 7 costs 56, 3 + 3 cost 24.
     assert plan_micro_batches(torch.tensor([3, 8, 3, 7]), None, 9, pivot=1) == [[1], [3], [0, 2]]
 
 
 def test_a_long_row_counts_as_more_than_its_tokens() -> None:
-    # Balanced on tokens would be [8] and [4, 4]; with a pivot of 1 the costs are 8 * 9 = 72 and 4 * 5 = 20 each, and
-    # 2 * 3 = 6, so the row of 8 is alone and all else goes together.
+    # Balancing tokens would give [8] and [4, 4]; with a pivot of 1 the costs are 8 * 9 = 72 and 4 * 5 = 20 each, and
+    # 2 * 3 = 6, so the row of 8 is single and all others share a micro-batch.
     assert plan_micro_batches(torch.tensor([4, 8, 4, 2]), None, 12, pivot=1) == [[1], [3, 0, 2]]
 
 

@@ -1,7 +1,7 @@
-"""The host does not wait for an accelerator inside a micro-batch: it queues one behind the other.
+"""The host never waits for an accelerator inside a micro-batch, so it can queue the next one early.
 
-Seen without an accelerator, on tensors that have no numbers (`support/host_waits.py`), which take the way that CUDA's
-take: the variable-length flash kernel, half-precision products with float32 results, copies of pinned memory.
+Tensors without values replace an accelerator (`support/host_waits.py`) and take the code path of CUDA tensors: the
+variable-length flash kernel, half-precision products with float32 results, copies of pinned memory.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool 
     }
     actor = ActorWorker(ppo_config(home, settings | more), Topology(), total_steps=5)
     actor.init_model()
-    if half:  # as a sharded engine computes whose weights are float32
+    if half:  # as in a sharded engine with float32 weights
         actor.engine.module.to(torch.bfloat16)  # pyright: ignore[reportAttributeAccessIssue]
     return actor
 
@@ -79,7 +79,7 @@ def test_no_micro_batch_of_an_actor_waits(
 ) -> None:
     actor = actor_of(home, LOSSES[loss], half=half)
     calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
-    with HostWaits():  # answers the waits outside of micro-batches
+    with HostWaits():  # answers waits outside of micro-batches
         actor.update_actor(batch_of())
     assert not waits.found, waits.found
     assert len(calls) >= 3
@@ -115,12 +115,12 @@ def test_synchronizations_do_not_depend_on_micro_batches(home: Path, there: str)
             actor.update_actor(batch_of())
         counted[size] = Counter(waits.found)
     assert counted[ROWS] == counted[2] == counted[1]
-    # The counts that losses are divided by, the norm, the loss with its metrics.
+    # The counts that losses are divided by, the norm, and the loss with its metrics.
     files = sorted(wait.partition(" at ")[2].partition(":")[0] for wait in counted[1].elements())
     assert files == ["engine/base.py", "engine/optim.py", "engine/torch_engine.py"], counted[1]
 
 
-# -- what would be found --------------------------------------------------------------------------
+# -- tests of the detector ------------------------------------------------------------------------
 
 
 def mask_of(x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +167,7 @@ QUIET: dict[str, Callable[[torch.Tensor], Any]] = {
 @pytest.mark.parametrize("name", WAITS)
 def test_a_wait_is_found(there: str, name: str) -> None:
     x = torch.empty(4, device=there)
-    # There are no numbers to go on with.
+    # There are no values to continue with.
     with HostWaits() as waits, contextlib.suppress(NotImplementedError, RuntimeError):
         WAITS[name](x)
     assert waits.found, name

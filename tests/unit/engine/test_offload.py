@@ -1,6 +1,6 @@
-"""Offload between phases, on the meta device in place of an accelerator.
+"""Offload between phases, with the meta device as the accelerator.
 
-Parameters themselves do not move here (torch cannot exchange such tensors); tests/gpu moves real ones.
+The parameters do not move in these tests (torch cannot swap such tensors); tests/gpu moves real ones.
 """
 
 import pytest
@@ -14,7 +14,7 @@ PARTS: tuple[Part, ...] = ("model", "gradients", "optimizer")
 
 
 class Pretended(Parts):
-    """Notes moves, so that a part which need not move is seen to stay."""
+    """Record moves, to check that a part that may stay does not move."""
 
     moves: list[tuple[str, str]]
 
@@ -26,7 +26,7 @@ class Pretended(Parts):
 def _made(
     resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Pretended, torch.nn.Module, torch.optim.Optimizer]:
-    monkeypatch.setattr("camshaft.engine.offload.release_cache", lambda device: None)  # there is no such device
+    monkeypatch.setattr("camshaft.engine.offload.release_cache", lambda device: None)  # this device does not exist
     module = torch.nn.Module()
     module.weight, module.bias = (torch.nn.Parameter(torch.empty(size, device=DEVICE)) for size in ((2, 3), (2,)))
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)

@@ -29,7 +29,7 @@ def test_linear_schedule_decays_from_full_rate_to_minimum() -> None:
     optim = OptimConfig(
         lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=2, total_training_steps=6, min_lr_ratio=0.25
     )
-    # Up in 2 updates, then down by (2 - 0.5) / 4 = 0.375 each until update 6, and on at the floor.
+    # Up in 2 updates, then down by (2 - 0.5) / 4 = 0.375 each until update 6, then constant at the minimum.
     expected = [1.0, 2.0, 2.0, 1.625, 1.25, 0.875, 0.5, 0.5]
     assert [rate(optim, k) for k in range(8)] == pytest.approx(expected)
 
@@ -169,7 +169,7 @@ def full(seed: int) -> list[torch.Tensor]:
 
 
 def laid_out(tensors: list[torch.Tensor], outer: int) -> list[torch.Tensor]:
-    """Over a 2-D mesh in two ways, over either of its dimensions, and plain."""
+    """Shard over a 2-D mesh in two ways and over each of its dimensions, or not at all."""
     mesh = init_device_mesh("cpu", (outer, dist.get_world_size() // outer), mesh_dim_names=("dp", "tp"))
     places = [
         (mesh, (Shard(0), Shard(1))),
@@ -215,7 +215,7 @@ def test_mixed_meshes_step_like_one_process(ranks: int, outer: int, name: str, m
 
 
 def one_bad_number(outer: int) -> list[tuple[bool, bool, bool]]:
-    """For each gradient: was the norm finite, was there a step, is this rank as before? Rank 1 alone has an inf."""
+    """Return, for each gradient, (norm is finite, step was taken, rank is unchanged). Only rank 1 has an inf."""
     found = []
     for place in range(len(SHAPES)):
         parameters = [torch.nn.Parameter(t) for t in laid_out(full(0), outer)]

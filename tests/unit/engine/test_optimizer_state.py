@@ -1,4 +1,4 @@
-"""The state of torch's optimizers goes through a checkpoint unchanged, over ranks and without them."""
+"""The state of torch's optimizers passes through a checkpoint unchanged, on one rank and on several."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps numbers that are no tensors, as some optimizers of other libraries do."""
+    """An optimizer with state that is not a tensor, as some other libraries have."""
 
     def __init__(self, params: Any):
         super().__init__(params, {"lr": 0.1})
@@ -55,7 +55,7 @@ def engine(name: str, seed: int, sharded: bool) -> tuple[dict[str, Tensor], torc
 
 
 def train(parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps: range) -> None:
-    """One parameter never has a gradient, and so no state."""
+    """Train with a parameter that never has a gradient, and so has no state."""
     for step in steps:
         draw = torch.Generator().manual_seed(100 + step)
         for name, parameter in parameters.items():
@@ -85,7 +85,7 @@ def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def train_and_save(folder: str, name: str, sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(all state when it was saved, all state two steps later)."""
+    """Return (state when it was saved, state two steps later)."""
     parameters, optimizer = engine(name, 1, sharded)
     train(parameters, optimizer, range(2))
     save(State.of(parameters, optimizer, parameters, {}, {}), folder, group=dist.group.WORLD if sharded else None)

@@ -12,7 +12,7 @@ from camshaft.models.tiny import make_tiny_model
 
 
 def batch(*rows: tuple[str, str]) -> tuple[Ragged, Ragged]:
-    """Each row a prompt and a response, a letter for each token."""
+    """Build rows of a prompt and a response; each letter is a token."""
     ids = Ragged.from_rows([[ord(letter) - 90 for letter in prompt + response] for prompt, response in rows])
     mask = Ragged.from_rows([[0] * len(prompt) + [1] * len(response) for prompt, response in rows])
     return ids, mask.map(torch.Tensor.bool)

@@ -1,4 +1,4 @@
-"""The reference engine with an adapter: what moves, what is handed out, what a checkpoint holds."""
+"""The reference engine with an adapter: trained weights, exported weights, checkpoint contents."""
 
 import itertools
 from pathlib import Path
@@ -113,13 +113,13 @@ def test_merged_weights_have_the_base_models_names() -> None:
     plain = AutoModelForCausalLM.from_pretrained(folder())
     merged = dict(made.named_weights())
     assert list(merged) == [name for name, _ in plain.named_parameters()]
-    plain.load_state_dict(merged, strict=False)  # a tied head has no entry of its own
+    plain.load_state_dict(merged, strict=False)  # a tied head has no separate entry
     row = tiny_batch().ragged("input_ids").rows()[0]
     log_p = torch.log_softmax(plain(row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
     torch.testing.assert_close(infer(made)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
     kept = {name: tensor.clone() for name, tensor in merged.items()}
     train(made)
-    assert all(torch.equal(merged[name], tensor) for name, tensor in kept.items())  # the receiver may keep them
+    assert all(torch.equal(merged[name], tensor) for name, tensor in kept.items())  # the receiver may keep references
 
 
 def test_the_adapter_goes_out_alone_and_starts_another_engine(tmp_path: Path) -> None:

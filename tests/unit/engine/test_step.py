@@ -95,7 +95,7 @@ def test_a_padded_mapping_is_unpadded_with_all_its_grids() -> None:
 
 
 def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
-    # ids 0..5 in rows of 3, 1, 2; tokens that count: 1, 2, 5. Mean log-prob: 2 * (1 + 2 + 5) / 3 = 16 / 3.
+    # ids 0..5 in rows of 3, 1, 2; counted tokens: 1, 2, 5. Mean log-prob: 2 * (1 + 2 + 5) / 3 = 16 / 3.
     predictions, loss, ctx = linear().run(batch_of(3, 1, 2), None, mean_log_prob)
     assert float(loss) == pytest.approx(16 / 3)
     assert float(ctx["metrics"]["mean"]) == pytest.approx(16 / 3)
@@ -105,7 +105,7 @@ def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
 
 
 def test_counts_are_summed_over_ranks_before_the_loss_sees_them() -> None:
-    # Another rank with the same rows: twice the tokens, so this rank's share of the loss is half.
+    # Another rank has the same rows: twice the tokens, so this rank's share of the loss is half.
     class OfTwo(LinearEngine):
         def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
             return 2 * tensor

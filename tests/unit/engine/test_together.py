@@ -1,4 +1,4 @@
-"""One rank's result or error, on all of them."""
+"""Collectives that return one rank's result or error on all ranks."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`camshaft export`: checkpoints of the plain engine and of two ranks, as folders for transformers and PEFT."""
+"""`camshaft export`: checkpoints of the reference engine and of two ranks become folders for transformers and PEFT."""
 
 import json
 import shutil
@@ -36,13 +36,13 @@ TOKENS = tiny_rows([9])[0][None]
 
 
 def model_of(head: Any = "causal_lm", rank: int = 0, **sizes: Any) -> EngineModel:
-    """Other weights than those of the folder; with an adapter, those of the folder."""
+    """Return a model with weights that differ from the folder's; with an adapter, with the folder's base weights."""
     lora = LoRAConfig(rank=rank, alpha=8) if rank else None
     return EngineModel(path=str(tiny_folder(**sizes)), head=head, random_init=not rank, lora=lora)
 
 
 def moved(engine: Any) -> None:
-    """As training would leave it: every trained weight is another, that of B too, which begins at zero."""
+    """Change every trained weight as training would, including B, which starts at zero."""
     torch.manual_seed(3)
     with torch.no_grad():
         for parameter in engine.module.parameters():
@@ -51,7 +51,7 @@ def moved(engine: Any) -> None:
 
 
 def saved(folder: Path, model: EngineModel, role: str = "actor", step: int = 3, state: Any = None) -> Path:
-    """A step as a trainer writes it; returns the folder of the run."""
+    """Write a step as a trainer does; return the folder of the run."""
     engine = SingleDeviceEngine(EngineConfig(model=model, seed=7))
     engine.init_model()
     moved(engine)
@@ -82,7 +82,7 @@ def assert_same(found: Any, weights: dict[str, Tensor]) -> None:
     assert [name for name in held if not torch.equal(held[name], weights[name])] == []
 
 
-# -- what is in the folder ------------------------------------------------------------------------
+# -- contents of the folder -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value", "reward"])
@@ -123,7 +123,7 @@ def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("model-*.safetensors")]
     assert len(sizes) > 1
     largest = max(weight.nbytes for weight in saved_weights(run / "global_step_3" / "actor").values())
-    assert max(sizes) < max(100_000, largest) + 4096  # and the file's own head
+    assert max(sizes) < max(100_000, largest) + 4096  # and the header of the file
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(run / "global_step_3" / "actor"))
 
 
@@ -178,14 +178,14 @@ def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(tmp_path / "later").model_max_length != 77
 
 
-# -- which checkpoint -----------------------------------------------------------------------------
+# -- choice of the checkpoint ---------------------------------------------------------------------
 
 
 def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(), step=2)
     saved(run, model_of(tie_embeddings=False), step=10)
     done(run, tmp_path / "newest")
-    (run / "global_step_10" / "trainer" / "manifest.json").unlink()  # killed before the step counted
+    (run / "global_step_10" / "trainer" / "manifest.json").unlink()  # killed before the step was complete
     assert "global_step_2/actor" in done(run, tmp_path / "whole").out
     for name, step in (("newest", 10), ("whole", 2)):
         weights = saved_weights(run / f"global_step_{step}" / "actor")
@@ -211,7 +211,7 @@ def test_a_moved_model_is_given_on_the_command_line(tmp_path: Path) -> None:
     assert_same(found, dict(engine.named_weights()))
 
 
-# -- what is refused ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def test_a_damaged_file_is_named_and_nothing_is_written(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-# -- what is kept ---------------------------------------------------------------------------------
+# -- recomputation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -69,7 +69,7 @@ def test_recomputing_leaves_every_gradient_as_it_is(dropout: float) -> None:
 
 
 class Products(TorchDispatchMode):
-    """Counts matrix products and attentions that are computed, below everything that could leave them out."""
+    """Count executed matrix products and attention calls, below any mechanism that could skip them."""
 
     names = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention_for_cpu")
 
@@ -83,7 +83,7 @@ class Products(TorchDispatchMode):
 
 
 def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
-    """(result, bytes that torch's allocator gave out and did not get back)"""
+    """Return (result, bytes that torch's allocator handed out and did not get back)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = action()
     events: Any = seen.events()
@@ -115,11 +115,11 @@ def test_a_model_without_checkpointing_is_rejected(monkeypatch: pytest.MonkeyPat
         model.enable_gradient_checkpointing("selective")
 
 
-# -- where it is kept -----------------------------------------------------------------------------
+# -- offload --------------------------------------------------------------------------------------
 
 
 class Watched:
-    """Observes the code that saves tensors for the backward pass."""
+    """Observe the code that saves tensors for the backward pass."""
 
     def __init__(self, model: torch.nn.Module):
         self.model, self.moved, self.left, self.back = model, [], [], 0
@@ -142,7 +142,7 @@ class Watched:
 
     def pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         kept = pack(tensor)
-        whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]  # FSDP2 has gathered these
+        whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]  # gathered by FSDP2
         if not isinstance(tensor, DTensor):
             storages = {p.untyped_storage().data_ptr() for p in whole}
             if tensor.untyped_storage().data_ptr() in storages:
@@ -168,7 +168,7 @@ def test_activation_offload_keeps_gradients_bitwise(recomputing: str) -> None:
     loss.backward()
     assert same(gradients(model), expected)
     assert watched.back == len(watched.moved) >= 3
-    assert sum(watched.moved) >= 3 * sum(LENGTHS) * 64 * 4  # at the least, the input of each layer
+    assert sum(watched.moved) >= 3 * sum(LENGTHS) * 64 * 4  # at least the input of each layer
     assert min(watched.moved) >= 1024
     assert watched.parameters_seen
 
@@ -187,7 +187,7 @@ def test_saved_tensors_are_independent_of_later_changes() -> None:
 
 
 def test_nothing_keeps_the_graph_alive() -> None:
-    # exp saves its own result: a hook that gave that back would tie the graph to itself.
+    # exp saves its result: a hook that returned that tensor would create a reference cycle in the graph.
     import gc
     import weakref
 
@@ -209,7 +209,7 @@ def test_nothing_keeps_the_graph_alive() -> None:
 
 
 def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
-    """(are they the same bits with activations moved away, bytes moved, parameters met on the way)"""
+    """Return (gradients are bit-identical with offload, bytes moved, parameters seen by the hooks)."""
     model = packed(path, **RECOMPUTING[recomputing])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     base: Any = model.hf.base_model
@@ -238,7 +238,7 @@ def test_sharded_models_keep_gradients_and_gathered_layers(recomputing: str) -> 
 
 
 def tensor_parallel_gradients() -> bool:
-    """Activations that are DTensors, in shards and in copies, go and come back as what they were."""
+    """DTensor activations, sharded and replicated, keep their placement when they are moved and restored."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     random = torch.Generator().manual_seed(0)
     up, down, x = (torch.randn(shape, generator=random) for shape in ((32, 64), (64, 32), (50, 32)))

@@ -1,4 +1,4 @@
-"""The attention implementation "packed" alone: documents, windows, slots, and what it refuses."""
+"""The attention implementation "packed": documents, windows, cache slots, and unsupported arguments."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
-    """Causal attention of one document by the formula; (H, L, D) -> (L, H, D)."""
+    """Compute causal attention of one document by the formula; (H, L, D) -> (L, H, D)."""
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     scores = query @ key.transpose(1, 2) * scaling
@@ -62,7 +62,7 @@ def test_a_window_over_many_blocks_of_queries():
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_flash_kernel_takes_the_arguments_it_is_given(window: int | None):
-    # Without its device only shapes and arguments can be checked: meta tensors run no kernel.
+    # Without the device only shapes and arguments can be checked: meta tensors run no kernel.
     query = torch.empty(1, 4, 10, 16, dtype=torch.bfloat16, device="meta")
     key = torch.empty(1, 2, 10, 16, dtype=torch.bfloat16, device="meta")
     out = _attend_flash(query, key, key, packed_kwargs(Packing([7, 3]), "meta"), 0.25, window)
@@ -92,7 +92,7 @@ def test_documents_without_tokens_are_an_error(lengths: list[int]):
 
 
 class SquareMasks(TorchDispatchMode):
-    """Counts tensors with as many entries as all tokens by all tokens."""
+    """Count tensors with tokens x tokens entries."""
 
     def __init__(self, tokens: int):
         super().__init__()
@@ -114,7 +114,7 @@ def test_a_packed_call_builds_no_quadratic_mask():
     assert squares.count == 0
     with SquareMasks(256) as squares, torch.no_grad():
         model.model(tokens, use_cache=False)
-    assert squares.count > 0  # the measure sees such a mask where there is one
+    assert squares.count > 0  # the counter detects such a mask where one exists
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
@@ -146,7 +146,7 @@ def test_an_unpadded_call_without_mask_keeps_the_sliding_window():
 
 
 class ToySlots:
-    """Keys and values of every layer, appended call by call; attention by the formula."""
+    """A KV cache of every layer, appended in each call; attention by the formula."""
 
     def __init__(self):
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}

@@ -21,7 +21,7 @@ CASES: list[tuple[list[int], Parents | None]] = [
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], parents: Parents | None) -> Tensor:
-    """Softmax over all tokens at once, with a mask that says who sees whom."""
+    """Compute a softmax over all tokens at once with a mask."""
     ends = list(itertools.accumulate(lengths, initial=0))
     sees = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
     for document, length in enumerate(lengths):
@@ -43,7 +43,7 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float) -> None:
-    """With a dense softmax, output and gradients."""
+    """Compare output and gradients with a dense softmax."""
     given = inputs(sum(lengths), dtype)
     found, wanted = packed_cpu_attention(*given, Packing(lengths, parents)), dense(*given, lengths, parents)
     torch.testing.assert_close(found, wanted, rtol=0, atol=within)

@@ -1,4 +1,4 @@
-"""The fused output head against the plain formula on whole logits in float64."""
+"""The fused output head, compared with the formula on full logits in float64."""
 
 import math
 import subprocess
@@ -107,7 +107,7 @@ def test_half_precision_inputs_give_float32_results_summed_in_float32():
     torch.testing.assert_close(log_probs.double(), exact[0], rtol=0, atol=0.06)  # logits up to 10, bf16 has 3 digits
     gradient = torch.autograd.grad(log_probs.sum(), weight)[0]
     expected = torch.autograd.grad(exact[0].sum(), weight)[0]
-    # 125 tiles added up in bfloat16 would be off by several per cent.
+    # The sum of 125 tiles in bfloat16 would be off by several per cent.
     assert gradient.dtype == torch.bfloat16
     assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
 
@@ -122,7 +122,7 @@ def test_no_tokens_give_no_numbers_and_zero_gradients():
 
 
 class Largest(TorchDispatchMode):
-    """The number of entries of the largest tensor, of one dtype if that is given, that any operation made."""
+    """Record the number of entries of the largest new tensor, optionally of one dtype."""
 
     def __init__(self, dtype: torch.dtype | None = None):
         super().__init__()
@@ -132,7 +132,7 @@ class Largest(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given, made = ([one for one in tree_leaves(tree) if isinstance(one, Tensor)] for tree in (args, result))
         known = {one.untyped_storage().data_ptr() for one in given}
-        new = [one for one in made if one.untyped_storage().data_ptr() not in known]  # the others are views
+        new = [one for one in made if one.untyped_storage().data_ptr() not in known]  # other results are views
         self.entries = max([self.entries, *(one.numel() for one in new if self.dtype in (None, one.dtype))])
         return result
 
@@ -151,7 +151,7 @@ def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
     assert largest.entries == tile.tokens * tile.vocabulary
     with Largest() as largest:
         naive(hidden, weight, None, targets, 0.9)[0].sum().backward()
-    assert largest.entries == rows * vocabulary  # the measure sees whole logits where there are some
+    assert largest.entries == rows * vocabulary  # the counter detects full logits where they exist
 
 
 def test_gradient_of_a_half_precision_weight_accumulates_in_float32():
@@ -168,7 +168,7 @@ def test_gradient_of_a_half_precision_weight_accumulates_in_float32():
     naive(hidden.detach().double(), wider, None, targets, 1.0)[0].sum().backward()
     assert weight.grad is not None
     assert wider.grad is not None
-    # Rounded once at the end; the logits of a CPU come rounded from the product.
+    # Rounded once at the end; CPU logits are the rounded product.
     assert float((weight.grad - wider.grad).norm() / wider.grad.norm()) < 1e-2
 
 
@@ -197,15 +197,15 @@ def naive_kl(hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor,
 
 
 def others(rows: int = M) -> tuple[Tensor, Tensor]:
-    """Distributions of more tokens than are asked for, and where those of the `rows` tokens stand among them."""
+    """Return distributions for more tokens than requested, and the indices of the `rows` tokens in them."""
     generator = torch.Generator().manual_seed(2)
     log_q = (3 * torch.randn(rows + 9, V, generator=generator, dtype=torch.float64)).log_softmax(dim=-1)
     return log_q, torch.randperm(rows + 9, generator=generator)[:rows]
 
 
 def test_divergence_of_one_token_by_hand():
-    # p = 1/8, 2/8, 5/8 against q = 1/4, 1/4, 1/2: the divergence is 1/8 ln(1/2) + 5/8 ln(5/4), and its slope along
-    # a logit p (ln(p / q) - divergence). The hidden state is 1, so that the weights are the logits.
+    # p = 1/8, 2/8, 5/8 and q = 1/4, 1/4, 1/2: the divergence is 1/8 ln(1/2) + 5/8 ln(5/4), and its derivative by
+    # a logit p (ln(p / q) - divergence). The hidden state is 1, so the weights are the logits.
     weight = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log().requires_grad_()
     log_q = torch.tensor([[9.0, 9.0, 9.0], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
     found = linear_full_kl(torch.ones(1, 1, dtype=torch.float64), weight, log_q, torch.tensor([1]))
@@ -265,11 +265,11 @@ def test_divergence_makes_no_tensor_larger_than_a_tile_of_logits():
     assert largest.entries == tile.tokens * tile.vocabulary
 
 
-# -- rows of the vocabulary on several ranks -------------------------------------------------------
+# -- vocabulary sharded over ranks -----------------------------------------------------------------
 
 
 def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and the gradients of the hidden states and of this rank's rows of weight and bias."""
+    """Return the outputs, and the gradients of the hidden states and of this rank's rows of weight and bias."""
     hidden, weight, bias, targets = inputs(rows=rows)
     rank = dist.get_rank()
     here = slice(starts[rank], starts[rank + 1])
@@ -285,7 +285,7 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
 @pytest.mark.parametrize("starts", [[0, 15, V], [0, 10, 20, V], [0, 28, V]])
 @pytest.mark.parametrize(("with_bias", "factor"), [(False, 1.0), (True, 1.0), (False, 200.0)])
 def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], with_bias: bool, factor: float):
-    # With factor 200 logits differ by thousands, so that whole parts of the vocabulary have no weight at all.
+    # With factor 200 logits differ by thousands, so that some shards of the vocabulary have zero probability.
     hidden, weight, bias, targets = inputs()
     large = (weight * factor).detach().requires_grad_()
     leaves = [hidden, large, bias][: 2 + with_bias]
@@ -301,7 +301,7 @@ def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], 
 
 
 def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Tensor, list[Tensor]]:
-    """The divergence, and its gradients as `by_parts` has them."""
+    """Return the divergence, and its gradients as in `by_parts`."""
     hidden, weight, bias, _ = inputs(rows=rows)
     log_q, picked = others(rows)
     rank = dist.get_rank()
@@ -339,7 +339,7 @@ def test_no_tokens_on_several_ranks():
 
 
 def test_kernels_for_gpus_are_not_imported_on_a_cpu():
-    """Builds of torch for CPUs come without Triton."""
+    """CPU builds of torch do not include Triton."""
     code = (
         "import sys, torch; from camshaft.models.linear_logprob import linear_logprob as found;"
         "found(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64));"

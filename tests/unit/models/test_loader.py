@@ -1,4 +1,4 @@
-"""Folders in, folders out: weights by name, seeds, overrides, and every way in which a folder can be wrong."""
+"""Model folders are loaded and saved: weights by name, seeds, overrides, and every kind of invalid folder."""
 
 import json
 import logging
@@ -253,7 +253,7 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
         load_tokenizer(str(tmp_path))
 
 
-# -- weights alone ----------------------------------------------------------------------------------
+# -- loading weights only ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("gemma2", True)])

@@ -1,8 +1,8 @@
-"""The log-probs' memory does not grow with the vocabulary: counted at full size, on tensors without numbers.
+"""The memory of log-probs does not grow with the vocabulary, counted at full size on tensors without storage.
 
-Tensors on "meta" have sizes and no storage, so that eight thousand tokens meet 150 thousand words here; they take the
-way that CUDA's take, with its tiles (`support/host_waits.py`). What is counted is every tensor that an operator gives,
-for as long as it lives; what an operator needs for itself while it runs is not.
+Tensors on "meta" have sizes but no storage, so the tests can use eight thousand tokens and a vocabulary of 150
+thousand. They take the tiled code path of CUDA tensors (`support/host_waits.py`). The count includes every tensor that
+an operator returns, for its lifetime, but no temporary memory inside an operator.
 """
 
 import weakref
@@ -23,7 +23,7 @@ BUFFER = 4 << 26
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors that were made inside: now, and at most."""
+    """Count the bytes of live tensors created inside: current and peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def _storages(tree: Any) -> list[Any]:
 
 
 def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
-    """Bytes beyond outputs, and with a backward pass beyond gradients, of hidden states as a sum in float32."""
+    """Return the bytes beyond outputs and gradients, in units of hidden states in float32."""
     with accelerated(monkeypatch) as device:
         options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
         hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(words, HIDDEN, **options)
@@ -85,7 +85,7 @@ def test_the_counter_counts_what_lives() -> None:
 
 def test_a_forward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [beyond(monkeypatch, words, backward=False) for words in VOCABULARIES]
-    assert max(found) < 1.01 * min(found)  # of each tile three numbers a token are kept
+    assert max(found) < 1.01 * min(found)  # each tile keeps three numbers per token
     assert max(found) < 4 * BUFFER
 
 

@@ -1,4 +1,4 @@
-"""Adapters against PEFT on plain transformers models, each row alone."""
+"""Adapters, compared with PEFT on transformers models, row by row."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ LENGTHS = [7, 1, 12, 3]
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},  # q, k and v have biases, and the embedding is tied
     "llama": {"tie_embeddings": False},
-    "mixtral": {"num_local_experts": 4},  # its experts are no linear layers
+    "mixtral": {"num_local_experts": 4},  # its experts are not linear layers
     "phi": {"tie_embeddings": False},  # every layer has a bias
 }
 LORA = LoRAConfig(rank=4, alpha=6)
@@ -53,7 +53,7 @@ def load(family: str = "qwen2", dtype: str = "float32", lora: LoRAConfig | None 
 
 
 def stir(hf: PreTrainedModel, seed: int = 1) -> None:
-    """Numbers into all that is trained: with B at zero an adapter does nothing."""
+    """Fill all trained weights with random numbers: with B at zero an adapter has no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -70,7 +70,7 @@ def log_probs(model: PackedModel) -> Tensor:
 
 
 def by_transformers(model: Any) -> Tensor:
-    """Log-probs of all tokens but the first of each row, from a plain model or from PEFT's, one row at a time."""
+    """Return log-probs of all tokens but the first of each row, from transformers or PEFT, one row at a time."""
     found = []
     for row in tiny_rows(LENGTHS):
         log_p = torch.log_softmax(model(input_ids=row[None]).logits[0, :-1], dim=-1)
@@ -83,7 +83,7 @@ def plain(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
 
 
 def peft_folder(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
-    """A random adapter as PEFT itself writes it."""
+    """Write a random adapter with PEFT."""
     # PEFT's own "all-linear" means more for mixtral: it adapts the fused experts too.
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if family == "mixtral" else "all-linear"
     settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM"} | changes
@@ -253,7 +253,7 @@ def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
 
 
 def test_a_meta_device_model_supports_adapters():
-    # as a sharded engine does: a skeleton first, then weights under the same names
+    # as in a sharded engine: build on the meta device, then load weights by name
     whole, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
     stir(whole.hf)
     assert all(parameter.is_meta for parameter in bones.parameters())
@@ -311,7 +311,7 @@ def test_a_model_without_adapter_is_an_error():
         save_adapter(merged_weights(hf), "nowhere", LORA, folder_of())
 
 
-# -- weights out --------------------------------------------------------------------------------------
+# -- exported weights ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,7 +323,7 @@ def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
     merged, bare = dict(merged_weights(model.hf)), plain(family, dtype)
     assert list(merged) == [name for name, _ in bare.named_parameters()]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.hf.state_dict().items())
-    bare.load_state_dict(merged, strict=False)  # a tied head has no entry of its own
+    bare.load_state_dict(merged, strict=False)  # a tied head has no separate entry
     torch.testing.assert_close(by_transformers(bare), log_probs(model), rtol=0, atol=1e-5)
 
 
@@ -427,7 +427,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     assert torch.equal(a, hf.get_parameter(f"{name}.lora_A.default.weight"))
 
 
-# -- adapters that do not fit -------------------------------------------------------------------------
+# -- invalid adapters ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -480,7 +480,7 @@ def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
         load(lora=config)
 
 
-# -- without PEFT, and in shards ----------------------------------------------------------------------
+# -- without PEFT, and with sharded parameters --------------------------------------------------------
 
 
 def test_peft_is_imported_only_for_adapters():
@@ -537,7 +537,7 @@ def test_sharded_parameters_give_what_whole_ones_give(tmp_path: Path):
         torch.testing.assert_close(found["base"], log_probs(load(lora=None)), rtol=0, atol=1e-6)
         torch.testing.assert_close(found["log_probs"], mine.detach(), rtol=0, atol=1e-6)
         assert found["gradients"].keys() == gradients.keys()
-        for name, gradient in gradients.items():  # FSDP takes the mean over the ranks, which have the same rows
+        for name, gradient in gradients.items():  # FSDP averages over the ranks, which have the same rows
             torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-5)
         for what, weights in (("merged", merged_weights(model.hf)), ("adapter", adapter_weights(model.hf))):
             expected = dict(weights)

@@ -1,4 +1,4 @@
-"""Packed rows against transformers' own classes on each row alone."""
+"""Packed rows, compared with transformers' classes on each row separately."""
 
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from camshaft.models.packed import Head, PackedModel
 from camshaft.models.packing import Packing
 
 LENGTHS = [7, 1, 12, 3]
-# A wide initialisation, so that a wrong mask, border or factor moves log-probs far more than rounding does.
+# A wide initialization, so that a wrong mask, boundary or factor changes log-probs far more than rounding does.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_embeddings": False},
@@ -51,7 +51,7 @@ def inputs() -> tuple[Tensor, Packing, Tensor]:
 
 
 def by_transformers(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of all tokens but the first of each row, one row at a time, from whole logits."""
+    """Return log-probs and entropies of all tokens but the first of each row, one row at a time, from full logits."""
     log_probs, entropies = [], []
     for row in tiny_rows(LENGTHS):
         log_p = torch.log_softmax(model(row[None]).logits[0, :-1] / temperature, dim=-1)

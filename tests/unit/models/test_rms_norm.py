@@ -11,7 +11,7 @@ from camshaft.models.tiny import make_tiny_model
 
 
 class OnePlusRMSNorm(Qwen2RMSNorm):
-    """Gemma's variant: the weight is added to 1."""
+    """Gemma's variant, which adds 1 to the weight."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return super().forward(hidden_states) * (1 + self.weight) / self.weight
@@ -23,7 +23,7 @@ class OtherEpsilonRMSNorm(Qwen2RMSNorm):
 
 
 def formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As written in the paper."""
+    """The formula of the paper."""
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
@@ -86,7 +86,7 @@ def test_a_model_keeps_the_bits_of_its_loss(family: str, tmp_path: Path) -> None
         loss.backward()
     columns = zip(plain.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
     for ours, mine, (name, reference) in columns:
-        # Both round in an order of their own: near float64 by a few times the error that transformers makes.
+        # Rounding order differs: the error against float64 is at most a few times the error of transformers.
         error = float((ours.grad - reference.grad).abs().max())
         near = 4 * error + 16 * torch.finfo(torch.float32).eps * float(reference.grad.abs().max())
         torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=0, atol=near, msg=name)

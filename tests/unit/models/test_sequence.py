@@ -1,6 +1,6 @@
-"""A packed row over several ranks against the same row in one process.
+"""A packed row over several ranks equals the same row in one process.
 
-The one process is the packed model that other tests hold against transformers.
+Other tests compare the packed model of the one process with transformers.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def model_of(folder: str, head: Head, train: bool = False) -> PackedModel:
 
 
 def numbers(model: PackedModel, lengths: Sequence[int], at: Tensor) -> Numbers:
-    """Outputs, and the gradient of a loss that weighs every one of them differently."""
+    """Return the outputs, and the gradient of a loss that weights each output differently."""
     model.zero_grad()
     found = model(torch.cat(tiny_rows(lengths)), Packing(lengths), at, OUTPUTS[model.head], temperature=0.8)
     random = torch.Generator().manual_seed(1)
@@ -78,10 +78,10 @@ def folder_of(family: str, **sizes: Any) -> str:
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen2": {},  # 2 heads of keys: with 4 ranks each is held twice
+    "qwen2": {},  # 2 key heads: with 4 ranks each head is on two of them
     "llama": {"kv_heads": 4, "tie_embeddings": False},
     "mistral": {"sliding_window": 5},
-    "qwen3": {"heads": 12, "kv_heads": 6, "hidden": 96},  # 6 do not divide by 4, and 4 not by 6
+    "qwen3": {"heads": 12, "kv_heads": 6, "hidden": 96},  # 4 does not divide 6, and 6 does not divide 4
 }
 
 
@@ -109,7 +109,7 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
 @pytest.mark.parametrize(
     ("lengths", "at"),
     [
-        ([9, 6], [12, 13, 14]),  # the last rank alone has something to say
+        ([9, 6], [12, 13, 14]),  # only the last rank has outputs
         ([9, 6], [14, 2, 8, 3, 11]),  # not in order
         ([3], [1, 2]),  # fewer tokens than ranks
         ([6, 6], []),
@@ -121,7 +121,7 @@ def test_every_rank_takes_part_wherever_the_outputs_lie(head: Head, lengths: lis
     expected = numbers(model_of(folder, head), lengths, places)
     for found, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
         same(found, expected[0])
-        same(gradients, expected[1])  # the same names, too: a rank without outputs has gradients for all parameters
+        same(gradients, expected[1])  # and the same names: a rank without outputs has gradients for all parameters
 
 
 def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
@@ -165,7 +165,7 @@ def test_attention_dropout_acts_in_train_mode():
     assert torch.equal(trained, other)
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- unsupported models ----------------------------------------------------------------------------
 
 
 def test_heads_that_do_not_divide_are_rejected():
@@ -236,7 +236,7 @@ def test_split_columns_come_back_whole(size: int, lengths: list[int]):
     for _, back in run_ranks(there_and_back, size, lengths):
         assert back.meta_info == {"step": 3}
         assert list(back.columns) == list(whole.columns)
-        whole.union(back)  # raises, naming the column, where two differ in values, lengths or dtype
+        whole.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
 
 
 def test_a_part_holds_the_tokens_of_its_rank_by_hand():

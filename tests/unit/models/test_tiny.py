@@ -1,4 +1,4 @@
-"""The makers of small models: the same folder for everybody who reads it."""
+"""The builders of tiny models write the same folder every time."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ SUM = [{"role": "user", "content": "12+30="}]
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gemma3_text"])
 def test_a_folder_of_any_family_reloads_the_same_tokenizer(family: str, tmp_path: Path):
-    # transformers picks the class that reads a tokenizer by the model next to it.
+    # transformers picks the tokenizer class by the model next to it.
     made = make_tiny_tokenizer(tmp_path)
     read = AutoTokenizer.from_pretrained(tiny_folder(family))
     assert read.get_vocab() == made.get_vocab()

@@ -115,7 +115,7 @@ def test_truncated_distribution_is_found(words: tuple[str, ...], folder: Path) -
 
 @pytest.mark.parametrize("words", [("--temperature", "0.7"), ("--top-p", "0.8")], ids=" ".join)
 def test_raw_log_probs_are_found(words: tuple[str, ...], folder: Path) -> None:
-    # With top_p they agree with the engine's, but not with the sampled distribution.
+    # With top_p the log-probs match the engine's, but not the sampled distribution.
     run = parity(folder, FAULTY + "RawLogProbs", *words)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
     assert "raw log-probs" in run.out

@@ -1,6 +1,6 @@
-"""An adapter by itself: the base weights go over once and stay, and both are seen to be there each time.
+"""Adapter-only weight sync: the base weights are sent once and stay, and each sync checks both.
 
-The rollout here only keeps what it is given; `tests/vllm_rollout/test_adapters.py` has a real one.
+The rollout in these tests only stores weights; `tests/vllm_rollout/test_adapters.py` uses a real one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,7 @@ NORM = "model.norm.weight"
 
 
 class Keeps(BaseRollout):
-    """Keeps the tensors that it receives; `calls` lists its calls."""
+    """Store the received tensors; `calls` lists the calls."""
 
     keeps_tensors = False
     capabilities = RolloutCapabilities(supports_adapter=True)

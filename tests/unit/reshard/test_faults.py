@@ -1,6 +1,6 @@
-"""A weight that does not arrive as it left is an error that names it, whatever happened on the way.
+"""A weight that changes between engine and rollout gives an error that names it, for any cause.
 
-Each fault is a real one: the built-in rollout, with something wrong between the engine's stream and what it holds.
+Each fault is realistic: the built-in rollout with a bug between the engine's weight stream and its model.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +27,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 
 
 class OnTheWay(TorchRollout):
-    """Loads what `fault` makes of the weights."""
+    """Load the weights that `fault` returns."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights(self.fault(weights))
@@ -66,7 +66,7 @@ class Rounds(OnTheWay):
 
 
 class Misnames(OnTheWay):
-    """Two weights of one shape change places."""
+    """Swap two weights of one shape."""
 
     OTHER = "model.layers.1.self_attn.q_proj.weight"
 
@@ -84,7 +84,7 @@ class GoesOnWithTheFirst(OnTheWay):
 
 
 class OverwritesAfterwards(TorchRollout):
-    """Receive correct weights and generate with wrong ones."""
+    """Receive correct weights and generate with different ones."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_weights((name, tensor.clone()) for name, tensor in weights)

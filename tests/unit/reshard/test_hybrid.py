@@ -31,7 +31,7 @@ def engine() -> BaseEngine:
 
 
 class Watched(BaseRollout):
-    """Records its calls and arguments."""
+    """Record calls and arguments."""
 
     def __init__(self, **config: Any) -> None:
         super().__init__(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
@@ -56,7 +56,7 @@ class Watched(BaseRollout):
 
 
 def train(engine: BaseEngine) -> None:
-    """One step away from where the engine is."""
+    """Train for one step from the current weights."""
     ids = Ragged.from_rows(tiny_rows([6, 4]), dtype=torch.int64)
 
     def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
@@ -104,7 +104,7 @@ def test_weights_go_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
 
 
 class Moving(SingleDeviceEngine):
-    """Writes down where its parameters are."""
+    """Record the devices of the parameters."""
 
     calls: list[str]
 
@@ -124,7 +124,7 @@ def test_the_engine_offloads_parameters_unless_the_rollout_shares_them(keeps: bo
     with rollout_mode(engine, rollout):
         rollout.calls.append("generate")
     before, after = ["parameters there", "wake_up", "load_weights 1"], ["generate", "sleep"]
-    kept = keeps and dtype == "float32"  # else it has been given copies
+    kept = keeps and dtype == "float32"  # otherwise it received copies
     assert rollout.calls == [*before, *([*after, "parameters away"] if kept else ["parameters away", *after])]
 
 
@@ -170,7 +170,7 @@ def test_each_entry_hands_over_the_weights_of_that_moment(engine: BaseEngine) ->
 
 
 def greedy(folder: str, weights: Iterator[tuple[str, Tensor]], prompt: Tensor, count: int) -> list[int]:
-    """By plain transformers, the whole row computed anew for every token."""
+    """Decode greedily with transformers, with a full forward pass for each token."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     model.load_state_dict(dict(weights), strict=False)
     ids = prompt.tolist()

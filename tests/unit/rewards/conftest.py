@@ -1,4 +1,4 @@
-"""Reward functions in files, scored by real processes, none of which may outlive its test."""
+"""Reward functions in files, scored by real processes; the tests fail if a process outlives them."""
 
 import textwrap
 
@@ -11,14 +11,14 @@ from camshaft.rewards.manager import RewardManager
 
 @pytest.fixture(autouse=True)
 def mark():
-    """Marks all processes that the test starts, and fails if one is left."""
+    """Mark all processes that the test starts, and fail if one is left."""
     with none_left_behind() as mark:
         yield mark
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Writes the body of a module and gives its path."""
+    """Write the body of a module and return its path."""
 
     def write(body: str, name: str = "my_reward.py") -> str:
         (tmp_path / name).write_text(textwrap.dedent(body))
@@ -29,7 +29,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def manager(file):
-    """A manager of `compute_score(data_source, solution_str, ground_truth, extra_info)` with this body."""
+    """Return a manager of `compute_score(data_source, solution_str, ground_truth, extra_info)` with this body."""
     opened = []
 
     def make(body: str, head: str = "def", **options) -> RewardManager:
@@ -44,7 +44,7 @@ def manager(file):
 
 
 def batch_of(texts: list[str], truths: list | None = None, extra_info: list | None = None) -> DataProto:
-    """Responses whose tokens are the characters of `texts`."""
+    """Build responses whose tokens are the characters of `texts`."""
     columns = {
         "responses": Ragged.from_rows([[ord(c) for c in text] for text in texts]),
         "data_source": ["test"] * len(texts),
@@ -59,7 +59,7 @@ def decode(rows: list[list[int]]) -> list[str]:
 
 @pytest.fixture
 def score():
-    """Scores texts with a manager."""
+    """Score texts with a manager."""
 
     def score(manager: RewardManager, texts: list[str], **columns):
         return manager.score(batch_of(texts, **columns), decode)
@@ -69,5 +69,5 @@ def score():
 
 @pytest.fixture
 def alive(mark):
-    """The worker processes of this test that are running now."""
+    """Return the running worker processes of this test."""
     return lambda: marked(mark)

@@ -1,6 +1,6 @@
-"""A reward function may do anything: whatever it does, each sample has one outcome, and no other sample suffers.
+"""For any behavior of a reward function, each sample has one outcome and other samples are unaffected.
 
-`CAMSHAFT_REWARD_CASES=10000 pytest tests/unit/rewards/test_anything.py` tries as many batches; 200 are tried otherwise.
+`CAMSHAFT_REWARD_CASES=10000 pytest tests/unit/rewards/test_anything.py` tries as many batches; the default is 200.
 """
 
 import os
@@ -54,7 +54,7 @@ async def later(data_source, solution_str, ground_truth, extra_info): return act
 def many(data_sources, solution_strs, ground_truths, extra_infos): return [act(action) for action in ground_truths]
 """
 
-# -- what a function may do, and what becomes of the sample --------------------------------------------
+# -- behaviors of a function, and the outcome of the sample --------------------------------------------
 
 NUMBERS = st.one_of(
     st.floats(width=32, allow_nan=False, allow_infinity=False),
@@ -77,7 +77,7 @@ PREDS = st.one_of(st.none(), TEXTS, NUMBERS)
 
 
 def results(scores: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Alone, or in a dict."""
+    """Wrap values as plain results or in a dict."""
     inside = st.builds(lambda score, others, pred: {**others, "score": score, "pred": pred}, scores, OTHERS, PREDS)
     return st.one_of(scores, inside)
 
@@ -112,7 +112,7 @@ def rewards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(autouse=True)
 def mark() -> None:
-    """The workers are the module's: they outlive a test."""
+    """Do not check for leftover workers: the module's workers outlive a test."""
 
 
 @settings(
@@ -148,7 +148,7 @@ def test_every_sample_has_the_outcome_that_it_earned(rewards: RewardManager, act
         kind: kinds.count(kind) for kind in COUNTS
     }
     for one in result.failures:
-        str(one).encode()  # a terminal and a file can take it
+        str(one).encode()  # terminals and files can encode it
     for answer, parts in zip(result.answers, result.parts, strict=True):
         (answer or "").encode()
         "".join(parts).encode()

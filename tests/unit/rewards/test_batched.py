@@ -1,4 +1,4 @@
-"""Functions that are called once for the whole batch."""
+"""Reward functions that are called once for the whole batch."""
 
 import logging
 
@@ -14,7 +14,7 @@ HEAD = "def compute_score(data_sources, solution_strs, ground_truths, extra_info
 
 @pytest.fixture
 def batched(file):
-    """A manager of a function of batches with this body."""
+    """Return a manager of a batch function with this body."""
     opened = []
 
     def make(body: str, head: str = HEAD, **options) -> RewardManager:

@@ -1,4 +1,4 @@
-"""Scores of responses that come one part after the other: those of a batch that was there at once, but sooner."""
+"""Scores of responses that arrive in parts equal those of a complete batch, but are ready sooner."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ return {'score': int(solution_str), 'odd': int(solution_str) % 2, 'pred': soluti
 
 
 def added(begun: Begun | None, texts: Sequence[str], parts: Sequence[tuple[int, int]]) -> Begun:
-    """`begun` with the rows from the first of each pair up to the second."""
+    """Add to `begun` the rows from the first up to the second number of each pair."""
     assert begun is not None
     for first, end in parts:
         begun.add(first, texts[first:end])
@@ -41,7 +41,7 @@ def added(begun: Begun | None, texts: Sequence[str], parts: Sequence[tuple[int, 
 
 
 def untimed(result: RewardResult) -> tuple[object, ...]:
-    """All that a result says, but for seconds."""
+    """Return a result without its durations."""
     metrics = {name: value for name, value in result.metrics.items() if not name.startswith("timing_s/")}
     failures = [replace(failure, seconds=0.0) for failure in result.failures]
     rows = result.token_level_scores
@@ -101,7 +101,7 @@ def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
         time.sleep(0.01)
     for pid in alive():
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its end is known, and still to be collected
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has exited but has not been reaped
     assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
 
 
@@ -128,7 +128,7 @@ def test_unscorable_data_are_reported_at_once(manager):
         rewards.score(batch, decode, added(rewards.begin(batch), "abc", [(1, 2)]))
 
 
-# -- what is not asked for any more ---------------------------------------------------------------
+# -- canceled requests ----------------------------------------------------------------------------
 
 
 def test_closing_ends_pending_calls(manager, alive):
@@ -162,7 +162,7 @@ begun.add(0, ["a", "b"])
 """
     ended = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=30, check=False)
     assert ended.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
-    until = time.monotonic() + 4  # a worker that is just starting finds nobody there
+    until = time.monotonic() + 4  # a worker that is still starting finds its pipe closed
     while alive() and time.monotonic() < until:
         time.sleep(0.05)
     assert alive() == []
@@ -174,7 +174,7 @@ class _Interrupt(Exception):
 
 @contextmanager
 def interrupted_after(seconds: float) -> Iterator[None]:
-    """Something is raised in the main thread, as by Ctrl-C."""
+    """Raise an exception in the main thread, as Ctrl-C does."""
 
     def interrupt(*_: object) -> None:
         raise _Interrupt
@@ -199,7 +199,7 @@ def test_an_interrupt_during_scoring_stops_the_calls(manager, tmp_path):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-# -- what a manager is part of ----------------------------------------------------------------------
+# -- users of a manager -----------------------------------------------------------------------------
 
 
 def test_combined_and_penalized_rewards_can_begin_early(manager):

@@ -1,4 +1,4 @@
-"""Scores of a function and of a model as one, on numbers that can be added by hand."""
+"""The combined scores of a function and a model, compared with sums by hand."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def decode(rows: list[list[int]]) -> list[str]:
 
 
 def batch_of(*scores: list[float], **columns: Any) -> DataProto:
-    """Responses `a` and `bcd`, with these scores of their tokens."""
+    """Return responses `a` and `bcd` with these scores of their tokens."""
     found = {
         "responses": Ragged.from_rows([[ord(c) for c in text] for text in ("a", "bcd")]),
         "data_source": ["test"] * 2,
@@ -55,7 +55,7 @@ def test_rows_dropped_by_the_function_stay_dropped(manager):
 def test_a_model_scores_alone():
     with CombinedRewards(None, weight=2.0) as rewards:
         result = rewards.score(batch_of([2.0], [1.0, 0, 3.0]).drop("data_source", "ground_truth"), decode)
-    assert result.scores.tolist() == [4.0, 8.0]  # of a worker of one's own, every token may have a score
+    assert result.scores.tolist() == [4.0, 8.0]  # a custom worker may score every token
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[4.0], [2.0, 0, 6.0]]
     assert result.num_failed == 0
     assert result.metrics["reward/model/mean"] == 3.0

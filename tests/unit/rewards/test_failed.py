@@ -18,7 +18,7 @@ def lines(path: Path) -> list[dict[str, object]]:
 def test_a_line_says_what_failed_where_and_when(tmp_path: Path) -> None:
     path = tmp_path / "rewards" / "failed.jsonl"
     FailedSamples(path).add([failure(3)], "step 12")
-    FailedSamples(path).add([failure(4)], "validation")  # a run that goes on
+    FailedSamples(path).add([failure(4)], "validation")  # a run that continues
     assert lines(path)[0] == {
         "when": "step 12", "row": 3, "kind": "error", "data_source": "sums", "message": "ValueError: no",
         "trace": "Traceback ...", "seconds": 0.25, "response": "4\ud800",

@@ -23,7 +23,7 @@ def test_exact_match_compares_the_response_or_its_last_line(text, truth, score):
     ("text", "truth", "strict", "flexible"),
     [
         ("6*7=42\n#### 42", "42", 1, 1),
-        ("#### 42", "so it is\n#### 42", 1, 1),  # the data set's own answers are whole texts
+        ("#### 42", "so it is\n#### 42", 1, 1),  # the answers of the data set are full texts
         ("it is 42.", "42", 0, 1),
         ("#### 41, no: #### 42", "42", 1, 1),
         ("#### 42 or 43", "42", 1, 0.25),
@@ -34,7 +34,7 @@ def test_exact_match_compares_the_response_or_its_last_line(text, truth, score):
         ("#### 0.5", ".5", 1, 1),
         ("#### none", "42", 0, 0),
         ("", "42", 0, 0),
-        ("#### 42" + " " * 2000, "42", 0, 0),  # only the end is searched
+        ("#### 42" + " " * 2000, "42", 0, 0),  # the search covers only the end
     ],
 )
 def test_gsm8k_compares_numbers(text, truth, strict, flexible):
@@ -121,7 +121,7 @@ def test_each_data_set_has_its_reward(source, name):
         ("it is 204.", "204", 1, 0),
         (r"\boxed{", "204", 0, 0),
         ("", "204", 0, 0),
-        (r"\boxed{4} " + "so " * 2000, "4", 0, 0),  # only the end is searched
+        (r"\boxed{4} " + "so " * 2000, "4", 0, 0),  # the search covers only the end
     ],
 )
 def test_math_compares_expressions(text, truth, flexible, strict):
@@ -138,7 +138,7 @@ def test_math_extracts_answers_and_rejects_invalid_ground_truth():
         math_answer.compute_score("x", "1", "1", method="loose")  # pyright: ignore[reportArgumentType]
 
 
-# -- form -------------------------------------------------------------------------------------------
+# -- format -----------------------------------------------------------------------------------------
 
 THOUGHT = "<think>6 times\n7</think>\n<answer>42</answer>"
 

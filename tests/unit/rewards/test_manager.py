@@ -68,7 +68,7 @@ def test_workers_are_kept_between_batches(manager, score):
 
 def test_several_workers_work_at_once(manager, score):
     rewards = manager("import time; time.sleep(0.5)\nreturn 1.0", num_workers=4)
-    score(rewards, ["a"] * 4)  # they have started now
+    score(rewards, ["a"] * 4)  # the workers have started
     began = time.monotonic()
     score(rewards, ["a"] * 4)
     assert time.monotonic() - began < 1.5
@@ -316,7 +316,7 @@ def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
 
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_raise_names_the_first_failing_row(manager, score, num_workers):
-    # Row 4 fails late, rows from 5 on fail at once: the error is of row 4 all the same.
+    # Row 4 fails late and rows from 5 on fail at once; the error names row 4.
     body = """
     import time
     row = int(solution_str)
@@ -348,7 +348,7 @@ def test_no_workers_or_no_time_is_an_error(options):
 
 
 def test_scores_are_on_the_last_masked_in_token():
-    # Rows of 3, 2 and 1 tokens; the tokens of a tool (mask 0) end the first, and are all there is of the third.
+    # Rows of 3, 2 and 1 tokens; tool tokens (mask 0) end the first row and are all tokens of the third.
     chosen = Ragged(torch.tensor([1, 1, 0, 1, 1, 0]).bool(), torch.tensor([3, 2, 1]))
     placed = on_last_token(torch.tensor([5.0, 7.0, 9.0]), chosen)
     assert placed.values.tolist() == [0.0, 5.0, 0.0, 0.0, 7.0, 0.0]

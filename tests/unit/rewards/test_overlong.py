@@ -1,4 +1,4 @@
-"""The penalty for long responses, on numbers worked out by hand."""
+"""The penalty for long responses, compared with hand-worked numbers."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def decode(rows: list[list[int]]) -> list[str]:
 
 
 def test_penalty_grows_linearly_before_the_limit():
-    # Limit 10, the last 4 of it: nothing up to 6, a quarter of the factor for each token more, all of it at the limit.
+    # Limit 10, buffer 4: no penalty up to 6, a quarter of the factor per further token, the full factor at the limit.
     lengths = torch.tensor([0, 1, 6, 7, 8, 10, 12])
     assert penalty(lengths, limit=10, buffer=4, factor=2.0).tolist() == [0, 0, 0, -0.5, -1, -2, -2]
 
@@ -30,7 +30,7 @@ def test_penalty_applies_to_training_scores_only(manager, log):
     )
     rewards = OverlongPenalty(manager("return 1.0"), limit=5, buffer=2, factor=1.0, log=log)
     result = rewards.score(batch, decode)
-    # 4 of 5 tokens, of which the last 2 cost: half of the factor, on the last token that the policy chose.
+    # 4 of 5 tokens, with a buffer of 2: half of the factor, on the last token of the policy.
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[0, 1.0], [0, 0, 0.5, 0]]
     assert result.scores.tolist() == [1.0, 1.0]
     told = {name: value for name, value in result.metrics.items() if "overlong" in name}

@@ -32,7 +32,7 @@ def test_dropping_the_manager_ends_the_workers(file, score, alive):
 def test_children_of_a_killed_call_are_killed(manager, score, alive):
     rewards = manager("import subprocess; subprocess.run(['sleep', '60'])", timeout=0.5, num_workers=1)
     assert score(rewards, ["a"]).metrics["reward/timeouts"] == 1.0
-    until = time.monotonic() + 5  # a process that was killed is listed until the system has cleaned up
+    until = time.monotonic() + 5  # a killed process is listed until the system has reaped it
     while alive() and time.monotonic() < until:
         time.sleep(0.01)
     assert alive() == []
@@ -43,7 +43,7 @@ def test_a_worker_that_died_while_idle_costs_nothing(manager, score, alive):
     score(rewards, ["a"] * 4)
     for pid in alive():
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # its end is known, and still to be collected
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has exited but has not been reaped
     assert score(rewards, ["a"] * 4).num_failed == 0
 
 
@@ -65,7 +65,7 @@ sys.stdin.read()
     assert process.stdin is not None
     assert process.stdout is not None
     if "sleep" in body:
-        while len(alive()) < 3:  # the driver and two workers in mid-call
+        while len(alive()) < 3:  # the driver and two workers during calls
             time.sleep(0.05)
         time.sleep(0.5)
     else:

@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym: files, and scores by the tasks' own rules through the processes of a run."""
+"""Tasks of reasoning-gym: data files, and scores by the rules of each task in reward processes."""
 
 import json
 import runpy
@@ -61,7 +61,7 @@ def test_generated_rows_are_reproducible_and_unique(tmp_path: Path) -> None:
 
 
 def test_the_rule_is_that_of_the_tasks_settings() -> None:
-    # puzzle24 asks for numbers within its settings: what is right by one file's is wrong by another's.
+    # puzzle24 requires numbers within its settings, so an answer can be right for one file and wrong for the other.
     entry = json.dumps({"question": "", "answer": None, "metadata": {"numbers": [8, 3, 1, 1]}})
     scores = [
         reasoning_gym.compute_score(

@@ -1,4 +1,4 @@
-"""The exact KL of a run, held against two models of transformers that see each row alone."""
+"""The exact KL of a run, compared with two transformers models on each row separately."""
 
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ def alone(home: Path) -> list[Step]:
 
 
 def plain_kl(home: Path, before: dict[str, torch.Tensor], step: Step) -> float:
-    """Mean over rows of the mean over a row's tokens of sum_v p log(p / q), in float64."""
+    """Return the mean over rows of the mean over a row's tokens of sum_v p log(p / q), in float64."""
     q: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
     p: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
     p.load_state_dict(merged(before, p.state_dict()), strict=False)
@@ -76,7 +76,7 @@ def plain_kl(home: Path, before: dict[str, torch.Tensor], step: Step) -> float:
 
 
 def merged(weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights, those of `ADAPTER` as W + alpha / rank B A."""
+    """Return the weights with `ADAPTER` merged as W + alpha / rank B A."""
     found = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     for name, a in weights.items():
         layer, is_a, rest = name.partition(".lora_A.")
@@ -110,7 +110,7 @@ def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> No
     assert second.metrics["actor/reward_kl_penalty"] == pytest.approx(wanted, rel=1e-4)
 
 
-# -- in the loss: gradients are held against a plain run in tests/parity -----------------------------
+# -- in the loss; tests/parity compares the gradients with a reference program -----------------------
 
 
 @pytest.mark.parametrize(

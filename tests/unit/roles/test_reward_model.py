@@ -1,4 +1,4 @@
-"""The reward model on its own, compared with plain transformers on the ids that it is meant to read."""
+"""The reward model role, compared with transformers on the expected token ids."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ ANSWERS = ["3", "30!", "", "fifteen"]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With reward models in `same` (the policy's tokens) and `other` (numbered otherwise, and another template)."""
+    """Return a folder with reward models in `same` (the policy's tokens) and `other` (other token ids and template)."""
     home = tmp_path_factory.mktemp("reward")
     make_tiny_reward_model(home / "same")
     make_tiny_reward_model(home / "other", template=NEWLINE, turned=True)
@@ -81,7 +81,7 @@ def test_scores_are_the_logits_of_transformers_on_the_same_ids(home: Path) -> No
 def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
     mask = batch.ragged("response_mask")
-    mask.values[3] = False  # of the first row a tool wrote the last token
+    mask.values[3] = False  # a tool wrote the last token of the first row
     found = built(config_of(home)).compute_rm_score(batch)["rm_scores"].values
     close(found[[2, 5]], plain_scores(home / "same", plain_rows(batch)))
     assert found[[0, 1, 3, 4]].tolist() == [0, 0, 0, 0]
@@ -113,7 +113,7 @@ def test_last_token_matches_transformers_for_responses_ending_with_pad(
     batch = batch_of(rows(3, 5, 2), responses)
     found = built(config_of(home, reward_model__model__path=folder)).compute_rm_score(batch)["rm_scores"].sum()
     close(found, plain_scores(folder, plain_rows(batch)))
-    # And so it is in a padded batch of transformers, where there are such tokens for other reasons.
+    # So does a padded batch of transformers, which has such tokens as padding.
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     whole = Ragged.join(batch.ragged("prompts"), responses)
     padded = whole.padded("right", value=model.config.pad_token_id)
@@ -152,7 +152,7 @@ def conversations(home: Path, **columns: Any) -> DataProto:
 
 
 def templated(folder: Path) -> list[list[int]]:
-    """The ids that the reward model was trained to read, newline at the end and all."""
+    """Return the token ids that the reward model expects, including the newline at the end."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
     found = []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
@@ -232,7 +232,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(layout: dict[str, Any], hom
     close(found["rm_scores"].sum(), plain_scores(home / "other", templated(home / "other")))
 
 
-# -- what goes wrong ------------------------------------------------------------------------------
+# -- errors ---------------------------------------------------------------------------------------
 
 
 def test_a_model_without_a_head_for_scores_is_an_error(home: Path) -> None:
@@ -259,7 +259,7 @@ def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
         built(config_of(home, "other")).compute_rm_score(conversations(home))
 
 
-# -- a class of one's own -------------------------------------------------------------------------
+# -- custom classes -------------------------------------------------------------------------------
 
 
 def test_a_custom_class_scores(home: Path) -> None:

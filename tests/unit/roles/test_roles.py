@@ -1,4 +1,4 @@
-"""Roles on their own: built by hand, without a controller, and compared with plain transformers."""
+"""Roles without a controller, compared with transformers."""
 
 from functools import cache
 from pathlib import Path
@@ -37,7 +37,7 @@ def rows(*lengths: int, seed: int = 0) -> Ragged:
 
 
 def batch_of() -> DataProto:
-    """Four rows; of the second response the third token came from a tool."""
+    """Build four rows; a tool wrote the third token of the second response."""
     prompts, responses = rows(3, 5, 2, 4), rows(4, 6, 1, 3, seed=1)
     mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
     mask.values[4 + 2] = False
@@ -59,7 +59,7 @@ def plain(folder: Path, kind: Any) -> Any:
 
 
 def plain_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[Tensor]]:
-    """(log-probs, entropies) of the response tokens, row by row; 0 where the policy did not choose."""
+    """Return (log-probs, entropies) of the response tokens, row by row; 0 for tokens of a tool."""
     log_probs, entropies = [], []
     columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
     for prompt, response, mask in zip(*columns, strict=True):
@@ -71,7 +71,7 @@ def plain_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[
     return log_probs, entropies
 
 
-# -- what roles share -----------------------------------------------------------------------------
+# -- common to all roles --------------------------------------------------------------------------
 
 
 def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
@@ -130,7 +130,7 @@ def test_an_actor_update_returns_metrics_and_changes_weights(
 
 
 def test_the_first_loss_is_worked_out_by_hand(home: Path) -> None:
-    # Nothing has moved yet, so every ratio is 1 and the loss is minus the mean advantage of the chosen tokens.
+    # Before the first update every ratio is 1, so the loss is minus the mean advantage of the policy's tokens.
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
     batch = learnable(old_log_probs=actor.compute_log_prob(batch_of()).ragged("old_log_probs"))
@@ -158,7 +158,7 @@ def test_presharded_rows_are_trained_in_their_order(home: Path) -> None:
 def test_a_single_step_update_computes_old_log_probs(home: Path, loss: str, mode: str) -> None:
     keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
     keys = {f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()}
-    # Adam makes a step of lr out of a gradient of 1e-10, which rounding leaves of none; not with this eps.
+    # Adam turns a gradient of 1e-10, a rounding error of zero, into a step of lr; this eps prevents it.
     keys["+actor_rollout_ref__actor__optim__override_optimizer_config__eps"] = 1e-5
     config = config_of(home, data__train_batch_size=4, **keys)
     before, at_once = (ActorWorker(config, Topology(1), STEPS) for _ in range(2))
@@ -234,7 +234,7 @@ def test_a_critic_update_returns_metrics_and_reduces_the_loss(home: Path) -> Non
     assert distance() < before
 
 
-# -- reference, rollout, and all three in one -----------------------------------------------------
+# -- reference, rollout, and all three combined ---------------------------------------------------
 
 
 def test_the_reference_stays_where_the_actor_began(home: Path) -> None:
@@ -263,7 +263,7 @@ def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
     assert worker.ref is not None
     assert worker.ref.engine is worker.actor.engine
     old = worker.compute_log_prob(batch_of()).ragged("old_log_probs")
-    for _ in range(3):  # of what is trained, half begins at zero and half is moved by the other half alone
+    for _ in range(3):  # half of the trained weights start at zero; the other half gets no gradient until they change
         worker.update_actor(learnable(old_log_probs=old))
     expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
     found = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")

@@ -12,7 +12,7 @@ from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_roll
 
 
 class Mute(BaseRollout):
-    """Described nothing."""
+    """A rollout without capabilities."""
 
     def load_weights(self, weights: Any) -> None: ...
 

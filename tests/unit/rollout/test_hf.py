@@ -1,4 +1,4 @@
-"""The plain generator: parts that fit in memory, and draws that are those of the built-in one."""
+"""The transformers generator: batches that fit in memory, and the same samples as the built-in generator."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def test_a_part_holds_no_more_rows_than_max_num_seqs(harness: RolloutHarness) ->
 
 
 def test_padded_prompt_tokens_of_a_part_respect_the_limit(harness: RolloutHarness) -> None:
-    # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 goes alone.
+    # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 is a batch by itself.
     rollout = harness.case(max_num_batched_tokens=12).rollout
     assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 

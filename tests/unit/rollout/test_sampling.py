@@ -1,4 +1,4 @@
-"""Sampling: numbers worked out by hand, transformers' own warpers, splitmix64 in plain integers."""
+"""Sampling, compared with hand-worked numbers, transformers' warpers, and splitmix64 on Python integers."""
 
 import math
 from typing import Any
@@ -38,17 +38,17 @@ def test_half_precision_logits_become_float32_and_float64_stays() -> None:
 def test_top_p_keeps_the_likeliest_tokens_until_they_hold_it() -> None:
     # 0.5 is not enough for 0.6, 0.5 + 0.3 is: two tokens stay.
     assert restrict(logs(0.15, 0.5, 0.05, 0.3), 1.0, top_p=0.6).isfinite().tolist() == [[False, True, False, True]]
-    # 0.5 alone holds 0.5 already.
+    # 0.5 is enough for 0.5.
     assert restrict(logs(0.15, 0.5, 0.05, 0.3), 1.0, top_p=0.49).isfinite().tolist() == [[False, True, False, False]]
-    # The likeliest token stays however small top_p is.
+    # The likeliest token remains for any top_p.
     assert restrict(logs(0.15, 0.5, 0.05, 0.3), 1.0, top_p=1e-9).isfinite().sum() == 1
 
 
 def test_top_p_counts_probability_after_temperature_and_top_k() -> None:
-    # At temperature 0.5 the probabilities are squared: 0.25, 0.09, 0.0225, 0.0025 of 0.365 in all. The first holds
-    # 0.685 of it, so top_p=0.6 keeps one token, where at temperature 1 it keeps two.
+    # At temperature 0.5 the probabilities are squared: 0.25, 0.09, 0.0225, 0.0025 of a total of 0.365. The first has
+    # 0.685 of it, so top_p=0.6 keeps one token; at temperature 1 it keeps two.
     assert restrict(logs(0.5, 0.3, 0.15, 0.05), 0.5, top_p=0.6).isfinite().sum() == 1
-    # Of the best two, the first holds 0.5 / 0.8 = 0.625: enough for 0.6, as it is not without top_k.
+    # Of the best two, the first has 0.5 / 0.8 = 0.625: enough for 0.6, unlike without top_k.
     assert restrict(logs(0.5, 0.3, 0.15, 0.05), 1.0, top_k=2, top_p=0.6).isfinite().sum() == 1
 
 
@@ -113,7 +113,7 @@ def test_excluded_tokens_are_never_sampled(size: int) -> None:
 
 
 def test_the_tail_is_not_lost_in_rounding() -> None:
-    # One token holds half, and 300000 hold the rest in shares of 1.7e-6; of sums in float32 the last ones would be off
+    # One token has half the mass, and 300000 share the rest at 1.7e-6 each; float32 sums would misplace the last ones
     # by hundreds of tokens. At u = 0.5 + i / 400 the token is 300000 * i / 200.
     scores = torch.cat([torch.tensor([math.log(300_000)]), torch.zeros(300_000)])
     uniforms = 0.5 + torch.arange(1, 200, dtype=torch.float64) / 400
@@ -123,7 +123,7 @@ def test_the_tail_is_not_lost_in_rounding() -> None:
 
 @pytest.mark.parametrize("size", [100, 40_000])
 def test_draw_follows_the_distribution_to_the_last_token(size: int) -> None:
-    # At u = i / 500 a flat row gives token size * i / 500.
+    # At u = i / 500 a uniform row gives token size * i / 500.
     uniforms = torch.linspace(0, 1, 501, dtype=torch.float64)[:500]
     tokens, _ = draw(torch.zeros(500, size), uniforms)
     torch.testing.assert_close(tokens.double(), torch.arange(500).double() * size / 500, atol=1, rtol=0)
@@ -156,7 +156,7 @@ def test_greedy_takes_the_first_argmax_at_temperature_one() -> None:
 
 
 def test_greedy_compares_logits_not_rounded_probabilities() -> None:
-    # 100 and the next float32 above it: of 1e-5 difference little is left in the probabilities.
+    # 100 and the next float32 above it: their difference of 1e-5 barely changes the probabilities.
     logits = torch.tensor([[100.0, torch.nextafter(torch.tensor(100.0), torch.tensor(INF)).item()]])
     assert greedy(logits)[0].tolist() == [1]
 

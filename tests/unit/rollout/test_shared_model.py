@@ -1,4 +1,4 @@
-"""A model without weights takes those of others: by storage where it can, by copy where it must."""
+"""A model without weights uses those of another model, by storage if possible and by copy otherwise."""
 
 import json
 import threading
@@ -144,7 +144,7 @@ def test_all_end_tokens_of_the_model_folder_end_a_row(tmp_path: Path) -> None:
     assert borrowed(tmp_path).stop_ids == (2, 5, 7)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
-    assert borrowed(tmp_path).stop_ids == (2, 5, 7, 9)  # 2 is the tokenizer's
+    assert borrowed(tmp_path).stop_ids == (2, 5, 7, 9)  # 2 belongs to the tokenizer
     for file in tmp_path.glob("*token*"):
         file.unlink()
     (tmp_path / "generation_config.json").unlink()

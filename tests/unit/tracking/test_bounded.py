@@ -14,7 +14,7 @@ pytestmark = pytest.mark.alone
 
 
 class Here:
-    """Of one test: a thread that it left behind writes nothing into the next."""
+    """State of one test: a thread that outlives its test cannot write into the next one."""
 
     def __init__(self):
         self.taken: list[int] = []
@@ -37,7 +37,7 @@ class Plain(Tracker):
 
 
 class FullDisk(Plain):
-    """Takes the even steps."""
+    """A tracker that fails for odd steps."""
 
     def log(self, metrics, step):
         if step % 2:
@@ -80,7 +80,7 @@ def here(monkeypatch):
 
 @pytest.fixture
 def log(tmp_path):
-    """Log so many steps to one of these trackers and to a file, which has all of them whatever happens."""
+    """Log so many steps to one of these trackers and to a file, which always receives all of them."""
 
     def log(name, steps, pause=0.0):
         run = RunInfo("p", "e", tmp_path, total_steps=steps)

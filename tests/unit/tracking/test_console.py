@@ -25,7 +25,7 @@ def clock():
 
 def make(tmp_path, clock, terminal=False, resumed_step=None):
     out = io.StringIO()
-    # `_environ` stands for os.environ, so that the settings of whoever runs the tests do not matter.
+    # `_environ` replaces os.environ, so that the environment of the test run does not matter.
     console = Console(file=out, force_terminal=terminal, width=120, _environ={"NO_COLOR": "1", "TERM": "xterm"})
     run = RunInfo("p", "my-run", tmp_path, total_steps=100, resumed_step=resumed_step)
     return ConsoleTracker(run, console, clock), out
@@ -48,7 +48,7 @@ def test_missing_metrics_are_not_shown(tmp_path, clock):
 def test_remaining_time_is_estimated_from_recent_steps(tmp_path, clock):
     tracker, out = make(tmp_path, clock)
     for step in range(1, 51):
-        clock.now += 10 if step <= 25 else 1  # the slow beginning is forgotten
+        clock.now += 10 if step <= 25 else 1  # the slow start is no longer part of the average
         tracker.log({}, step)
     assert out.getvalue().splitlines()[-1] == "step 50/100  left 0:00:50"
 

@@ -89,7 +89,7 @@ def test_lines_lost_to_a_full_disk_are_written_later(start):
     tracker = start()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(1, 5):
-        full = step in (2, 3)  # room for half a line
+        full = step in (2, 3)  # space for half a line
         resource.setrlimit(
             resource.RLIMIT_FSIZE, (tracker.path.stat().st_size + 9 * (step == 2) if full else soft, hard)
         )

@@ -1,4 +1,4 @@
-"""The real library and its store in files, read back through its client."""
+"""The real mlflow library with a file store, read back through its client."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The real library: event files are read back by its own reader, as the page in the browser does."""
+"""The real tensorboard library: its reader reads back the event files."""
 
 import math
 import time

@@ -11,7 +11,7 @@ EVENTS: list[tuple] = []
 
 
 class Recorder(Tracker):
-    """Writes down what it is told."""
+    """A tracker that records its calls."""
 
     at_once = True
 
@@ -26,11 +26,11 @@ class Recorder(Tracker):
 
 
 class Second(Recorder):
-    """Another of its kind."""
+    """Another tracker with the same base."""
 
 
 class Clumsy(Recorder):
-    """Cannot finish."""
+    """A tracker that fails on finish."""
 
     def finish(self):
         super().finish()
@@ -38,21 +38,21 @@ class Clumsy(Recorder):
 
 
 class Absent(Recorder):
-    """Cannot start."""
+    """A tracker that cannot start."""
 
     def __init__(self, run):
         raise OSError("no login")
 
 
 class Told(Recorder):
-    """Wants to know how the run ended."""
+    """A tracker that needs the status of the run."""
 
     def on_run_end(self, ending):
         EVENTS.append(("on_run_end", ending))
 
 
 class ToldInItsThread(Told):
-    """Nobody waits for this one."""
+    """A tracker with a thread that the run does not wait for."""
 
     at_once = False
 

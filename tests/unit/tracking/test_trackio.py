@@ -1,4 +1,4 @@
-"""Calls of the trackio library, with a double and, if installed, with the library."""
+"""Calls of the trackio library, with a fake module and, if installed, with the library."""
 
 import importlib.util
 import sys
@@ -18,7 +18,7 @@ def info(folder, resumed_step=None):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Of a library that prints as the real one does."""
+    """Record the calls of a fake library, which prints like the real one."""
     calls = []
 
     def init(**words):

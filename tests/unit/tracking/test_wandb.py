@@ -1,4 +1,4 @@
-"""The real library, offline: what it wrote is read back by a reader of the tests' own."""
+"""The real wandb library in offline mode; the tests' reader reads back the files."""
 
 import json
 import math
@@ -102,7 +102,7 @@ def test_the_library_prints_nothing(tmp_path, capfd, caplog):
 
 def test_a_missing_account_is_an_error_without_a_prompt(monkeypatch, capfd):
     monkeypatch.delenv("WANDB_MODE")
-    wandb.teardown()  # it remembers the mode
+    wandb.teardown()  # wandb remembers the mode
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     with pytest.raises(ConfigError, match=r"no account.*wandb login.*WANDB_API_KEY.*WANDB_MODE=offline"):
         check_trackers(["wandb"])

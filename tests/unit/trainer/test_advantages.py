@@ -48,7 +48,7 @@ def floats(*rows: list[float]) -> Ragged:
 
 
 def two_rows() -> DataProto:
-    """Three tokens of which the second came from a tool, and one token."""
+    """Build a row of three tokens, the second from a tool, and a row of one token."""
     return DataProto.from_dict(
         {
             "token_level_scores": floats([0, 0, 1], [2]),

@@ -1,4 +1,4 @@
-"""ReMax: what the samples are compared with is the score of what transformers says is the greedy response."""
+"""ReMax: the baseline is the score of the greedy response according to transformers."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ OF_TEXT = "sum(map(ord, solution_str)) % 7 / 2"
 
 
 def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:
-    """Of the likeliest tokens by the weights in the folder, each found with a whole forward pass."""
+    """Return the scores of the likeliest tokens by the weights in the folder, with a full forward pass for each."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores: list[float] = []
@@ -51,7 +51,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, seen: 
     wanted = greedy_scores(tmp_path / "actor", [row.tolist() for row in batch["prompts"].rows()])
     assert batch["reward_baselines"].tolist() == wanted
     assert len(set(wanted)) > 1, "the case says nothing about whose baseline it is"
-    # The score is on the last token, so the reward-to-go is the score everywhere.
+    # The score is on the last token, so the reward-to-go is the score at every token.
     scores, lengths = batch["token_level_scores"].sum(), batch["responses"].lengths
     expected = (scores - batch["reward_baselines"]).repeat_interleave(lengths)
     torch.testing.assert_close(batch["advantages"].values, expected)

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Check:
-    """Writes rows and a function, and runs the command; gives the exit status and what it said."""
+    """Write rows and a function, and run the command; return the exit status and the output."""
 
     def check(train: list[dict], *words: str, val: list[dict] | None = None, reward: str = "") -> tuple[int, str]:
         (tmp_path / "reward.py").write_text(REWARD + (reward or "return float(solution_str == ground_truth)") + "\n")

@@ -1,4 +1,4 @@
-"""Correction for the rollout's distribution: columns, metrics, and runs in which the two really differ."""
+"""Correction for the rollout's distribution: columns, metrics, and runs in which both distributions differ."""
 
 import math
 from pathlib import Path
@@ -27,7 +27,7 @@ def correcting(**keys: Any) -> dict[str, Any]:
 
 
 def batch_of() -> DataProto:
-    """Ratios of probabilities 4 and 1/2 in the first row, whose second token came from a tool, and 3/4 in the other."""
+    """Build a row with ratios 4 and 1/2, whose second token came from a tool, and a row with ratio 3/4."""
     rows = [[4.0, 1000.0, 0.5], [0.75]]
     train = Ragged.from_rows([[-1.0, -1.0, -1.0], [-1.0]], torch.float32)
     ratios = Ragged.from_rows([[math.log(ratio) for ratio in row] for row in rows], torch.float32)
@@ -73,7 +73,7 @@ def test_weights_and_what_is_told_of_them_by_hand(home: Path) -> None:
 
 
 def test_several_rules_must_all_hold(home: Path) -> None:
-    # Of the tokens 4 is too much; of the rows, the product 2 of the first is, of which 1/2 would have stayed.
+    # By token, 4 exceeds the limit; by row, the product 2 of the first does, which also removes 1/2.
     one = rollout_correction(home, rollout_rs="token_k1", rollout_rs_threshold=2.5)
     both = rollout_correction(home, rollout_rs="[token_k1,seq_sum_k1]", rollout_rs_threshold="[2.5,0.5_1.9]")
     kept, told = correct(batch_of(), one)
@@ -106,7 +106,7 @@ def learnable() -> DataProto:
 
 
 def first_update(home: Path, columns: dict[str, Tensor], **keys: Any) -> dict[str, float]:
-    """The metrics of one update whose ratios are all 1."""
+    """Return the metrics of one update whose ratios are all 1."""
     config = ppo_config(home, {**correcting(**keys), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2})
     actor = ActorWorker(config, Topology(1), 10)
     actor.init_model()
@@ -125,7 +125,7 @@ def test_the_first_loss_is_the_weighted_mean_advantage(home: Path) -> None:
 
 
 def test_rejected_rows_do_not_count(home: Path) -> None:
-    # Half of the first row and all of the third are rejected; the mean is over those that are left.
+    # Half of the first row and all of the third are rejected; the mean is over the remaining tokens.
     advantages = learnable()["advantages"].values
     kept = torch.ones(len(advantages), dtype=torch.bool)
     kept[2:4] = kept[10] = False
@@ -139,13 +139,13 @@ def test_where_everything_is_rejected_nothing_is_learned(home: Path) -> None:
     assert told["actor/pg_loss"] == told["actor/grad_norm"] == 0.0
 
 
-# -- in runs where the distributions differ -------------------------------------------------------
+# -- runs with different distributions ------------------------------------------------------------
 
 TOP_P = {"actor_rollout_ref.rollout.top_p": 0.6, "actor_rollout_ref.rollout.temperature": 0.8}
 
 
 def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
-    """By transformers, in float64: the probability that the kept tokens held together, at each response token."""
+    """Return the total probability of the kept tokens at each response token, by transformers in float64."""
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
     found = []
     for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
@@ -158,7 +158,7 @@ def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
 
 
 def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
-    # pi_rollout = pi_train / mass for a token that was kept, so its weight is the mass; a row's is their product.
+    # pi_rollout = pi_train / mass for a kept token, so its weight is the mass; a row's weight is their product.
     for level in ("token", "sequence"):
         (step,) = run_ppo(home, {**TOP_P, **correcting(rollout_is=level)}, steps=1)
         masses = nucleus_masses(home, step.batch)
@@ -169,7 +169,7 @@ def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
         assert step.metrics["rollout_corr/rollout_is_max"] == pytest.approx(float(weights.max()), rel=1e-4)
         assert step.metrics["rollout_corr/rollout_is_min"] == pytest.approx(float(weights.min()), rel=1e-4)
         assert step.metrics["rollout/log_prob_diff_above_0.1"] == 1.0
-    # Where everything is sampled from, the same weights are one and change nothing.
+    # If sampling has no limits, the same weights are one and have no effect.
     (plain,) = run_ppo(home, {}, steps=1)
     (step,) = run_ppo(home, correcting(rollout_is="sequence"), steps=1)
     assert step.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-5)
@@ -186,11 +186,11 @@ def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
 
 
 def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) -> None:
-    """The mask is that of the masses, and the metrics are those of all rows."""
+    """The mask follows from the masses, and the metrics cover all rows."""
     (plain,) = run_ppo(home, TOP_P, steps=1)
     masses = torch.cat(nucleus_masses(home, plain.batch)).sort().values
     widest = int((masses[1:] - masses[:-1]).argmax())
-    low = float(masses[widest : widest + 2].mean())  # in the middle of the widest gap: rounding decides nothing
+    low = float(masses[widest : widest + 2].mean())  # in the middle of the widest gap, so that rounding has no effect
     keys = correcting(rollout_rs="token_k1", rollout_rs_threshold=f"{low}-2.0")
     (step,) = run_ppo(home, {**TOP_P, **keys}, steps=1)
     rejected = (widest + 1) / len(masses)
@@ -198,7 +198,7 @@ def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) 
 
 
 def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
-    """Generated in bfloat16 and learned in float32: how far they are apart is what the loss tells, by transformers."""
+    """Generate in bfloat16 and train in float32: the loss reports their difference, compared with transformers."""
     keys = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float32)
@@ -231,6 +231,6 @@ def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) 
     assert step.metrics.keys() <= plain.metrics.keys()
     for name, value in step.metrics.items():
         if not name.startswith(("timing_s", "perf")):
-            # The entropy is that of the policies that learned, the others' that of the one before.
+            # The entropy is of the policies that were trained, the other metrics of the previous one.
             within = 1e-2 if name == "actor/entropy" else 1e-3
             assert value == pytest.approx(plain.metrics[name], rel=within, abs=1e-5), name

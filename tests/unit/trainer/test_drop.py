@@ -1,4 +1,4 @@
-"""`custom_reward_function.on_error=drop`: a sample without a score changes nothing for the others.
+"""`custom_reward_function.on_error=drop`: a sample without a score does not change the others.
 
 The oracle is the same computation on a batch that never had the row.
 """
@@ -45,7 +45,7 @@ def algorithm(home: Path, **keys: Any) -> AlgorithmConfig:
 
 
 def batch_of(generator: torch.Generator) -> DataProto:
-    """Two prompts with four responses each, evaluated but not scored."""
+    """Build two prompts with four responses each, evaluated but not scored."""
     like = Ragged.from_rows([[0.0] * length for length in LENGTHS])
     noise = {name: torch.randn(sum(LENGTHS), generator=generator) for name in ("old_log_probs", "ref_log_prob")}
     columns: dict[str, Any] = {name: like.like(values) for name, values in noise.items()}
@@ -67,7 +67,7 @@ def result_of(batch: DataProto, dropped: tuple[int, ...]) -> RewardResult:
 
 
 def scored() -> tuple[DataProto, DataProto]:
-    """(with two rows that are dropped, without those rows)."""
+    """Return (batch with two dropped rows, batch without those rows)."""
     batch = batch_of(torch.Generator().manual_seed(0))
     batch = with_scores(batch, result_of(batch, DROPPED))
     return batch, batch.reorder(torch.tensor(KEPT))
@@ -101,7 +101,7 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     found = estimated(
         batch.rename({"token_level_scores": "token_level_rewards"}), algorithm(home, adv_estimator="remax")
     )
-    # Scores 5, 7 and 8, each on its row's last token, are what is still to come everywhere.
+    # Scores 5, 7 and 8, each on its row's last token, are the reward-to-go of every token.
     rows = [row.tolist() for row in found.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
     with pytest.raises(RewardError, match="on all 8 responses"):
@@ -118,9 +118,9 @@ def test_a_dropped_row_does_not_change_the_kl_coefficient(home: Path) -> None:
 
 
 def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Weights of actor and critic after one update on all of the batch.
+    """Return the weights of actor and critic after one update on the batch.
 
-    Adam makes a step of lr out of a gradient of 1e-10, which rounding leaves of none; not with this eps.
+    Adam turns a gradient of 1e-10, a rounding error of zero, into a step of lr; this eps prevents it.
     """
     rows = len(batch)
     config: PPOConfig = ppo_config(

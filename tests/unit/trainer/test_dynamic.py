@@ -1,4 +1,4 @@
-"""Dynamic sampling: which prompts are kept, where the data go on, and what is said when there are none."""
+"""Dynamic sampling: the kept prompts, the position in the data, and the errors if no prompt is kept."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ def result(scores: Sequence[float], parts: Sequence[dict[str, float]] | None = N
 
 
 class Policy:
-    """Solves each prompt once in two of the numbers `differing`, and always the others."""
+    """Solve each prompt whose number is in `differing` once in two, and all others always."""
 
     def __init__(self, differing: set[int]):
         self.differing = differing
@@ -64,7 +64,7 @@ def loader_of(count: int, batch: int = 4, epochs: int = 1) -> StatefulLoader:
 
 
 def draw(loader: StatefulLoader, policy: Policy, config: PPOConfig) -> tuple[list[int], dict[str, float]]:
-    """The prompts of one step, row by row, and its metrics."""
+    """Return the prompts of one step, row by row, and its metrics."""
     metrics = StepMetrics()
     batch = informative(loader.next_batch(), policy, loader, config, metrics)
     return [int(row[0]) for row in batch["prompts"].rows()], metrics.values
@@ -74,12 +74,12 @@ def test_informative_prompts_keep_all_responses_until_the_batch_is_full(config_w
     loader, policy = loader_of(20), Policy({1, 6, 7, 9})
     kept, metrics = draw(loader, policy, config_with())
     assert kept == [1, 1, 6, 6, 7, 7]
-    # Four prompts of two responses each were drawn before the second batch: its seeds begin at row 8.
+    # Four prompts of two responses each were drawn before the second batch: its seeds start at row 8.
     assert policy.asked == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 8)]
     assert metrics["train/num_gen_batches"] == 2
     assert metrics["filter_groups/same_share"] == 5 / 8
     assert metrics["filter_groups/given_back"] == 0
-    # Of eight prompts 5 are solved twice, 3 once: (5 x 2 + 3) / 16; failures add up, means are means.
+    # Of eight prompts 5 are solved twice, 3 once: (5 x 2 + 3) / 16; failures are summed, means are averaged.
     assert metrics["filter_groups/seq_reward/mean"] == pytest.approx(13 / 16)
     assert metrics["reward/acc/mean"] == pytest.approx(13 / 16)
     assert metrics["reward/errors"] == 2
@@ -132,17 +132,17 @@ def test_responses_that_were_dropped_make_no_difference() -> None:
 
     scores = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 3.0, 4.0, 0.0]  # three responses to each of three prompts
     assert differs(scores, (), 3) == [True, True, True]
-    # 1, -, 1 are the same; 1, 1, - are; 3, 4, - are not.
+    # 1, -, 1 are equal; 1, 1, - are equal; 3, 4, - differ.
     assert differs(scores, (1, 5, 8), 3) == [False, False, True]
-    # One response that is left differs from none, and of the last prompt none is.
+    # A single remaining response does not differ, and the last prompt has none.
     assert differs(scores, (0, 2, 4, 5, 6, 7, 8), 3) == [False, False, False]
-    # Less than 0, which is what a failure scores.
+    # Less than 0, the score of a failure.
     assert differs([-1.0, 0.0, -1.0, -2.0, 0.0, -2.0], (1, 4), 2) == [False, True, False]
 
 
 def test_dropped_responses_do_not_make_a_prompt_informative(config_with) -> None:
     class Failing(Policy):
-        """Of prompt 1, which would differ, the second response has no score."""
+        """The second response of prompt 1, which would differ, has no score."""
 
         def __call__(self, prompts: DataProto, metrics: StepMetrics, first: int) -> tuple[DataProto, RewardResult]:
             batch, scored = super().__call__(prompts, metrics, first)
@@ -152,11 +152,11 @@ def test_dropped_responses_do_not_make_a_prompt_informative(config_with) -> None
     kept, metrics = draw(loader_of(20), Failing({1, 2, 5, 6}), config_with())
     assert kept[::2] == [2, 5, 6]
     assert metrics["filter_groups/same_share"] == 5 / 8
-    # 15 responses have a score: of the prompts 2, 5 and 6 one is worth nothing.
+    # 15 responses have a score: one response of each of the prompts 2, 5 and 6 scores zero.
     assert metrics["filter_groups/seq_reward/mean"] == pytest.approx(12 / 15)
 
 
-# -- whole runs -------------------------------------------------------------------------------------
+# -- complete runs ----------------------------------------------------------------------------------
 
 
 RUN = {**DAPO, "data.train_max_samples": 24, "trainer.total_epochs": 2, "trainer.save_freq": 1}
@@ -176,6 +176,6 @@ def test_dynamic_sampling_resumes_bitwise(tmp_path: Path) -> None:
 
 
 def test_a_run_ends_with_its_data(tmp_path: Path) -> None:
-    # At most 24 / 3 = 8 steps of the one epoch; prompts that do not differ make them fewer.
+    # At most 24 / 3 = 8 steps in the single epoch; prompts that do not differ reduce the number.
     logged = run_ppo(tmp_path, {**RUN, "trainer.total_epochs": 1, "trainer.save_freq": -1}, steps=100)
     assert 3 < len(logged) < 8

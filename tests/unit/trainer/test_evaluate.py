@@ -1,4 +1,4 @@
-"""`camshaft eval`: numbers worked out by hand, the files that it takes and writes, and what it refuses."""
+"""`camshaft eval`: hand-worked numbers, input and output files, and errors."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def row(source: str, responses: Any, truth: str, **more: Any) -> dict[str, Any]:
 
 
 def evaluate(path: Path, **overrides: Any) -> Run:
-    """Scored by comparison, unless a function is named; keys with two underscores for the dot."""
+    """Score by comparison unless a function is given; keyword arguments have two underscores in place of the dot."""
     keys = {"data.path": path, "custom_reward_function.name": "exact_match", "custom_reward_function.num_workers": 1}
     keys |= {key.replace("__", "."): value for key, value in overrides.items()}
     return camshaft("eval", *(f"{key}={value}" for key, value in keys.items()))
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_hand_work_by_data_set(tmp_path: Path) -> None:
         "test_score/a": 3 / 8,  # 2 of 4 and 1 of 4
         "val-core/a/reward/mean@4": 3 / 8,
         "val-core/a/reward/pass@1/mean": 3 / 8,
-        # 2 of 4 are wrong: a draw of two has only these with 1 in 6; 3 of 4 are: with 3 in 6
+        # 2 of 4 are wrong: a draw of two has only wrong ones with 1 in 6; 3 of 4 are: with 3 in 6
         "val-aux/a/reward/pass@2/mean": (5 / 6 + 3 / 6) / 2,
         "val-core/a/reward/pass@4/mean": 1,
         "val-core/a/reward/best@4/mean": 1,
@@ -107,7 +107,7 @@ def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
     assert table
     assert [line for line in table if line not in run.out] == []
     assert "pass@4" in run.out
-    # A later `generate` must not take the scored file for its own.
+    # A later `generate` must not treat the scored file as its output.
     made.unlink()
     out.rename(made)
     assert "the file already exists" in camshaft("generate", *generate_words(tmp_path, words)).err

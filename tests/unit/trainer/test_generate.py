@@ -63,7 +63,7 @@ def test_reward_settings_matter_only_with_scores(home: Path, tmp_path: Path) -> 
         for changed in ({"ground_truth": "3"}, {"data_source": "other"}, {"extra_info": {"index": 2}}):
             write_parquet(path, [ROW | changed])
             assert differing(before, found(home, {"data.path": path, **scored})) == ["what the scores depend on"]
-        write_parquet(path, [ROW | {"note": "x"}])  # neither generated from nor scored by
+        write_parquet(path, [ROW | {"note": "x"}])  # irrelevant to generation and scoring
         assert before == found(home, {"data.path": path, **scored})
     own.write_text(body + "2.0")
     assert differing(before, found(home, {"data.path": path, **scored})) == ["the reward function"]
@@ -116,7 +116,7 @@ def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:
         "custom_reward_function.name": "auto",
     }.items():
         assert key in differing(before, found(home, {**SCORED, key: value}))
-    # With a generator that reads it, it counts.
+    # It matters for a generator that reads it.
     vllm = {"rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1}
     for name, differ in (({}, True), (vllm, True), ({"rollout.name": "hf"}, False)):
         eager = [found(home, name | {"rollout.enforce_eager": value}) for value in (True, False)]

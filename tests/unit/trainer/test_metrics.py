@@ -14,7 +14,7 @@ def floats(*rows: list[float]) -> Ragged:
 
 
 def two_rows(**more: Any) -> DataProto:
-    """A response of three tokens of which the second came from a tool, and one of one token that was cut off."""
+    """Build a response of three tokens, the second from a tool, and a truncated response of one token."""
     columns = {
         "prompts": Ragged.from_rows([[1, 2], [3, 4, 5, 6]]),
         "responses": Ragged.from_rows([[7, 8, 9], [7]]),
@@ -50,7 +50,7 @@ def test_metrics_count_rows_and_policy_tokens() -> None:
     ("values", "explained"),
     [
         (floats([1, 0, 2], [6]), 1.0),  # a perfect critic; the tool's token does not count
-        (floats([3, 0, 3], [3]), 0.0),  # one that knows the mean alone
+        (floats([3, 0, 3], [3]), 0.0),  # one that predicts only the mean
         # errors -1, 1, 0: variance 1; returns 1, 2, 6: variance 7
         (floats([2, 0, 1], [6]), 1 - 1 / 7),
     ],
@@ -68,11 +68,11 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
     # d = 0.1 and -0.4 in the first row, 0.2 in the second; the tool's token does not count.
     # k3: 0.1051709-0.1, 0.6703200-0.6, 1.2214028-1.2, that is 0.0051709, 0.0703200, 0.0214028.
     # Sequence weights: exp(-0.3) = 0.7408182 and exp(0.2) = 1.2214028; share (sum)^2 / (2 sum of squares).
-    # Beyond 0.1 are two of the three once the first is 0.05.
+    # With the first at 0.05, two of the three exceed 0.1.
     found = mismatch(two_rows(rollout_log_probs=floats([-1.05, 0.0, -1.6], [-3.2])))
     assert found["rollout/log_prob_diff_above_0.1"] == pytest.approx(2 / 3)
     found = mismatch(two_rows())
-    del found["rollout/log_prob_diff_above_0.1"]  # the first sits on the edge
+    del found["rollout/log_prob_diff_above_0.1"]  # the first is on the boundary
     share = (0.7408182 + 1.2214028) ** 2 / (2 * (0.7408182**2 + 1.2214028**2))
     expected = {
         "rollout/log_prob_diff_max": 0.4,

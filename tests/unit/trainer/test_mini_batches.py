@@ -14,7 +14,7 @@ def sharded(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp
 
 
 def test_each_rank_receives_its_part_of_each_mini_batch() -> None:
-    # Mini-batches 0..3 and 4..7; the first half of each is rank 0's, whose part of a call is the first half of all.
+    # Mini-batches 0..3 and 4..7; the first half of each belongs to rank 0, whose part of a call is the first half.
     assert sharded(rows(8), mini_batch=4, epochs=1, seed=None, dp_size=2)["row"].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert sharded(rows(4), mini_batch=2, epochs=2, seed=None, dp_size=2)["row"].tolist() == [0, 2, 0, 2, 1, 3, 1, 3]
 
@@ -37,9 +37,9 @@ def test_mini_batches_do_not_depend_on_the_number_of_ranks(dp_size: int) -> None
 
 
 def test_shares_have_equal_rows_and_nearly_equal_tokens() -> None:
-    # 9 and 1 against 8 and 2, where the order as it is has 17 against 3.
+    # 9 and 1 against 8 and 2; the original order gives 17 against 3.
     lengths = torch.tensor([9, 8, 1, 2])
     assert even_shares(rows(4), lengths, dp_size=2)["row"].tolist() == [0, 2, 1, 3]
     assert even_shares(rows(4), lengths, dp_size=1)["row"].tolist() == [0, 1, 2, 3]
-    # A rank that has more than its share of tokens with one row gets its number of rows all the same.
+    # A rank whose share of tokens one row exceeds still gets its number of rows.
     assert even_shares(rows(4), torch.tensor([1, 1, 1, 90]), dp_size=2)["row"].tolist() == [2, 3, 0, 1]

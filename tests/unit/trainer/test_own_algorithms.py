@@ -1,4 +1,4 @@
-"""Somebody's own estimator and loss, as the page on algorithms shows them, in a run; and the recipes of that page."""
+"""A custom estimator and loss from the page on algorithms, in a run, and the recipes of that page."""
 
 import re
 import statistics
@@ -40,7 +40,7 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (step,) = run_ppo(tmp_path, {**OWN, "critic.enable": True}, steps=1)
     assert step.metrics["actor/ratio_mean"] == pytest.approx(1, abs=0.1)
     assert "actor/pg_clipfrac" not in step.metrics
-    assert step.metrics["critic/vf_loss"] > 0  # a critic was asked for
+    assert step.metrics["critic/vf_loss"] > 0  # the config requires a critic
     (batch,) = seen
     scores = batch["token_level_scores"].sum().tolist()
     wanted = [

@@ -1,4 +1,4 @@
-"""Role classes of a user, named in the config."""
+"""Custom role classes, named in the config."""
 
 from pathlib import Path
 

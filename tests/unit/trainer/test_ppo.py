@@ -1,4 +1,4 @@
-"""The training loop on runs of a second; tests/parity compares the step."""
+"""The training loop in runs of a second; tests/parity checks the numbers of a step."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_validation_before_training_does_not_wait_for_validation_between_steps(t
 
 
 def test_the_last_step_is_always_validated_and_saved(tmp_path: Path) -> None:
-    # 16 rows make two steps; the run is asked for more.
+    # 16 rows make two steps; the config requests more.
     few = {"data.train_max_samples": 16, "trainer.total_epochs": 1, "trainer.save_freq": 5, "trainer.test_freq": 5}
     logged = run_ppo(tmp_path, few, steps=7)
     assert ["val/reward/mean" in step.metrics for step in logged] == [False, True]
@@ -69,7 +69,7 @@ def test_a_single_update_computes_its_old_log_probs(
         assert one.metrics.keys() - other.metrics.keys() == {"timing_s/old_log_prob"}
         numbers = [name for name in other.metrics if not name.startswith(("timing_s", "perf"))]
         assert "actor/entropy" in numbers
-        assert other.metrics["rollout/log_prob_diff_mean"] < 1e-5  # each row has its own
+        assert other.metrics["rollout/log_prob_diff_mean"] < 1e-5  # rows match their own log-probs
         for name in numbers:
             assert other.metrics[name] == pytest.approx(one.metrics[name], rel=1e-3, abs=1e-5), name
 

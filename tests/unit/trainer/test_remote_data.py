@@ -1,4 +1,4 @@
-"""A run whose data and models are on another file system is the run whose are here."""
+"""A run with data and models on another file system equals the run with local files."""
 
 from pathlib import Path
 

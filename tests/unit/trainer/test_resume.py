@@ -36,7 +36,7 @@ BUSY: dict[str, Any] = {
 
 
 def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, steps: int = 2) -> Path:
-    """Begin or go on until so many steps are done; the folder of the newest step, or of what was saved again."""
+    """Start or resume a run up to so many steps; return the folder of the newest step, or of a repeated save."""
     config = ppo_config(folder, {**BUSY, "trainer.total_training_steps": steps, **overrides})
     info = RunInfo("p", "e", folder, steps)
     with PPOParts(config) as parts, Tracking([], info) as tracking:
@@ -52,7 +52,7 @@ def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, s
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a run of two steps."""
+    """Return a folder with a run of two steps."""
     folder = tmp_path_factory.mktemp("home")
     run(folder, {})
     return folder
@@ -76,7 +76,7 @@ def checksums(step: Path) -> dict[str, Any]:
 
 def test_a_resumed_run_saves_the_same_state(home: Path, tmp_path: Path) -> None:
     before = checksums(home / "run" / "global_step_2")
-    torch.manual_seed(99)  # this process is another than the one that saved
+    torch.manual_seed(99)  # another process than the one that saved
     again = checksums(run(home, {}, saves_to=tmp_path / "again"))
     torch.manual_seed(99)
     fresh = checksums(run(home, {"trainer.default_local_dir": tmp_path / "new"}, saves_to=tmp_path / "fresh"))
@@ -113,7 +113,7 @@ def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-# -- a config that has changed --------------------------------------------------------------------
+# -- a changed config -----------------------------------------------------------------------------
 
 
 def test_changes_are_shown_as_overrides(tmp_path: Path) -> None:

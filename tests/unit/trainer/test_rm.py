@@ -1,4 +1,4 @@
-"""Training a reward model: the losses, weights and scores of plain transformers, however the pairs are cut."""
+"""Reward model training: losses, weights and scores match transformers for any micro-batches."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,7 +35,7 @@ STEPS, LR = 3, 1e-3
 
 
 class Recorder:
-    """A tracker that keeps everything."""
+    """A tracker that records all metrics."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -46,7 +46,7 @@ class Recorder:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a reward model in `start`, pairs with margins in `pairs.parquet`, and an odd number in `heldout.parquet`."""
+    """Return a folder with a reward model `start`, pairs with margins in `pairs.parquet`, and odd `heldout.parquet`."""
     home = tmp_path_factory.mktemp("home")
     rm_words(home)
     make_tiny_reward_model(home / "start")
@@ -64,7 +64,7 @@ def trainer_of(home: Path, folder: Path, **overrides: Any) -> RMTrainer:
 
 
 def trained(home: Path, folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """(metrics of the steps, weights of the exported model)"""
+    """Return (metrics of the steps, weights of the exported model)."""
     recorder = Recorder()
     with trainer_of(home, folder, **overrides) as trainer:
         trainer.prepare()
@@ -74,12 +74,12 @@ def trained(home: Path, folder: Path, **overrides: Any) -> tuple[list[dict[str, 
 
 
 def scores_of(model: Any, ids: Ragged) -> Tensor:
-    """(B,) logits in transformers, one row at a time."""
+    """Return (B,) logits of transformers, one row at a time."""
     return torch.stack([model(row[None]).logits[0, 0] for row in ids.rows()])
 
 
 def plain_terms(model: Any, pairs: DataProto) -> tuple[Tensor, Tensor]:
-    """(loss of each pair, its lead), written out once more."""
+    """Return (loss of each pair, score difference of each pair)."""
     chosen, rejected = scores_of(model, pairs["chosen"]), scores_of(model, pairs["rejected"])
     lead = chosen - rejected
     return torch.log1p(torch.exp(pairs["margin"] - lead)) + 0.01 * (chosen + rejected) ** 2, lead
@@ -130,7 +130,7 @@ def test_a_run_matches_transformers_for_any_split(
     steps, found = trained(home, tmp_path, **{**EXACT, **cut})
     assert len(steps) == STEPS
     for ours, theirs in zip(steps, wanted, strict=True):
-        # The metrics beside the loss are added up in float32.
+        # The other metrics are summed in float32.
         assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-9)
     assert found.keys() == weights.keys()

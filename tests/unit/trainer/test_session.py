@@ -22,7 +22,7 @@ def trainer(tmp_path: Path) -> TrainerConfig:
 
 
 def loader() -> StatefulLoader:
-    """Three epochs of two steps."""
+    """Return a loader of three epochs of two steps."""
     return StatefulLoader(DataProto.from_dict({"x": torch.arange(9)}), 4, total_epochs=3)
 
 

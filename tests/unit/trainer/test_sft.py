@@ -21,7 +21,7 @@ def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
 
 
 def plain_loss(model: Any, rows: DataProto) -> float:
-    """Cross-entropy per trained token, one row at a time."""
+    """Return the cross-entropy per trained token, one row at a time."""
     total, count = 0.0, 0
     for ids, mask in zip(rows["input_ids"].rows(), rows["loss_mask"].rows(), strict=True):
         with torch.no_grad():
@@ -32,7 +32,7 @@ def plain_loss(model: Any, rows: DataProto) -> float:
 
 
 def test_losses_are_those_of_plain_transformers_over_all_trained_tokens(tmp_path: Path) -> None:
-    # 16 held-out rows in batches of 6: a mean of the batches' means would be another number.
+    # 16 held-out rows in batches of 6: the mean of the batch means would differ.
     trainer = trainer_of(tmp_path, **{"data.train_batch_size": 6, "data.micro_batch_size_per_gpu": 4})
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     assert trainer.val_rows is not None

@@ -28,7 +28,7 @@ ROWS = [row("a", "1"), row("b", "4"), row("a", "3"), row("a", "bad"), row("b", "
 
 @pytest.fixture
 def setting(tmp_path: Path) -> Iterator[tuple[PPOParts, PPOConfig]]:
-    """Five questions, two responses to each, three rows at a time."""
+    """Return the setting: five questions, two responses to each, three rows at a time."""
     (tmp_path / "reward.py").write_text(REWARD)
     config = ppo_config(
         tmp_path,
@@ -57,7 +57,7 @@ def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[P
         "invalid": 0, "timeouts": 0, "crashes": 0,
     }  # fmt: skip
     assert 1 <= metrics["val-aux/response_length/mean"] <= 8
-    # Two to each question, which differ.
+    # Two responses to each question, which differ.
     wanted = [("1", 1), ("4", 4), ("3", 3), ("bad", 0), ("6", 6)]
     assert [(sample.ground_truth, sample.score) for sample in samples] == [one for one in wanted for _ in range(2)]
     assert all("1+1=" in sample.prompt for sample in samples)
@@ -65,14 +65,14 @@ def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[P
 
 
 def test_responses_to_one_question_are_held_together(setting: tuple[PPOParts, PPOConfig]) -> None:
-    # Batches of three rows cut through the pairs; whatever is said, each question has one score.
+    # Batches of three rows cross the pairs; each question still has one score.
     metrics, _ = validate(*setting)
     for name in ("mean@2", "best@2/mean"):
         assert metrics[f"val-core/a/reward/{name}"] == pytest.approx((1 + 3 + 0) / 3)
         assert metrics[f"val-core/b/reward/{name}"] == pytest.approx(5)
     assert metrics["val-aux/a/reward/worst@2/mean"] == pytest.approx((1 + 3 + 0) / 3)
     assert metrics["val-aux/a/reward/std@2"] == 0
-    assert not any("maj" in name for name in metrics)  # this reward tells no answers
+    assert not any("maj" in name for name in metrics)  # this reward returns no answers
 
 
 def scored(uid: str, score: float, answer: str | None, **parts: float) -> Scored:
@@ -99,10 +99,10 @@ def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
         "val-core/math/acc/best@4/mean": 1.0,
         "val-core/math/acc/maj@4/mean": 0.5,
     }
-    # Pairs of the first: 5 of 6 hold a right one; of the second: 3 of 6.
+    # Pairs of the first: 5 of 6 contain a correct one; of the second: 3 of 6.
     assert found["val-aux/math/reward/best@2/mean"] == pytest.approx((5 / 6 + 3 / 6) / 2)
     assert found["val-aux/math/reward/worst@2/mean"] == pytest.approx((1 / 6 + 0) / 2)
-    # Of the first 1 pair is aa and 4 are ties of a and another; of the second 3 are ties of x and y.
+    # Of the first, 1 pair is aa and 4 are ties of a and another; of the second, 3 are ties of x and y.
     assert found["val-aux/math/reward/maj@2/mean"] == pytest.approx(((1 + 4 / 2) / 6 + (3 / 2) / 6) / 2)
     assert found["val-aux/math/length/mean@4"] == 2.0
     assert len(found) == 3 * (2 + 2 * 3)

@@ -1,4 +1,4 @@
-"""Properties of the sharded engine beyond the contract: dropout across ranks, units, saves before the first step."""
+"""Properties of the sharded engine beyond the contract: dropout over ranks, FSDP units, early saves."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from camshaft.models.packed import Untouched
 
 
 def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
-    """(losses with dropout, what this rank draws next)"""
+    """Return (losses with dropout, this rank's next random number)."""
     harness = EngineHarness(
         engine_class("fsdp2"), folder, always={"options": options, "override_config": {"attention_dropout": 0.3}}
     )
@@ -83,7 +83,7 @@ def test_an_unknown_layer_class_is_named(tmp_path: Path) -> None:
 
 
 def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -> None:
-    """The model computes in bfloat16; the distributions that come into it from outside are not rounded to that."""
+    """The model computes in bfloat16, but does not round the distributions of the other model to bfloat16."""
     harness = EngineHarness(
         engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}
     )
@@ -96,7 +96,7 @@ def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -
 
 
 def test_host_arguments_are_not_sent_to_the_device() -> None:
-    """By the function with which FSDP moves the arguments of a model."""
+    """Count the calls of the function with which FSDP moves the arguments of a model."""
     moved, _ = _to_kwargs((torch.ones(2), Untouched(torch.ones(2))), {}, torch.device("meta"), False)
     seen, kept = moved[0]
     assert seen.device.type == "meta"

@@ -1,4 +1,4 @@
-"""Ranks killed while they save: the last whole checkpoint leads to the same next steps, bit for bit."""
+"""Ranks killed while saving: the last complete checkpoint resumes with bit-identical steps."""
 
 import json
 import os
@@ -22,7 +22,7 @@ STEPS = 12
 
 
 def _train(folder: str, in_background: bool) -> dict[int, list[float]]:
-    """Steps up to STEPS from the newest whole checkpoint on, one saved after each; (loss, norm) by step."""
+    """Train from the newest complete checkpoint to STEPS, saving after each step; return (loss, norm) by step."""
     always = {"options": {"async_save": in_background}, "override_config": {"attention_dropout": 0.1}}
     harness = EngineHarness(FSDPEngine, folder, always=always)
     engine = harness.build()
@@ -51,7 +51,7 @@ def _newest(run: Path) -> int:
 
 
 def _killed(folder: Path, in_background: bool, pause: float) -> None:
-    """Start training and kill all ranks `pause` seconds after the third save has begun."""
+    """Start training and kill all ranks `pause` seconds after the third save has started."""
     pool = process_pool(PoolSpec("killed", ranks_per_node=2), Options(timeout=60.0))
     runner = spawn(_Runner, pool=pool, name="killed", timeout=60.0)
 

@@ -1,4 +1,4 @@
-"""Each option of the sharded engine does what it says: seen on the engine, not in its numbers, which stay the same."""
+"""Each option of the sharded engine has its effect on the engine; the numbers stay the same."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def layers(engine: FSDPEngine) -> list[Any]:
 
 
 def stepped(harness: EngineHarness, engine: FSDPEngine, before_backward: Any = None) -> None:
-    """Forward and backward of the harness's batch."""
+    """Run forward and backward on the harness's batch."""
     loss_fn = harness.loss_fn("causal_lm")
 
     def watched(data: Any, predictions: Any, ctx: Any) -> Any:
@@ -150,7 +150,7 @@ def test_activations_of_a_training_step_go_to_host_memory(
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_each_layer_is_compiled(tmp_path: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the compiler itself, which takes a minute: `make test-matrix` has it."""
+    """Layers are compiled, observed without running the compiler; `make test-matrix` runs it, which takes a minute."""
     calls: list[str] = []
 
     def compiler(function: Any, dynamic: bool) -> Any:
@@ -188,7 +188,7 @@ def test_a_checkpoint_is_written_in_the_background(
 
 
 def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
-    """(ranks with rows of their own, share of a layer's matrix on this rank)"""
+    """Return (ranks with separate rows, this rank's share of a layer's matrix)."""
     _, engine = built(Path(folder), **options)
     weight = layers(engine)[0].mlp.up_proj.weight
     return engine.seat.dp_size, weight.to_local().numel() / (32 * layers(engine)[0].mlp.intermediate_size)

@@ -1,4 +1,4 @@
-"""Matrices cut over ranks against the same model whole in one process."""
+"""Tensor-parallel matrices, compared with the same model in one process."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def model_of(folder: str, head: Head = "causal_lm", checkpointing: bool = False,
 
 
 def numbers(model: PackedModel) -> Numbers:
-    """Outputs, and the gradient of a loss that weighs every one of them differently."""
+    """Return the outputs, and the gradient of a loss that weights each output differently."""
     found = model(
         torch.cat(tiny_rows(LENGTHS)) % 100, Packing(LENGTHS), wanted(LENGTHS), OUTPUTS[model.head], temperature=0.8
     )
@@ -150,7 +150,7 @@ def sums_over_ranks(folder: str) -> tuple[int, int]:
 
 
 def test_a_layer_sums_twice_in_each_direction():
-    # Two layers: what comes out of attention and of the MLP, and the gradient of what goes in. The embedding once more.
+    # Two layers: the outputs of attention and of the MLP, and the gradients of their inputs. The embedding adds one.
     assert run_ranks(sums_over_ranks, 2, folder_of("qwen2"))[0] == (5, 4)
 
 
@@ -158,7 +158,7 @@ def test_a_layer_sums_twice_in_each_direction():
 
 
 def cut_and_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Built on the meta device, cut over one axis, sharded over the other, then filled."""
+    """Build on the meta device, shard over both mesh axes (tensor parallel and FSDP), then load the weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
@@ -198,14 +198,14 @@ def test_together_with_fully_shard_from_the_meta_device(tied: bool):
     found, gradients = numbers(model)
     weights = {name: weight.detach() for name, weight in model.hf.named_parameters()}
     for got, summed, cut_twice in run_ranks(cut_and_sharded, 4, folder, weights, timeout=120):
-        # Both data-parallel ranks have the same rows here, and gradients are summed over them.
+        # Both data-parallel ranks have the same rows in this test, and gradients are summed over them.
         same((got, {name: gradient / 2 for name, gradient in summed.items()}), (found, gradients))
         assert {name for name in weights if name not in cut_twice} == {
             name for name in weights if "layernorm" in name or name == "model.norm.weight"
         }
 
 
-# -- what is refused -------------------------------------------------------------------------------
+# -- unsupported models ----------------------------------------------------------------------------
 
 
 def refusal(folder: str) -> str:
@@ -237,7 +237,7 @@ def test_models_that_do_not_fit_are_rejected(case: str):
 
 
 class _Adapted(nn.Linear):
-    """Stands for a layer that an adapter or a quantiser put in the place of a linear one."""
+    """A layer that replaces a linear one, as adapters and quantizers do."""
 
 
 def odd_layers(folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Recorded steps, by a recorder that freezes what a CUDA graph freezes: they generate what steps as they are do."""
+"""Captured decode steps, with a CPU stand-in for CUDA graphs, generate the same tokens as eager steps."""
 
 import inspect
 from collections.abc import Callable
@@ -41,7 +41,7 @@ FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
 
 
 class Recorded(TorchRollout):
-    """The built-in generator with recorded steps, on a CPU."""
+    """The built-in generator with captured steps on a CPU."""
 
     make_step: MakeStep = staticmethod(full_length_step)
 
@@ -72,7 +72,7 @@ def count(case: Case) -> int:
 
 
 def many(harness: RolloutHarness) -> Ragged:
-    """More rows than slots; prompts that are kept for rows that find none."""
+    """Return more rows than cache slots, with prompts whose KV cache is kept for waiting rows."""
     return harness.prompts(3, 11, 1, 5, LENGTH_MULTIPLE - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
 
 
@@ -93,7 +93,7 @@ def same(found: Generation, wanted: Generation) -> bool:
     )
 
 
-# -- what recorded steps generate -----------------------------------------------------------------
+# -- generation with captured steps ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,8 +108,8 @@ def test_tokens_are_those_of_steps_as_they_are(
     found = right(case, many(harness), sampling)
     assert same(found, wanted)
     assert not temperature or len(set(found.responses.lengths.tolist())) > 2  # rows end and join at any time
-    assert steps_of(case).cache.length > LENGTH_MULTIPLE  # slots have grown
-    assert count(case) > len(steps_of(case).replays)  # and all was recorded anew then
+    assert steps_of(case).cache.length > LENGTH_MULTIPLE  # the KV cache has grown
+    assert count(case) > len(steps_of(case).replays)  # which captured all steps again
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
@@ -121,7 +121,7 @@ def test_captured_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.
 def test_a_second_generation_records_nothing(harness: RolloutHarness) -> None:
     case = harness.case(max_num_seqs=SLOTS)
     first = right(case, many(harness))
-    right(case, many(harness))  # in slots of their full length from the start
+    right(case, many(harness))  # with cache slots of full length from the start
     before = count(case)
     assert same(right(case, many(harness)), first)
     assert count(case) == before
@@ -199,7 +199,7 @@ def test_a_model_that_looks_at_values_is_rejected(harness: RolloutHarness) -> No
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
-    """A capture would freeze or reject such an operator. All tensors of a step are on the device."""
+    """Capture would freeze or reject such an operator, so all tensors of a step must be on the device."""
     config = RolloutEngineConfig(model_path=str(tiny_folder(family, **FAMILIES[family])), dtype="bfloat16")
     for device in ("meta", "cpu"):
         rollout = TorchRollout(config)
@@ -211,11 +211,11 @@ def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
         assert seen.found == {logits.device.type} == {device}
 
 
-# -- that the recorder would show a step which depends on more ------------------------------------
+# -- tests of the stand-in: it detects a step that depends on more --------------------------------
 
 
 def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As steps that are not recorded do it: so many places as the longest row has."""
+    """Use a Python number for the cache length, the longest row, as steps without capture do."""
     real, now = CUDAGraphDecoder._forward, [0]
 
     def forward(self: CUDAGraphDecoder, num_rows: int, tokens: Tensor, positions: Tensor, slots: DecodeStep) -> Tensor:
@@ -227,7 +227,7 @@ def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was made once, of the positions that there were."""
+    """Use a mask that was created once for the positions at that time."""
     made: dict[int, DecodeStep] = {}
 
     def step(cache: KVCache, positions: Tensor) -> DecodeStep:
@@ -247,7 +247,7 @@ def _any_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that fill up a number write to the slot that keeps a prompt."""
+    """Write the rows that pad a batch to the cache slot of a kept prompt."""
     real = CUDAGraphDecoder._forward
     monkeypatch.setattr(CUDAGraphDecoder, "_forward", lambda self, num_rows, *rest: real(self, num_rows + 1, *rest))
     monkeypatch.setattr(graphs, "padded_rows", lambda rows: SLOTS + 1)
@@ -259,7 +259,7 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 
 
 def _story(harness: RolloutHarness) -> None:
-    """Generations as they come in a run."""
+    """Run generations in the order of a training run."""
     case = harness.case(max_num_seqs=SLOTS)
     steps_of(case)._capacity = SLOTS + 1
     for scale in (1.0, 0.8):
@@ -281,7 +281,7 @@ def test_a_mistake_is_seen(
         _story(harness)
 
 
-# -- who gets them --------------------------------------------------------------------------------
+# -- conditions for capture -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

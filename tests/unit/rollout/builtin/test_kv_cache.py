@@ -1,4 +1,4 @@
-"""Slots hold what was computed, and attention over them is attention over each row alone."""
+"""Cache slots hold the computed keys and values, and attention over them equals attention over each row."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +45,7 @@ def assert_attention(
 
 
 def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
-    """(H, D) attention of the last token of a row over its (T, Hkv, D) keys and values, head by head."""
+    """Return (H, D) attention of a row's last token over its (T, Hkv, D) keys and values, head by head."""
     first = 0 if window is None else max(0, len(keys) - window)
     mixed = []
     for head in range(HEADS):
@@ -140,7 +140,7 @@ def test_slots_keep_what_they_hold_when_they_grow() -> None:
 
 
 def test_growing_keeps_live_slots_and_the_last_slot() -> None:
-    """A request for 5 slots in a cache of 6: the last one of its own is slot 4."""
+    """A request for 5 slots in a cache of 6: the last requested slot is slot 4."""
     slots = filled(6, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
     slots.reserve(5, LENGTH_MULTIPLE + 1, live=2)
@@ -235,7 +235,7 @@ def test_an_ignored_sliding_window_is_rejected() -> None:
     slots.check_window(layer(1), None)
     with pytest.raises(RolloutError, match="layer 0 of gemma3_text has a sliding window of 16 tokens"):
         slots.check_window(layer(0), None)
-    # A window that no sequence fills is no window.
+    # A window that no sequence fills has no effect.
     KVCache(config, 16).check_window(layer(0), None)
 
 

@@ -1,4 +1,4 @@
-"""Packed copies of weights: the same products, never stale, freed at the end of a generation."""
+"""Packed copies of weights give the same products, are never stale, and are freed after a generation."""
 
 import itertools
 from pathlib import Path
@@ -64,7 +64,7 @@ def assert_product(product: Tensor, rows: Tensor, weight: Tensor, bias: Tensor |
 
 @pytest.fixture(params=[True, False], ids=["mkl-fast", "mkl-slow"])
 def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """A machine on which MKL is fast, and one on which it is slow."""
+    """Simulate a machine on which MKL is fast, and one on which it is slow."""
     monkeypatch.setattr(linears, "_mkl_is_fast", lambda: request.param)
     return request.param
 
@@ -140,7 +140,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
     layer = PackableLinear(inputs, 4, bias=False).requires_grad_(False)
     layer.packed = packed = SplitByThread(layer.weight, None)
     plain = layer.weight.clone()
-    packed.split += 1  # to tell the copies apart
+    packed.split += 1  # to distinguish the copies
     if packed.transposed is not None:
         packed.transposed += 2
     for rows in {MIN_ROWS, few - 1, few, many - 1, many}:
@@ -179,7 +179,7 @@ def test_few_rows_or_steps_pack_nothing(rows: int, steps: int, fast: bool) -> No
 
 
 class CustomLinear(nn.Linear):
-    """A subclass, whose forward may be another."""
+    """A subclass, whose forward may differ."""
 
 
 def test_only_plain_float32_layers_are_packed(fast: bool) -> None:
@@ -259,7 +259,7 @@ def test_generation_packs_the_present_weights(
         log_probs.append(out.log_probs.values)
         with torch.no_grad():
             for weight in case.oracle.parameters():
-                weight.data.mul_(0.9)  # leaves no trace in the version counter
+                weight.data.mul_(0.9)  # does not change the version counter
     assert not any(torch.equal(one, other) for one, other in itertools.pairwise(log_probs))
     rollout: Any = case.rollout
     packable = [layer for layer in rollout.model.hf.modules() if isinstance(layer, PackableLinear)]

@@ -81,7 +81,7 @@ def test_responses_are_equal_only_for_equal_prompts_and_seeds(harness: RolloutHa
 
 
 def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
-    # Uniforms are numbered by the place of a token in its row, prompt included.
+    # Uniforms are numbered by the position of a token in its row, including the prompt.
     case, prompts, seeds = harness.case(), harness.prompts(4, 9), torch.tensor([1, 2])
     whole = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True), seeds).responses
     start = case.rollout.generate_sequences(prompts, SamplingParams(4, ignore_eos=True), seeds).responses
@@ -121,7 +121,7 @@ def test_non_finite_weights_are_an_error_without_side_effects(harness: RolloutHa
     right(case, prompts, SamplingParams(10))
 
 
-# -- slots ----------------------------------------------------------------------------------------
+# -- scheduler ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_num_seqs", [64, 8, 5, 2, 1])
@@ -133,7 +133,7 @@ def test_each_distinct_prompt_is_computed_once(harness: RolloutHarness, max_num_
 
 
 def test_metrics_count_the_work_of_a_call(harness: RolloutHarness) -> None:
-    # Six rows of five tokens: the first comes with the prompt, four steps bring the others.
+    # Six rows of five tokens: prefill gives the first, four decode steps the others.
     prompts = harness.prompts(4, 9).select([0, 0, 0, 1, 1, 1])
     for max_num_seqs, steps, use in ((6, 4, 1.0), (100, 4, 1.0), (4, 8, 24 / 32), (1, 24, 1.0)):
         case = harness.case(max_num_seqs=max_num_seqs)
@@ -196,7 +196,7 @@ def test_generated_rows_can_be_trained_on(harness: RolloutHarness) -> None:
 
 
 def tokenizer_of_bytes(folder: Path) -> None:
-    """Tokens of half a character, of one and of several."""
+    """Return a tokenizer with tokens of half a character, one and several characters."""
     vocabulary = ["<pad>", "<end>", "\u00c3", "\u00a9", "\u00a8", "a", "b", "ab", "aba", "b\u00c3", "\u00a9a"]
     merges = [("a", "b"), ("ab", "a"), ("b", "\u00c3"), ("\u00a9", "a")]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(vocabulary)}, merges))
@@ -242,7 +242,7 @@ def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypat
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(4, stop=("x",)))
 
 
-# -- what it refuses ------------------------------------------------------------------------------
+# -- unsupported arguments ------------------------------------------------------------------------
 
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (EngineError, "soft-capped", "gemma2", {}),

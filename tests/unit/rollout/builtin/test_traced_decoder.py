@@ -1,4 +1,4 @@
-"""Flat lists of operators: what the model's own forward computes, with the weights of the moment, or not used."""
+"""Operator graphs compute the model's forward with the current weights, or are not used."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,7 @@ def decoder_of(case: Case) -> Decoder:
 
 
 def right(harness: RolloutHarness, case: Case) -> Tensor:
-    """The log-probs of a generation, which are those of the plain model; also where a few rows are left."""
+    """Return the log-probs of a generation after comparing them with the model's, also with few remaining rows."""
     prompts = harness.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
     sampling = SamplingParams(MIN_STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(5))
@@ -79,7 +79,7 @@ def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
     case = harness.case("qwen2")
     before = right(harness, case)
     for weight in case.oracle.parameters():
-        weight.data.mul_(0.9)  # in place: nobody is told
+        weight.data.mul_(0.9)  # in place, without notice
     changed = right(harness, case)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
     assert torch.equal(right(harness, case), changed)
@@ -128,7 +128,7 @@ def test_a_graph_with_different_logits_is_not_used(harness: RolloutHarness, monk
     assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
 
 
-# -- what a forward may do ------------------------------------------------------------------------
+# -- supported forward code -----------------------------------------------------------------------
 
 
 class Model(nn.Module):
@@ -190,7 +190,7 @@ def test_unsupported_graph_values_are_rejected(func: Callable[[Tensor], Tensor],
         trace(model, inputs, model)
 
 
-# -- rewrites -------------------------------------------------------------------------------------
+# -- fusion ---------------------------------------------------------------------------------------
 
 
 def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
@@ -213,7 +213,7 @@ def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
     assert before.count("rsqrt") == after.count("scaled_by_rms") == norms
     assert before.count("neg") == after.count("rotated") == 2 * layers
     assert after.count("signed_sin") == 1
-    assert before.count("transpose") - after.count("transpose") == layers  # queries and keys are normed in between
+    assert before.count("transpose") - after.count("transpose") == layers  # query and key norms are in between
     assert not {"rsqrt", "pow", "mean", "neg"} & set(after)
 
 
@@ -238,7 +238,7 @@ def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
 
 
 def test_rows_in_a_few_and_in_many_are_the_same(tmp_path: Path) -> None:
-    # The last rows of a call run with plain weights, those before with copies in another order.
+    # The last rows of a call use the original weights, earlier rows use packed copies.
     case = RolloutHarness(TorchRollout, tmp_path).case("qwen2", {"hidden": 128, "intermediate": 320})
     prompts = Ragged.from_rows([torch.arange(3, 9)] * MIN_ROWS)
     many = case.rollout.generate_sequences(prompts, SamplingParams(MIN_STEPS, temperature=0, ignore_eos=True))
