@@ -1,31 +1,32 @@
 """Algorithms as pure functions on tensors, independent of the rest of the package.
 
     masked.py      masked sums, means and variances
-    kl.py          KL estimators for the reference policy, and KL controllers
-    advantages.py  rewards (and values) -> advantages and returns; on the driver, (B, T) grids
-    losses.py      policy, value, entropy, KL and SFT losses, and their aggregation; on the workers, flat (N,) tokens
-    preference.py  scores of preference pairs -> loss; on the workers, (B,) pairs of a micro-batch
-    mismatch.py    rollout log-probs against trainer log-probs: statistics, weights, rejection; on the driver
-    at_n.py        scores of n responses to one prompt: mean@n, best@k, maj@k; plain numbers
-    partition.py   balanced partitions of rows for micro-batches; plain numbers
+    kl.py          estimators of the KL to the reference policy, and controllers of the KL coefficient
+    advantages.py  advantages and returns from rewards and values; runs on the driver on (B, T) grids
+    losses.py      policy, value, entropy, KL and SFT losses; run on the workers on flat (N,) tokens
+    preference.py  loss of preference pairs; runs on the workers on the (B,) pairs of a micro-batch
+    mismatch.py    compares rollout and trainer log-probs: statistics, importance weights, rejection; runs on the driver
+    at_n.py        mean@n, best@k, worst@k and maj@k of n responses to one prompt, on Python numbers
+    partition.py   balanced partitions of rows into micro-batches, on Python numbers
 
-To add a variant, write a function with the same parameters and add it to its dict (ESTIMATORS, POLICY_LOSSES,
-KL_PENALTIES, AGGREGATIONS) and to the names that the config accepts (config/schema/algorithm.py, fields.py).
+To add a variant, write a function with the parameters of the existing ones. Add it to the dict of its kind (ESTIMATORS,
+POLICY_LOSSES, KL_PENALTIES or AGGREGATIONS) and to the names that the config accepts (config/schema/algorithm.py,
+fields.py).
 
 Glossary of names and formulas:
 
-    B, T, N, V, H   sequences, response tokens, tokens of a flat batch, vocabulary size, hidden size
-    G               rows of one group: the responses to one prompt
-    m_t             mask: 1 at tokens that the policy sampled
-    r_t, R          reward of a token; reward of a row, the sum of its r_t
-    V_t, V_old      value of the critic, current and before the update
+    B, T, N, V, H   number of sequences, response tokens and flat tokens; vocabulary size; hidden size
+    G               group size: number of responses to one prompt
+    m_t             mask, which is 1 at tokens that the policy sampled
+    r_t, R          reward of a token; total reward of a row, the sum of its r_t
+    V_t, V_old      value of the critic; the same before the update
     A_t, G_t        advantage; reward-to-go
     pi, pi_old, pi_ref      trained policy, sampling policy, reference policy
     d               log pi - log pi_ref of the sampled token
     ratio           pi / pi_old of the sampled token
     beta            KL coefficient
     gamma, lam      discount factor; GAE lambda
-    share           contribution of a micro-batch to a mini-batch mean: its sum divided by the mini-batch count
+    share           contribution of a micro-batch to a mini-batch mean: micro-batch sum / mini-batch count
 """
 
 from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator

@@ -1,13 +1,14 @@
-"""Advantage estimators. Called by the trainer once per step.
+"""Advantage estimators, which the trainer calls once per step.
 
     estimator = ESTIMATORS["grpo"]
     advantages, returns = estimator(AdvantageInputs(rewards, mask, groups=groups), AdvantageOptions())
 
-Grids are (B, T): one row per sequence, left-aligned responses. `mask` (B, T) is true at the tokens that the policy
-sampled. Values at other tokens (padding, tool output), including rewards, are never read, and results are 0 there.
-`groups` (B,) int64 is equal for the rows of one prompt.
+Rewards, values and results are (B, T) grids with one row per sequence and left-aligned responses. `mask` (B, T) is
+True at the tokens that the policy sampled. Entries at other tokens (padding, tool output), including rewards, are never
+read, and the results are 0 there. `groups` (B,) int64 has the same value for all responses to one prompt.
 
-`returns` is the regression target of a critic: advantages plus values for GAE, otherwise the reward-to-go.
+`returns` is the regression target of a critic. It is advantages plus values for GAE, the total reward R of the row for
+estimators with groups, and the reward-to-go otherwise.
 """
 
 from collections.abc import Callable
@@ -23,33 +24,33 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator; `Estimator` declares which optional ones it needs."""
+    """Inputs of an estimator. The fields of `Estimator` declare which optional inputs are required."""
 
     rewards: Tensor
-    """(B, T) float"""
+    """(B, T) float: reward of each token."""
     mask: Tensor
-    """(B, T) bool"""
+    """(B, T) bool: True at tokens that the policy sampled."""
     values: Tensor | None = None
-    """(B, T) values of the critic"""
+    """(B, T) float: values of the critic."""
     groups: Tensor | None = None
-    """(B,) int64"""
+    """(B,) int64: equal for all responses to one prompt."""
     baselines: Tensor | None = None
-    """(B,) reward of the greedy response to each row's prompt"""
+    """(B,) float: total reward of the greedy response to the same prompt."""
 
 
 @dataclass(frozen=True)
 class AdvantageOptions:
-    """Hyperparameters from the config; an estimator reads those of its formula."""
+    """Hyperparameters from the config. Each estimator reads only those in its formula."""
 
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """Divide GRPO advantages by the standard deviation of the group."""
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator, `estimator(inputs, options) -> (advantages, returns)`, with its required inputs."""
+    """Callable `estimator(inputs, options) -> (advantages, returns)` that declares its required inputs."""
 
     fn: Callable[[AdvantageInputs, AdvantageOptions], Result]
     needs_critic: bool = False
@@ -60,17 +61,17 @@ class Estimator:
         return self.fn(inputs, options)
 
 
-# -- with a critic ----------------------------------------------------------------------------------
+# -- estimators with a critic ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> Result:
-    """Generalized advantage estimation, from right to left over the masked-in tokens:
+    """Generalized advantage estimation (GAE), computed from right to left over the masked-in tokens:
 
     delta_t = r_t + gamma V_{t+1} - V_t          A_t = delta_t + gamma lam A_{t+1}
 
-    t+1 is the next masked-in token: V and A pass through other tokens unchanged. `returns` = A + V; afterwards A is
-    whitened over all masked-in tokens of the batch. (B, T) in and out.
+    t+1 denotes the next masked-in token; masked-out tokens between the two are skipped. `returns` is A + V before A is
+    whitened over all masked-in tokens of the batch. All tensors are (B, T).
     Schulman et al., arXiv:1506.02438.
     """
     advantages = torch.zeros_like(values)
@@ -84,14 +85,14 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: flo
     return whiten(advantages, mask), torch.where(mask, advantages + values, 0)
 
 
-# -- with the reward-to-go ----------------------------------------------------------------------------
+# -- estimators with the reward-to-go ----------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Result:
-    """REINFORCE++: A = G whitened over all masked-in tokens of the batch; returns = G.
+    """REINFORCE++: whiten the reward-to-go G over all masked-in tokens of the batch; `returns` is G.
 
-    G_t = r_t + gamma G_{t+1}, where t+1 is the next masked-in token. (B, T) in and out.
+    G_t = r_t + gamma G_{t+1}, where t+1 is the next masked-in token. All tensors are (B, T).
     Hu et al., arXiv:2501.03262.
     """
     returns = _reward_to_go(rewards, mask, gamma)
@@ -100,70 +101,72 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float) -> Resul
 
 @torch.no_grad()
 def remax(rewards: Tensor, mask: Tensor, baselines: Tensor) -> Result:
-    """ReMax: A_t = G_t - b with G_t = sum of r from t on; returns = G.
+    """ReMax: A_t = G_t - b with the undiscounted reward-to-go G_t = sum_{s >= t} r_s; `returns` is G.
 
-    b is the reward of the greedy response to the same prompt, `baselines` (B,). (B, T) in and out.
+    b is the total reward of the greedy response to the same prompt. `baselines` is (B,); other tensors are (B, T).
     Li et al., arXiv:2310.10505.
     """
     returns = _reward_to_go(rewards, mask, gamma=1.0)
     return torch.where(mask, returns - baselines[:, None], 0), returns
 
 
-# -- with a group of responses to one prompt --------------------------------------------------------
-# Each row has one advantage, computed from R = sum of its rewards and broadcast to its tokens; returns = R. A group of
-# one row has baseline 0 and standard deviation 1.
+# -- estimators with groups of responses to one prompt --------------------------------------------------------
+# These estimators compute one advantage per row from its total reward R and broadcast it to the tokens of the row;
+# `returns` is R. A group of one row has baseline 0 and standard deviation 1.
 
 
 @torch.no_grad()
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = True) -> Result:
-    """GRPO: A = (R - mean_g) / (std_g + 1e-6), std unbiased; without `norm_by_std` (Dr.GRPO) A = R - mean_g.
+    """GRPO: A = (R - mean_g) / (std_g + 1e-6) with the unbiased std_g; without `norm_by_std` (Dr.GRPO) A = R - mean_g.
 
-    (B, T) grids and (B,) groups in, (B, T) out. Shao et al., arXiv:2402.03300; Liu et al., arXiv:2503.20783.
+    `groups` is (B,); all other tensors are (B, T).
+    Shao et al., arXiv:2402.03300; Liu et al., arXiv:2503.20783.
     """
     totals, members = _totals(rewards, mask), _Groups(groups)
     centered = totals - members.mean(totals)
     if norm_by_std:
         std = (members.sum(centered.square()) / (members.size - 1).clamp(min=1)).sqrt()
         centered = centered / (torch.where(members.size > 1, std, 1.0) + 1e-6)
-    return _spread(centered, totals, rewards, mask)
+    return _broadcast(centered, totals, rewards, mask)
 
 
 @torch.no_grad()
 def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """RLOO: A = R - mean R of the other rows of the group.
+    """RLOO: subtract the mean R of the other rows in the group from the R of each row.
 
-    (B, T) grids and (B,) groups in, (B, T) out. Ahmadian et al., arXiv:2402.14740.
+    `groups` is (B,); all other tensors are (B, T). Ahmadian et al., arXiv:2402.14740.
     """
     totals, members = _totals(rewards, mask), _Groups(groups)
-    others = (members.sum(totals) - totals) / (members.size - 1).clamp(min=1)
-    return _spread(totals - torch.where(members.size > 1, others, 0.0), totals, rewards, mask)
+    baseline = (members.sum(totals) - totals) / (members.size - 1).clamp(min=1)
+    return _broadcast(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
 
 
 @torch.no_grad()
 def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """REINFORCE++ with a baseline: R - mean_g, whitened over all masked-in tokens of the batch.
+    """REINFORCE++ with a baseline: whiten R - mean_g over all masked-in tokens of the batch.
 
-    (B, T) grids and (B,) groups in, (B, T) out. Hu et al., arXiv:2501.03262.
+    `groups` is (B,); all other tensors are (B, T). Hu et al., arXiv:2501.03262.
     """
     totals, members = _totals(rewards, mask), _Groups(groups)
-    advantages, returns = _spread(totals - members.mean(totals), totals, rewards, mask)
+    advantages, returns = _broadcast(totals - members.mean(totals), totals, rewards, mask)
     return whiten(advantages, mask), returns
 
 
 @torch.no_grad()
 def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
-    """OPO: A = R - b_g with b_g = sum_g len R / sum_g len, where len is the number of masked-in tokens of a row.
+    """OPO: A = R - b_g with the length-weighted mean b_g = sum_g len R / sum_g len.
 
-    (B, T) grids and (B,) groups in, (B, T) out. Hao et al., arXiv:2505.23585.
+    len is the number of masked-in tokens of a row. `groups` is (B,); all other tensors are (B, T). Hao et al.,
+    arXiv:2505.23585.
     """
     totals, members = _totals(rewards, mask), _Groups(groups)
     lengths = mask.sum(1).double()
     baseline = members.sum(lengths * totals) / members.sum(lengths).clamp(min=1)
-    return _spread(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
+    return _broadcast(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
 
 
 class _Groups:
-    """Group statistics of (B,) tensors, broadcast back to rows: (B,)."""
+    """Statistics per group of a (B,) tensor. Each row receives the value of its group, so results are (B,)."""
 
     def __init__(self, groups: Tensor):
         names, self._inverse = torch.unique(groups, return_inverse=True)
@@ -174,17 +177,17 @@ class _Groups:
         return x.new_zeros(self._num_groups).index_add(0, self._inverse, x)[self._inverse]
 
     def mean(self, x: Tensor) -> Tensor:
-        """Mean over the group; 0 for a group of one."""
+        """Return the mean over the group of each row; 0 for a group of one."""
         return torch.where(self.size > 1, self.sum(x) / self.size, 0.0)
 
 
 def _totals(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Sum rewards per row (B,) in float64, so that equal rewards of a group cancel exactly before normalization."""
+    """Sum the rewards of each row, (B, T) -> (B,), in float64 so that equal rewards of a group cancel exactly."""
     return masked_sum(rewards.double(), mask, dim=1)
 
 
-def _spread(advantages: Tensor, totals: Tensor, rewards: Tensor, mask: Tensor) -> Result:
-    """Broadcast (B,) values to masked (B, T) grids in the dtype of the rewards."""
+def _broadcast(advantages: Tensor, totals: Tensor, rewards: Tensor, mask: Tensor) -> Result:
+    """Broadcast (B,) advantages and totals to masked (B, T) grids in the dtype of the rewards."""
     grids = [torch.where(mask, row[:, None].to(rewards.dtype), 0) for row in (advantages, totals)]
     return grids[0], grids[1]
 
@@ -200,49 +203,49 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def _require(tensor: Tensor | None, name: str) -> Tensor:
     if tensor is None:
-        raise ValueError(f"this advantage estimator needs `{name}`; pass AdvantageInputs(..., {name}=...)")
+        raise ValueError(f"this advantage estimator requires `{name}`; pass AdvantageInputs(..., {name}=...)")
     return tensor
 
 
-def _values(x: AdvantageInputs) -> Tensor:
+def _required_values(x: AdvantageInputs) -> Tensor:
     return _require(x.values, "values")
 
 
-def _groups(x: AdvantageInputs) -> Tensor:
+def _required_groups(x: AdvantageInputs) -> Tensor:
     return _require(x.groups, "groups")
 
 
-def _baselines(x: AdvantageInputs) -> Tensor:
+def _required_baselines(x: AdvantageInputs) -> Tensor:
     return _require(x.baselines, "baselines")
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "gae": Estimator(
-        lambda x, o: gae(x.rewards, _values(x), x.mask, gamma=o.gamma, lam=o.lam),
+        lambda x, o: gae(x.rewards, _required_values(x), x.mask, gamma=o.gamma, lam=o.lam),
         needs_critic=True,
     ),
     "grpo": Estimator(
-        lambda x, o: grpo(x.rewards, x.mask, _groups(x), norm_by_std=o.norm_by_std),
+        lambda x, o: grpo(x.rewards, x.mask, _required_groups(x), norm_by_std=o.norm_by_std),
         needs_groups=True,
     ),
     "rloo": Estimator(
-        lambda x, o: rloo(x.rewards, x.mask, _groups(x)),
+        lambda x, o: rloo(x.rewards, x.mask, _required_groups(x)),
         needs_groups=True,
     ),
     "reinforce_plus_plus": Estimator(
         lambda x, o: reinforce_plus_plus(x.rewards, x.mask, gamma=o.gamma),
     ),
     "reinforce_plus_plus_baseline": Estimator(
-        lambda x, o: reinforce_plus_plus_baseline(x.rewards, x.mask, _groups(x)),
+        lambda x, o: reinforce_plus_plus_baseline(x.rewards, x.mask, _required_groups(x)),
         needs_groups=True,
     ),
     "remax": Estimator(
-        lambda x, o: remax(x.rewards, x.mask, _baselines(x)),
+        lambda x, o: remax(x.rewards, x.mask, _required_baselines(x)),
         needs_baselines=True,
     ),
     "opo": Estimator(
-        lambda x, o: opo(x.rewards, x.mask, _groups(x)),
+        lambda x, o: opo(x.rewards, x.mask, _required_groups(x)),
         needs_groups=True,
     ),
 }
-"""Values of `algorithm.adv_estimator`."""
+"""Estimator of each value of `algorithm.adv_estimator`."""

@@ -2,10 +2,10 @@
 
     at_n([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]])        # {"mean@3": 0.5, ..., "best@2/mean": 0.83, "best@3/mean": 1.0}
 
-Metrics @k are expectations over k of the n responses, drawn without replacement: the exact mean over all C(n, k) draws,
-without simulation. For scores of 0 and 1, best@k is the unbiased pass@k (Chen et al., 2021, arXiv:2107.03374). For
-k = n the only draw contains all responses. Each metric is a mean over prompts. The majority vote dominates the cost:
-about 20 s for 64 responses to each of 1319 prompts, 6 s for 32.
+Metrics @k are expectations over draws of k of the n responses without replacement. Each is the exact mean over
+all C(n, k) draws, computed without sampling. For scores of 0 and 1, best@k is the unbiased pass@k (Chen et al., 2021,
+arXiv:2107.03374). Each metric is averaged over prompts. The majority vote dominates the cost: with 1319 prompts, it
+takes about 6 s for 32 responses per prompt and 20 s for 64.
 """
 
 import math
@@ -20,65 +20,65 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Answer = str | None
-"""Extracted answer of a response; None (no answer) is treated as one more answer."""
+"""Answer extracted from a response. None (no answer) counts as a distinct answer in the majority vote."""
+
+MAX_MAJORITY_SIZE = 1000
+"""Maximum n for maj@k with k < n. For larger n, the number of draws overflows float64. maj@n has no limit."""
 
 
-MOST = 1000
-"""Maximum n for maj@k with k < n, above which the number of draws overflows float64; maj@n has no limit."""
-
-
-def draws(n: int) -> list[int]:
-    """Return the values of k: 2, 4, 8, ... and n; empty for n = 1."""
+def draw_sizes(n: int) -> list[int]:
+    """Return the values of k for n responses: the powers of 2 below n, and n. Return an empty list for n = 1."""
     return [*(2**i for i in range(1, n.bit_length()) if 2**i < n), *([n] if n > 1 else [])]
 
 
 def at_n(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[Answer]] | None = None) -> dict[str, float]:
-    """Compute all metrics, averaged over prompts, from n scores per prompt; `maj@k` requires `answers`.
+    """Compute all metrics from the n scores of each prompt and average them over prompts.
 
-    `std@n` is the population standard deviation of the n scores of a prompt.
+    `maj@k` is computed only if `answers` is given. `std@n` is the population standard deviation of the scores of a
+    prompt.
     """
     n = len(scores[0])
     metrics = {f"mean@{n}": [fmean(row) for row in scores]}
     if n > 1:
         metrics[f"std@{n}"] = [pstdev(row) for row in scores]
-    for k in draws(n):
-        metrics[f"best@{k}/mean"] = [best_of(row, k) for row in scores]
-        metrics[f"worst@{k}/mean"] = [-best_of([-score for score in row], k) for row in scores]
-        if answers is not None and (k == n or n <= MOST):
+    for k in draw_sizes(n):
+        metrics[f"best@{k}/mean"] = [best_score(row, k) for row in scores]
+        metrics[f"worst@{k}/mean"] = [-best_score([-score for score in row], k) for row in scores]
+        if answers is not None and (k == n or n <= MAX_MAJORITY_SIZE):
             pairs = zip(scores, answers, strict=True)
-            metrics[f"maj@{k}/mean"] = [majority_of(row, row_answers, k) for row, row_answers in pairs]
+            metrics[f"maj@{k}/mean"] = [majority_score(row, row_answers, k) for row, row_answers in pairs]
     return {name: fmean(values) for name, values in metrics.items()}
 
 
-def pass_at(scores: Sequence[float], k: int, least: float = 1.0) -> float:
-    """Compute pass@k = 1 - C(n - c, k) / C(n, k), where c of the n responses score at least `least`."""
-    failed = sum(score < least for score in scores)
-    return 1 - math.comb(failed, k) / math.comb(len(scores), k)
+def pass_at(scores: Sequence[float], k: int, threshold: float = 1.0) -> float:
+    """Compute pass@k = 1 - C(n - c, k) / C(n, k), where c of the n scores are at least `threshold`."""
+    num_failed = sum(score < threshold for score in scores)
+    return 1 - math.comb(num_failed, k) / math.comb(len(scores), k)
 
 
-def best_of(scores: Sequence[float], k: int) -> float:
-    """Compute the expected maximum of k of the n scores.
+def best_score(scores: Sequence[float], k: int) -> float:
+    """Compute the expected maximum of k of the n scores: sum_i x_i C(i - 1, k - 1) / C(n, k).
 
-    The i-th lowest score (i from 1) is the maximum of a draw that contains it and k - 1 of the i - 1 lower scores:
-    sum_i x_i C(i - 1, k - 1) / C(n, k).
+    x_i is the i-th lowest score, counted from 1. It is the maximum of C(i - 1, k - 1) draws, which contain x_i and k -
+    1 of the i - 1 lower scores.
     """
-    ordered, every = sorted(scores), math.comb(len(scores), k)
-    return math.fsum(x * (math.comb(i, k - 1) / every) for i, x in enumerate(ordered))
+    num_draws = math.comb(len(scores), k)
+    return math.fsum(x * (math.comb(i, k - 1) / num_draws) for i, x in enumerate(sorted(scores)))
 
 
-def majority_of(scores: Sequence[float], answers: Sequence[Answer], k: int) -> float:
-    """Compute the expected score of the majority answer of k of the n responses; ties are broken uniformly.
+def majority_score(scores: Sequence[float], answers: Sequence[Answer], k: int) -> float:
+    """Compute the expected score of the majority answer among k of the n responses.
 
-    The score of an answer is the mean score of its responses.
+    The score of an answer is the mean score of its responses. Ties are broken uniformly at random.
     """
     by_answer: dict[Answer, list[float]] = {}
     for score, answer in zip(scores, answers, strict=True):
         by_answer.setdefault(answer, []).append(score)
-    largest = max(map(len, by_answer.values()))
+    max_count = max(map(len, by_answer.values()))
     if k == len(scores):
-        return fmean(fmean(values) for values in by_answer.values() if len(values) == largest)
+        return fmean(fmean(values) for values in by_answer.values() if len(values) == max_count)
     means = {answer: fmean(values) for answer, values in by_answer.items()}
-    # Probabilities sum to 1, so those of answers with the most common score are not needed.
+    # The win probabilities sum to 1, so those of answers with the most common score need not be computed.
     base = Counter(means.values()).most_common(1)[0][0]
     counts = Counter(len(values) for values in by_answer.values())
     sizes = tuple(sorted(counts.items()))
@@ -91,44 +91,45 @@ def majority_of(scores: Sequence[float], answers: Sequence[Answer], k: int) -> f
 
 @lru_cache(maxsize=4096)
 def _win_probability(count: int, sizes: tuple[tuple[int, int], ...], k: int) -> float:
-    """Compute the probability that an answer with `count` responses is the majority of a draw of k.
+    """Compute the probability that an answer with `count` responses is the majority answer of a draw of k responses.
 
-    `sizes` lists (responses, number of answers with that many responses) over all answers. The answer wins with j
-    responses if no other answer has more, and shares the win with the t answers that have as many. i of s responses
-    are drawn in C(s, i) ways, and the product
+    `sizes` contains pairs (s, number of answers with s responses) over all answers. If the draw contains j responses
+    with this answer, the answer wins if every other answer is drawn at most j times. It shares the win equally with the
+    t answers that are drawn exactly j times. There are C(s, i) ways to draw i of s responses, so the product
 
         p_s(x) + y C(s, j) x^j      with p_s(x) = sum_{i < j} C(s, i) x^i
 
-    over the other answers counts their draws. Terms in x^(k - j) y^t have weight 1 / (t + 1), the integral of y^t from
-    0 to 1, for which a Gauss-Legendre rule with enough points is exact. All terms are positive, so float64 has no
-    cancellation.
+    over the other answers is a generating function: the coefficient of x^(k - j) y^t counts the draws of the other
+    k - j responses with t ties. Its weight 1 / (t + 1) is the integral of y^t from 0 to 1, which a Gauss-Legendre rule
+    with enough points computes exactly. All terms are positive, so there is no cancellation in float64.
     """
-    others = [(size, answers - (size == count)) for size, answers in sizes]
+    other_sizes = [(size, answers - (size == count)) for size, answers in sizes]
     total = 0.0
     for j in range(1, min(count, k) + 1):
         rest = k - j
-        for y, weight in _rule(min(rest // j, sum(answers for size, answers in others if size >= j)) // 2 + 1):
+        max_ties = min(rest // j, sum(answers for size, answers in other_sizes if size >= j))
+        for y, weight in _gauss_legendre(max_ties // 2 + 1):
             ways = np.ones(1)
-            for size, answers in others:
-                one = [_choose(size, i) * (y if i == j else 1.0) for i in range(min(size, j, rest) + 1)]
-                ways = _times(ways, np.array(one), answers, rest)
+            for size, answers in other_sizes:
+                factor = [_choose(size, i) * (y if i == j else 1.0) for i in range(min(size, j, rest) + 1)]
+                ways = _multiply_power(ways, np.array(factor), answers, rest)
             total += weight * _choose(count, j) * (ways[rest] if rest < len(ways) else 0.0)
     return float(total / math.comb(sum(size * answers for size, answers in sizes), k))
 
 
-def _times(ways: Array, one: Array, power: int, most: int) -> Array:
-    """Compute the polynomial `ways * one ** power`, truncated above x^most."""
+def _multiply_power(polynomial: Array, factor: Array, power: int, max_degree: int) -> Array:
+    """Compute `polynomial * factor ** power` without the terms above x^max_degree."""
     while power:
         if power % 2:
-            ways = np.convolve(ways, one)[: most + 1]
+            polynomial = np.convolve(polynomial, factor)[: max_degree + 1]
         power //= 2
-        one = np.convolve(one, one)[: most + 1] if power else one
-    return ways
+        factor = np.convolve(factor, factor)[: max_degree + 1] if power else factor
+    return polynomial
 
 
 @lru_cache(maxsize=256)
-def _rule(points: int) -> list[tuple[float, float]]:
-    """Return (node, weight) pairs of the Gauss-Legendre rule on [0, 1], exact up to y^(2 points - 1)."""
+def _gauss_legendre(points: int) -> list[tuple[float, float]]:
+    """Return (node, weight) pairs of the Gauss-Legendre rule on [0, 1], which is exact up to y^(2 points - 1)."""
     nodes, weights = np.polynomial.legendre.leggauss(points)
     return [((x + 1) / 2, w / 2) for x, w in zip(nodes.tolist(), weights.tolist(), strict=True)]
 

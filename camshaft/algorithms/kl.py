@@ -1,11 +1,11 @@
-"""KL penalties with respect to the reference policy, and controllers of the KL coefficient.
+"""Estimators of the KL divergence from the reference policy, and controllers of the KL coefficient.
 
-    kl = kl_penalty(old_log_probs, ref_log_prob, "low_var_kl")      # any shape, elementwise
+    kl = kl_penalty(old_log_probs, ref_log_prob, "low_var_kl")      # elementwise, for any shape
     rewards = scores - controller.coef * kl
     controller.update(mean_kl, num_sequences)
 
-`kl_penalty` estimates the divergence from sampled tokens. The exact KL over the vocabulary is the engine output
-`full_kl`. The trainer owns the controller and checkpoints its state.
+`kl_penalty` estimates the divergence from the sampled tokens. The exact KL over the vocabulary is an output of the
+engine, `full_kl`. The trainer owns the controller and saves its state in checkpoints.
 """
 
 import math
@@ -38,19 +38,19 @@ KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
     "mse": _k2,
     "low_var_kl": _k3,
 }
-"""Estimators as functions of d = log pi - log pi_ref."""
+"""Estimator of each penalty name, as a function of d = log pi - log pi_ref."""
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Estimate the KL per token from d = log pi(token) - log pi_ref(token); any shape, without a mask.
+    """Estimate the KL of each token from d = log pi(token) - log pi_ref(token), elementwise for any shape.
 
     kl          d                       unbiased, can be negative
     abs         |d|
     mse         d^2 / 2                 non-negative, low variance, biased
-    low_var_kl  exp(-d) + d - 1         non-negative, low variance, unbiased;
-                                        d is clamped to +-20 and the result to +-10
+    low_var_kl  exp(-d) + d - 1         non-negative, low variance, unbiased
 
-    Schulman, "Approximating KL divergence", 2020 (kl, mse and low_var_kl are k1, k2 and k3).
+    For low_var_kl, d is clamped to +-20 and the result to +-10. kl, mse and low_var_kl are k1, k2 and k3 in
+    Schulman, "Approximating KL divergence", 2020.
     """
     if kind not in KL_PENALTIES:
         raise ValueError(
@@ -61,26 +61,27 @@ def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 class FixedKL:
-    """Constant beta. It has no state, so a resumed run uses the current config."""
+    """Constant KL coefficient beta. It has no state, so a resumed run uses the value of its config."""
 
     def __init__(self, coef: float):
         self.coef = coef
 
     def update(self, current_kl: float, num_sequences: int) -> None:
-        """Update beta after a step with the mean KL of its batch; constant here."""
+        """Update beta with the mean KL of a step. This controller keeps beta constant."""
 
     def state_dict(self) -> dict[str, float]:
         return {}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore a `state_dict`."""
+        """Restore the state; this controller has none."""
 
 
 class AdaptiveKL(FixedKL):
-    """Adaptive beta: beta <- beta (1 + clip(KL / target - 1, +-0.2) n / horizon).
+    """Adaptive KL coefficient: beta <- beta (1 + clip(KL / target - 1, +-0.2) n / horizon).
 
-    n is the number of sequences of the step, so `horizon` counts sequences. A NaN KL leaves beta unchanged. beta is
-    checkpointed; target and horizon come from the config. Ziegler et al., arXiv:1909.08593.
+    n is the number of sequences in the step, so `horizon` is a number of sequences. A NaN KL leaves beta unchanged.
+    Checkpoints contain beta but not `target` and `horizon`, which are read from the config.
+    Ziegler et al., arXiv:1909.08593.
     """
 
     def __init__(self, coef: float, target: float, horizon: float):
@@ -98,5 +99,5 @@ class AdaptiveKL(FixedKL):
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore beta; the empty state of a `FixedKL` leaves the initial value of the config."""
+        """Restore beta. The empty state of a `FixedKL` keeps the initial value from the config."""
         self.coef = state.get("coef", self.coef)

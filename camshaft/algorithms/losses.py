@@ -1,17 +1,18 @@
-"""Policy, value, entropy, KL and SFT losses, and their aggregation. Called by the roles once per micro-batch.
+"""Policy, value, entropy, KL and SFT losses, and their aggregation, which the roles call once per micro-batch.
 
     counts = Counts(mask, lengths, num_tokens=ctx["num_tokens"], num_sequences=ctx["num_sequences"])
     loss, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     loss = loss - entropy_coeff * entropy_loss(entropy, counts, mode="token-mean")
 
-Policy losses are selected by `actor.policy_loss.loss_mode`: a name in POLICY_LOSSES, or `package.module:function` with
-the same parameters. Their rows are complete, also under sequence parallelism.
+`actor.policy_loss.loss_mode` selects the policy loss: a name in POLICY_LOSSES, or `package.module:function` for a
+function with the same parameters. A policy loss always receives complete rows, also with sequence parallelism.
 
-Tokens are flat: (N,) concatenates the rows of the micro-batch. Values outside the mask are never read, and their
-gradient is exactly 0.
+Tensors of tokens are flat: (N,) concatenates the rows of the micro-batch. Values outside the mask are never read, and
+their gradient is exactly 0.
 
 Every result, including metrics, is a *share*: it is divided by the counts of the whole mini-batch over all ranks. The
-shares of micro-batches sum to the result of the mini-batch, for any split. No function synchronizes with the device.
+shares of all micro-batches therefore sum to the result of the mini-batch, for any split. No function synchronizes with
+the device.
 """
 
 from collections.abc import Callable
@@ -29,16 +30,16 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Counts:
-    """Mask of a micro-batch, and counts of its mini-batch."""
+    """Mask and row lengths of a micro-batch, and token and row counts of its mini-batch."""
 
     mask: Tensor
     """(N,) bool: tokens that contribute to the loss."""
     lengths: Tensor
-    """(B,) int64, on the device of the mask: tokens per row, which sum to N."""
+    """(B,) int64 on the device of the mask: number of tokens per row, with sum N."""
     num_tokens: float
-    """Masked-in tokens of the mini-batch, over all micro-batches and ranks."""
+    """Number of masked-in tokens in the mini-batch, over all micro-batches and ranks."""
     num_sequences: float
-    """Rows of the mini-batch with at least one masked-in token, over all micro-batches and ranks."""
+    """Number of rows in the mini-batch with a masked-in token, over all micro-batches and ranks."""
     horizon: float | None = None
     """Divisor of `seq-mean-token-sum-norm`, for example the maximum response length."""
 
@@ -61,7 +62,7 @@ def _seq_mean_token_mean(x: Tensor, counts: Counts) -> Tensor:
 
 def _seq_mean_token_sum_norm(x: Tensor, counts: Counts) -> Tensor:
     if counts.horizon is None:
-        raise ValueError("'seq-mean-token-sum-norm' needs a divisor; pass Counts(..., horizon=...)")
+        raise ValueError("'seq-mean-token-sum-norm' requires a divisor; pass Counts(..., horizon=...)")
     return _seq_mean_token_sum(x, counts) / counts.horizon
 
 
@@ -71,18 +72,20 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Counts], Tensor]] = {
     "seq-mean-token-mean": _seq_mean_token_mean,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
-"""Values of `loss_agg_mode`; the functions receive values that are already 0 outside the mask."""
+"""Aggregation function of each value of `loss_agg_mode`. Its input is already 0 outside the mask."""
 
 
 def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
-    """Aggregate token losses to the share of this micro-batch, (N,) -> (); m is the mask, i a row, t its tokens:
+    """Aggregate token losses l, (N,), to the scalar share of this micro-batch.
+
+    With mask m, rows i and tokens t of a row:
 
     token-mean               sum_it m l / num_tokens                     equal weight per token
-    seq-mean-token-sum       sum_it m l / num_sequences                  long rows weigh more
+    seq-mean-token-sum       sum_it m l / num_sequences                  higher weight for longer rows
     seq-mean-token-mean      sum_i (sum_t m l / sum_t m) / num_sequences equal weight per row
-    seq-mean-token-sum-norm  sum_it m l / num_sequences / horizon        the second, divided by a constant
+    seq-mean-token-sum-norm  sum_it m l / num_sequences / horizon        seq-mean-token-sum divided by a constant
 
-    Rows without a masked-in token have no weight. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et
+    Rows without a masked-in token have zero weight. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et
     al., arXiv:2503.20783.
     """
     if mode not in AGGREGATIONS:
@@ -91,20 +94,20 @@ def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
 
 
 def row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    """Sum the tokens of each row: (N,) -> (B,)."""
-    # `unsafe` skips a check of the lengths that would synchronize with the device.
+    """Sum the values of each row, (N,) -> (B,)."""
+    # `unsafe` skips the validation of the lengths, which would synchronize with the device.
     return torch.segment_reduce(x, "sum", lengths=lengths, initial=0, unsafe=True)
 
 
 def share(x: Tensor, counts: Counts) -> Tensor:
-    """Compute the share of a metric that is a mean over the masked-in tokens of the mini-batch."""
+    """Compute the share of this micro-batch in the mean of a metric over the masked-in tokens of the mini-batch."""
     return _token_mean(masked_sum(x.detach().float(), counts.mask), counts)
 
 
 def zero_masked(counts: Counts, *tensors: Tensor) -> list[Tensor]:
-    """Set the tensors to 0 outside the mask, before any arithmetic.
+    """Return the tensors with 0 outside the mask. Call this before any arithmetic.
 
-    Masking only the result is not sufficient: 0 times the derivative of a NaN is NaN.
+    It is not sufficient to mask only the result: if a masked-out value is NaN, its gradient is 0 * NaN = NaN.
     """
     return [torch.where(counts.mask, tensor, 0) for tensor in tensors]
 
@@ -115,10 +118,10 @@ def zero_masked(counts: Counts, *tensors: Tensor) -> list[Tensor]:
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, counts: Counts, *, cliprange: float, mode: str
 ) -> LossAndMetrics:
-    """Clipped value loss 1/2 max((V - R)^2, (clip(V, V_old +- cliprange) - R)^2). (N,) each -> (loss (), shares).
+    """Compute the clipped value loss 1/2 max((V - R)^2, (clip(V, V_old +- cliprange) - R)^2), where R is `returns`.
 
-    Metrics: `vf_clipfrac`, fraction of tokens where clipping increases the loss; `vpred_mean`, mean of V.
-    Engstrom et al., arXiv:2005.12729.
+    The tensors are (N,); the loss is a scalar. Metrics (as shares): `vf_clipfrac`, the fraction of tokens where
+    clipping increases the loss; `vpred_mean`, the mean of V. Engstrom et al., arXiv:2005.12729.
     """
     values, old_values, returns = zero_masked(counts, values, old_values, returns)
     clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
@@ -128,23 +131,24 @@ def value_loss(
 
 
 def entropy_loss(entropy: Tensor, counts: Counts, *, mode: str) -> Tensor:
-    """Mean entropy, (N,) -> (). Subtract it from the loss with a coefficient as an entropy bonus."""
+    """Aggregate the entropy of each token, (N,) -> (). Subtract it from the loss, times a coefficient, as a bonus."""
     return aggregate(entropy, counts, mode)
 
 
 def kl_loss(log_probs: Tensor, ref_log_probs: Tensor, counts: Counts, *, kind: str, mode: str) -> Tensor:
-    """Mean of `kl_penalty`, (N,) each -> (). Add it to the loss with a coefficient (GRPO).
+    """Aggregate the `kl_penalty` of each token, (N,) -> (). GRPO adds it to the loss, times a coefficient.
 
-    Its gradient is that of the estimator on the sampled tokens, as in Shao et al., arXiv:2402.03300.
+    The gradient is that of the estimator at the sampled tokens, as in Shao et al., arXiv:2402.03300.
     """
     log_probs, ref_log_probs = zero_masked(counts, log_probs, ref_log_probs)
     return aggregate(kl_penalty(log_probs, ref_log_probs, kind), counts, mode)
 
 
 def full_kl_loss(full_kl: Tensor, counts: Counts, *, mode: str) -> Tensor:
-    """Mean of sum_v pi(v) (log pi(v) - log pi_ref(v)) over the vocabulary, (N,) -> (). Add it like `kl_loss`.
+    """Aggregate the exact KL of each token, (N,) -> (). Add it to the loss like `kl_loss`.
 
-    Its gradient is that of the exact divergence, without sampling noise.
+    `full_kl` is sum_v pi(v) (log pi(v) - log pi_ref(v)) over the vocabulary. The gradient is that of the exact
+    divergence, without sampling noise.
     """
     return aggregate(full_kl, counts, mode)
 
@@ -153,7 +157,7 @@ def full_kl_loss(full_kl: Tensor, counts: Counts, *, mode: str) -> Tensor:
 
 
 def sft_loss(log_probs: Tensor, counts: Counts) -> Tensor:
-    """Cross-entropy, -sum_t m log pi / num_tokens: (N,) -> ()."""
+    """Compute the cross-entropy -sum_t m log pi / num_tokens, (N,) -> ()."""
     return aggregate(-log_probs, counts, "token-mean")
 
 
@@ -161,7 +165,7 @@ def sft_loss(log_probs: Tensor, counts: Counts) -> Tensor:
 
 
 class Clip(NamedTuple):
-    """Clip range [1 - low, 1 + high] of the ratio; `dual` bounds the loss for A < 0."""
+    """Clip range [1 - low, 1 + high] of the ratio. For A < 0, the dual clip limits the loss to -A dual."""
 
     low: float
     high: float
@@ -178,16 +182,16 @@ def policy_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """Clipped PPO loss with separate clip ranges and a dual clip. (N,) each -> (loss (), shares of metrics).
+    """Compute the clipped PPO loss with separate lower and upper clip ranges and a dual clip.
 
-    ratio = exp(log pi - log pi_old), the difference clamped to +-20
+    ratio = exp(log pi - log pi_old), with the difference clamped to +-20
     l     = max(-A ratio, -A clip(ratio, 1 - low, 1 + high));     for A < 0:  l = min(l, -A dual)
 
-    `weights` multiply l after clipping: importance weights of samples from a policy other than pi_old (`mismatch.py`),
-    without gradient.
+    The tensors are (N,); the loss is a scalar. If the samples come from a policy other than pi_old, `weights` are their
+    importance weights (`mismatch.py`). They multiply l after clipping and receive no gradient.
 
-    Metrics: `pg_clipfrac`, fraction of tokens where clipping increases the loss; `pg_clipfrac_lower`, fraction of
-    tokens where the dual clip decreases it; `ppo_kl`, mean of log pi_old - log pi.
+    Metrics (as shares): `pg_clipfrac`, the fraction of tokens where clipping increases the loss; `pg_clipfrac_lower`,
+    the fraction of tokens where the dual clip decreases the loss; `ppo_kl`, the mean of log pi_old - log pi.
     Schulman et al., arXiv:1707.06347; dual clip: Ye et al., arXiv:1912.09729.
     """
     log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
@@ -203,7 +207,7 @@ def policy_loss(
         "pg_clipfrac_lower": share((advantages < 0) & (pessimistic > ceiling), counts),
         "ppo_kl": share(-difference, counts),
     }
-    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
 
 
 def gspo_loss(
@@ -216,31 +220,32 @@ def gspo_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """GSPO loss with one clipped ratio per response. (N,) each -> (loss (), shares of metrics).
+    """Compute the GSPO loss, which clips one ratio per response.
 
-    s     = exp(mean_t (log pi - log pi_old)), over the masked-in tokens of the row; the mean is clamped to +-20
-    s_t   = sg(s) pi / sg(pi), where sg stops the gradient: its value is s, its gradient is that of token t
+    s     = exp(mean_t (log pi - log pi_old)) over the masked-in tokens of the row, with the mean clamped to +-20
+    s_t   = sg(s) pi / sg(pi), where sg stops the gradient: the value is s, the gradient is that of token t
     l     = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
 
-    With `mode` seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper; with an
-    advantage per token it is GSPO-token. s is much closer to 1 than a token's ratio, so typical clip ranges are
-    about 1e-4. There is no dual clip.
+    The tensors are (N,); the loss is a scalar; `weights` multiply l as in `policy_loss`. With `mode`
+    seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper. With one advantage per
+    token, the loss is GSPO-token. s is much closer to 1 than the ratio of a token, so typical clip ranges are about
+    1e-4. There is no dual clip.
 
-    Metrics: `pg_clipfrac`, fraction of tokens in rows where clipping increases the loss; `ppo_kl`, mean of
+    Metrics (as shares): `pg_clipfrac`, the fraction of tokens where clipping increases the loss; `ppo_kl`, the mean of
     log pi_old - log pi.
     Zheng et al., arXiv:2507.18071.
     """
     log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
     difference = (log_probs - old_log_probs).detach()
-    sizes = row_sums(counts.mask.to(difference.dtype), counts.lengths).clamp(min=1)
-    means = row_sums(difference, counts.lengths) / sizes
-    spread = torch.repeat_interleave(means, counts.lengths, output_size=len(difference))
-    ratio = (log_probs - log_probs.detach() + spread).clamp(-20, 20).exp()
+    row_counts = row_sums(counts.mask.to(difference.dtype), counts.lengths).clamp(min=1)
+    means = row_sums(difference, counts.lengths) / row_counts
+    row_differences = torch.repeat_interleave(means, counts.lengths, output_size=len(difference))
+    ratio = (log_probs - log_probs.detach() + row_differences).clamp(-20, 20).exp()
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
     per_token = torch.maximum(unclipped, clipped)
     metrics = {"pg_clipfrac": share(clipped > unclipped, counts), "ppo_kl": share(-difference, counts)}
-    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
 
 
 def cispo_loss(
@@ -253,14 +258,16 @@ def cispo_loss(
     mode: str,
     weights: Tensor | None = None,
 ) -> LossAndMetrics:
-    """CISPO loss, in which every token keeps its gradient with a clipped weight. (N,) each -> (loss (), shares).
+    """Compute the CISPO loss, which clips the weight of a token but never removes its gradient.
 
-    ratio = exp(log pi - log pi_old), the difference clamped to +-20
+    ratio = exp(log pi - log pi_old), with the difference clamped to +-20
     l     = -sg(clip(ratio, 1 - low, 1 + high)) A log pi, where sg stops the gradient
 
-    `low` of 1 or more disables the lower bound, as in the paper.
+    The tensors are (N,); the loss is a scalar; `weights` multiply l as in `policy_loss`. A `clip.low` of 1 or more
+    disables the lower bound, as in the paper.
 
-    Metrics: `pg_clipfrac`, fraction of tokens with a clipped weight; `ppo_kl`, mean of log pi_old - log pi.
+    Metrics (as shares): `pg_clipfrac`, the fraction of tokens with a clipped ratio; `ppo_kl`, the mean of
+    log pi_old - log pi.
     MiniMax, arXiv:2506.13585.
     """
     log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
@@ -269,15 +276,15 @@ def cispo_loss(
     clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
     per_token = -clipped * advantages * log_probs
     metrics = {"pg_clipfrac": share(clipped != ratio, counts), "ppo_kl": share(-difference, counts)}
-    return aggregate(_weighted(per_token, weights, counts), counts, mode), metrics
+    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
 
 
-def _weighted(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
+def _apply_weights(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
     return per_token if weights is None else per_token * zero_masked(counts, weights.detach())[0]
 
 
 PolicyLoss = Callable[..., LossAndMetrics]
-"""A function with the parameters of `policy_loss` that returns (loss (), shares of metrics)."""
+"""Function with the parameters of `policy_loss` that returns the scalar loss and the shares of the metrics."""
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
-"""Values of `actor.policy_loss.loss_mode`."""
+"""Policy loss of each value of `actor.policy_loss.loss_mode`."""

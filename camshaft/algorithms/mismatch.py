@@ -1,15 +1,15 @@
-"""Mismatch between the log-probs of rollout and trainer: statistics, importance weights and rejection.
+"""Mismatch between the log-probs of rollout and trainer: statistics, importance weights and rejection rules.
 
     metrics = mismatch(old_log_probs, rollout_log_probs, mask, lengths)
     weights = importance_weights(old_log_probs, rollout_log_probs, mask, lengths, level="token", threshold=2.0)
-    kept = accepted(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
+    mask = accepted(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
 
-Called by the trainer on all rows of a step, so that means, maxima and effective sample sizes cover the whole batch.
-Tokens are flat, (N,), with rows concatenated; `lengths` (B,) contains the tokens per row. Values outside the mask are
-never read. Computation is in float64 and without gradients.
+The trainer calls these functions with all rows of a step, so means, maxima and effective sample sizes cover the whole
+batch. Tensors of tokens are flat: (N,) concatenates the rows, and `lengths` (B,) is the number of tokens per row.
+Values outside the mask are never read. All functions compute in float64 and without gradients.
 
-With d = log pi_train - log pi_rollout of a sampled token, exp(d) is the importance weight of the token with respect to
-the trainer's policy, and exp(sum_t d) that of a whole row.
+Let d = log pi_train - log pi_rollout for a sampled token. Then exp(d) is the importance weight of the token with
+respect to the trainer's policy, and exp(sum_t d) is that of a whole row.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ABOVE = 0.1
-"""Threshold of `log_prob_diff_above_0.1`; bfloat16 rounding rarely changes a log-prob by this much."""
+LARGE_DIFFERENCE = 0.1
+"""Threshold of `log_prob_diff_above_0.1`. Rounding to bfloat16 rarely changes a log-prob by this much."""
 
-BOUND = 20.0
-"""Log-weights are clamped to +- this before they are exponentiated: exp(20) is 485 million."""
+MAX_LOG_WEIGHT = 20.0
+"""Log-weights are clamped to +-20 before they are exponentiated; exp(20) is 485 million."""
 
 
 # -- statistics -----------------------------------------------------------------------------------
@@ -29,28 +29,29 @@ BOUND = 20.0
 
 @torch.no_grad()
 def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Compare two computations of the same log-probs. (N,) each, (B,) lengths -> dict of scalars:
+    """Compute statistics of the difference between two computations of the same log-probs:
 
     log_prob_diff_max        maximum |d| of a masked-in token
     log_prob_diff_mean       mean |d|
     log_prob_diff_above_0.1  fraction of masked-in tokens with |d| > 0.1
-    kl_k1                    mean of -d: KL(rollout || train), unbiased, can be negative
-    kl_k3                    mean of exp(d) - d - 1: the same, non-negative; d is clamped to +-20
-    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with w = exp(sum_t d) of each row: 1 for equal weights, 1/B if
-                             one row has all the weight
+    kl_k1                    mean of -d, an unbiased estimate of KL(rollout || train) that can be negative
+    kl_k3                    mean of exp(d) - d - 1, a non-negative estimate of the same; d is clamped to +-20
+    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with the row weights w = exp(sum_t d): 1 for equal weights, 1/B
+                             if all the weight is on one row
 
-    An empty mask yields zero difference. k1 and k3: Schulman, "Approximating KL divergence", 2020.
+    Each value is a scalar tensor. An empty mask gives the values of identical log-probs. k1 and k3: Schulman,
+    "Approximating KL divergence", 2020.
     """
     difference = _differences(train, rollout, mask)
     counted = difference[mask]
     if not len(counted):
         counted = difference.new_zeros(1)
-    bounded = counted.clamp(-BOUND, BOUND)
+    bounded = counted.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     weights = torch.softmax(_row_sums(difference, lengths), dim=0)
     return {
         "log_prob_diff_max": counted.abs().max(),
         "log_prob_diff_mean": counted.abs().mean(),
-        "log_prob_diff_above_0.1": (counted.abs() > ABOVE).double().mean(),
+        "log_prob_diff_above_0.1": (counted.abs() > LARGE_DIFFERENCE).double().mean(),
         "kl_k1": -counted.mean(),
         "kl_k3": _k3(bounded).mean(),
         "effective_sample_share": 1 / (weights.square().sum() * len(weights)),
@@ -58,11 +59,11 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
 
 
 def effective_share(weights: Tensor) -> Tensor:
-    """Compute the relative effective sample size (sum w)^2 / (n sum w^2) of (n,) weights."""
+    """Compute the effective sample size of (n,) weights as a fraction of n: (sum w)^2 / (n sum w^2)."""
     return weights.sum().square() / (weights.square().sum() * len(weights))
 
 
-# -- weights --------------------------------------------------------------------------------------
+# -- importance weights --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -76,26 +77,26 @@ def importance_weights(
     threshold: float,
     normalize: bool = False,
 ) -> Tensor:
-    """Compute truncated importance weights, float32, 0 outside the mask. (N,) each, (B,) lengths -> (N,).
+    """Compute truncated importance weights, (N,) float32 and 0 outside the mask:
 
     token      w_t = min(exp(d_t), threshold)
-    sequence   w_t = min(exp(sum_s d_s), threshold), the same for all tokens of a row
+    sequence   w_t = min(exp(sum_s d_s), threshold), equal for all tokens of a row
 
-    `normalize` divides by the mean over masked-in tokens (over rows for `sequence`) after truncation, which preserves
-    the scale of the update. Truncation bounds the variance at the cost of a bias towards the rollout policy: Ionides,
-    "Truncated importance sampling", 2008; for generators: Yao et al., "Your efficient RL framework secretly brings you
-    off-policy RL training", 2025.
+    `normalize` divides the truncated weights by their mean over masked-in tokens (over rows for `sequence`), which
+    preserves the scale of the update. Truncation bounds the variance at the cost of a bias towards the rollout policy:
+    Ionides, "Truncated importance sampling", 2008. Yao et al. apply it to rollout engines in "Your efficient RL
+    framework secretly brings you off-policy RL training", 2025.
     """
     if level not in ("token", "sequence"):
-        raise ValueError(f"unknown level '{level}' of importance weights; use token or sequence")
+        raise ValueError(f"unknown importance-weight level '{level}'; use token or sequence")
     difference = _differences(train, rollout, mask)
     log_weights = difference if level == "token" else _row_sums(difference, lengths)
-    weights = log_weights.clamp(-BOUND, BOUND).exp().clamp(max=threshold)
+    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().clamp(max=threshold)
     counted = mask if level == "token" else _row_counts(mask, lengths) > 0
     if normalize and bool(counted.any()):
         weights = weights / weights[counted].mean()
     if level == "sequence":
-        weights = _spread(weights, lengths)
+        weights = _repeat_rows(weights, lengths)
     return torch.where(mask, weights, 0).float()
 
 
@@ -111,7 +112,7 @@ def _k2(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    """Compute exp(d) - 1 - d with expm1, which is accurate near 0."""
+    """Compute exp(d) - 1 - d with expm1, which is accurate for d near 0."""
     return torch.expm1(d) - d
 
 
@@ -122,21 +123,22 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3":
 def accepted(
     train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, rule: str, bounds: tuple[float, float]
 ) -> Tensor:
-    """Return the tokens that a rejection rule keeps. (N,) each, (B,) lengths -> (N,) bool, False outside the mask.
+    """Return the mask, (N,) bool, of the masked-in tokens that a rejection rule accepts.
 
-    `rule` combines a scope and an estimator. Scope `token` tests each token; `seq_sum`, `seq_mean` and `seq_max` test
-    the aggregate of a row and keep or reject the whole row.
+    `rule` joins a scope and an estimator, as in `seq_mean_k3`. The scope `token` tests each token. The scopes
+    `seq_sum`, `seq_mean` and `seq_max` test the sum, mean or maximum over a row, and accept or reject the whole row.
 
-    k1  exp(d), exp(sum d) or exp(mean d) must be within `bounds`; a ratio, 1 without a difference
-    k2  d^2 / 2             per token, or the sum, mean or maximum of a row; at most bounds[1]
-    k3  exp(d) - d - 1      the same; non-negative, its mean is KL(rollout || train)
+    k1  accepts if the importance weight exp(d), exp(sum d) or exp(mean d) is within `bounds`; not for `seq_max`
+    k2  accepts if d^2 / 2, or its aggregate over the row, is at most bounds[1]
+    k3  accepts if exp(d) - d - 1, or its aggregate over the row, is at most bounds[1]; the mean estimates
+        KL(rollout || train)
 
-    d is clamped to +-20. Masking instead of weighting: Liu et al., "When speed kills stability", 2025.
+    d is clamped to +-20. Rejection instead of weighting: Liu et al., "When speed kills stability", 2025.
     """
     scope, _, estimate = rule.rpartition("_")
     if scope not in ("token", "seq_sum", "seq_mean", "seq_max") or estimate not in _ESTIMATES or rule == "seq_max_k1":
         raise ValueError(f"unknown rejection rule '{rule}'; use token, seq_sum, seq_mean or seq_max with k1, k2 or k3")
-    difference = _differences(train, rollout, mask).clamp(-BOUND, BOUND)
+    difference = _differences(train, rollout, mask).clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     value = _ESTIMATES[estimate](difference)
     if scope == "seq_max":
         value = torch.segment_reduce(value, "max", lengths=lengths, initial=0, unsafe=True)
@@ -145,12 +147,12 @@ def accepted(
         value = value / _row_counts(mask, lengths).clamp(min=1) if scope == "seq_mean" else value
     low, high = bounds
     ratio = torch.exp(-value)
-    kept = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
-    return mask & (kept if scope == "token" else _spread(kept, lengths))
+    is_accepted = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
+    return mask & (is_accepted if scope == "token" else _repeat_rows(is_accepted, lengths))
 
 
 def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
-    """Compute d of each masked-in token in float64; 0 elsewhere."""
+    """Compute d in float64 at masked-in tokens; the result is 0 elsewhere."""
     return torch.where(mask, train.double() - rollout.double(), 0)
 
 
@@ -162,6 +164,6 @@ def _row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
     return _row_sums(mask.double(), lengths)
 
 
-def _spread(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Repeat (B,) row values for each token of the row: (N,)."""
+def _repeat_rows(rows: Tensor, lengths: Tensor) -> Tensor:
+    """Repeat the value of each row for its tokens, (B,) -> (N,)."""
     return torch.repeat_interleave(rows, lengths)

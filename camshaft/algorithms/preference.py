@@ -1,8 +1,9 @@
-"""Preference loss of reward models. Called by the role once per micro-batch.
+"""Preference loss of reward models, which the role computes once per micro-batch.
 
     loss, metrics = preference_loss(chosen, rejected, margin, num_pairs=ctx["num_sequences"])
 
-As in `losses.py`, every result is a share of the mini-batch; shares of micro-batches and ranks sum to the result.
+As in `losses.py`, every result is a share of the mini-batch result: the shares of all micro-batches and ranks sum to
+it.
 """
 
 import torch.nn.functional as F
@@ -14,15 +15,17 @@ from camshaft.algorithms.losses import LossAndMetrics
 def preference_loss(
     chosen: Tensor, rejected: Tensor, margin: Tensor, num_pairs: float, *, center: float = 0.0
 ) -> LossAndMetrics:
-    """Bradley-Terry loss of chosen and rejected scores r_c and r_r, (B,) each -> (loss (), shares).
+    """Compute the Bradley-Terry loss of the scores r_c of chosen and r_r of rejected responses.
 
     l = -log sigmoid(r_c - r_r - margin) + center (r_c + r_r)^2
 
-    The loss without `center` depends only on differences; `center` centers the scores at 0. `num_pairs` is the number
-    of pairs of the mini-batch, over all micro-batches and ranks.
+    The tensors are (B,), one entry per pair; the loss is a scalar. The first term depends only on score differences.
+    The coefficient `center` weights a penalty that centers the scores at 0. `num_pairs` is the number of pairs in the
+    mini-batch, over all micro-batches and ranks.
 
-    Metrics: `accuracy`, fraction of pairs with r_c > r_r; `margin`, mean of r_c - r_r; `chosen_reward`,
-    `rejected_reward`. Margins: Touvron et al., arXiv:2307.09288; centering: Eisenstein et al., arXiv:2312.09244.
+    Metrics (as shares): `accuracy`, the fraction of pairs with r_c > r_r; `margin`, the mean of r_c - r_r;
+    `chosen_reward` and `rejected_reward`, the mean scores. Margins: Touvron et al., arXiv:2307.09288; centering:
+    Eisenstein et al., arXiv:2312.09244.
     """
     difference = chosen - rejected
     per_pair = -F.logsigmoid(difference - margin)

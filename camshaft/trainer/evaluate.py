@@ -15,7 +15,7 @@ from statistics import fmean
 from rich.table import Table
 
 from camshaft import storage
-from camshaft.algorithms.at_n import draws, pass_at
+from camshaft.algorithms.at_n import draw_sizes, pass_at
 from camshaft.config import EvalConfig
 from camshaft.data.answers import AnswerColumns, read_answers
 from camshaft.errors import BatchError
@@ -52,7 +52,7 @@ def pass_metrics(rows: Sequence[Scored], threshold: float) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for source, groups in by_prompt(rows).items():
         n = len(groups[0])
-        for k in sorted({1, *draws(n)}):
+        for k in sorted({1, *draw_sizes(n)}):
             section = "val-core" if k in (1, n) else "val-aux"
             chances = [pass_at([row.score for row in group], k, threshold) for group in groups]
             metrics[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(chances)

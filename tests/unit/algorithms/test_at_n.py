@@ -7,38 +7,38 @@ from statistics import fmean
 
 import pytest
 
-from camshaft.algorithms.at_n import Answer, at_n, best_of, draws, majority_of, pass_at
+from camshaft.algorithms.at_n import Answer, at_n, best_score, draw_sizes, majority_score, pass_at
 
 
 def test_draws_are_the_powers_of_two_and_all() -> None:
-    assert [draws(n) for n in (1, 2, 3, 4, 5, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
+    assert [draw_sizes(n) for n in (1, 2, 3, 4, 5, 8)] == [[], [2], [2, 3], [2, 4], [2, 4, 5], [2, 4, 8]]
 
 
 def test_best_of_two_of_three_by_hand() -> None:
     # The pairs of 1, 2, 6 are (1, 2), (1, 6), (2, 6): their highest are 2, 6, 6.
-    assert best_of([2.0, 6.0, 1.0], 2) == pytest.approx(14 / 3)
-    assert best_of([2.0, 6.0, 1.0], 1) == pytest.approx(3)
-    assert best_of([2.0, 6.0, 1.0], 3) == 6
+    assert best_score([2.0, 6.0, 1.0], 2) == pytest.approx(14 / 3)
+    assert best_score([2.0, 6.0, 1.0], 1) == pytest.approx(3)
+    assert best_score([2.0, 6.0, 1.0], 3) == 6
 
 
 def test_best_of_right_and_wrong_is_pass_at_k() -> None:
     # 3 of 10 are correct: 1 - C(7, 4) / C(10, 4) = 1 - 35 / 210.
-    assert best_of([1.0] * 3 + [0.0] * 7, 4) == pytest.approx(5 / 6)
+    assert best_score([1.0] * 3 + [0.0] * 7, 4) == pytest.approx(5 / 6)
 
 
 def test_majority_by_hand() -> None:
     # Two are a (correct), one b, one c. Pairs: aa -> 1; ab, ab, ac, ac -> a tie, 1/2 each; bc -> 0. (1 + 2) / 6.
     scores, answers = [1.0, 1.0, 0.0, 0.0], ["a", "a", "b", "c"]
-    assert majority_of(scores, answers, 2) == pytest.approx(0.5)
+    assert majority_score(scores, answers, 2) == pytest.approx(0.5)
     # Triples: aab, aac -> 1; abc, abc -> a tie of three, 1/3 each. (2 + 2/3) / 4.
-    assert majority_of(scores, answers, 3) == pytest.approx(2 / 3)
-    assert majority_of(scores, answers, 4) == 1
+    assert majority_score(scores, answers, 3) == pytest.approx(2 / 3)
+    assert majority_score(scores, answers, 4) == 1
 
 
 def test_an_answer_scores_the_mean_of_its_responses() -> None:
     # One answer with different rewards, for its format, say.
-    assert majority_of([1.0, 0.5], ["7", "7"], 2) == pytest.approx(0.75)
-    assert majority_of([0.0, 0.0, 1.0], [None, None, "7"], 3) == 0
+    assert majority_score([1.0, 0.5], ["7", "7"], 2) == pytest.approx(0.75)
+    assert majority_score([0.0, 0.0, 1.0], [None, None, "7"], 3) == 0
 
 
 def test_a_response_of_two_prompts_by_hand() -> None:
@@ -72,12 +72,12 @@ def test_majorities_of_many_responses() -> None:
     # 32 correct answers and 32 distinct wrong ones: a draw of 2 has two correct ones, or a tie.
     answers = ["right"] * 32 + [f"wrong {i}" for i in range(32)]
     scores = [1.0] * 32 + [0.0] * 32
-    assert majority_of(scores, answers, 2) == pytest.approx((32 * 31 / 2 + 32 * 32 / 2) / (64 * 63 / 2), rel=1e-12)
+    assert majority_score(scores, answers, 2) == pytest.approx((32 * 31 / 2 + 32 * 32 / 2) / (64 * 63 / 2), rel=1e-12)
     # 63 wrong ones and one correct: a draw of 32 has it with probability 1/2, tied with 31 others.
     answers = ["right", *(f"wrong {i}" for i in range(63))]
-    assert majority_of([1.0] + [0.0] * 63, answers, 32) == pytest.approx(1 / 2 / 32, rel=1e-12)
+    assert majority_score([1.0] + [0.0] * 63, answers, 32) == pytest.approx(1 / 2 / 32, rel=1e-12)
     # Two answers among 500: one half by symmetry, for any draw.
-    assert majority_of([1.0] * 500 + [0.0] * 500, ["a"] * 500 + ["b"] * 500, 512) == pytest.approx(0.5, rel=1e-9)
+    assert majority_score([1.0] * 500 + [0.0] * 500, ["a"] * 500 + ["b"] * 500, 512) == pytest.approx(0.5, rel=1e-9)
     many = at_n([[1.0] * 600 + [0.0] * 599], [["a"] * 600 + ["b"] * 599])
     assert [name for name in many if "maj" in name] == ["maj@1199/mean"]
     assert many["maj@1199/mean"] == 1.0
@@ -90,8 +90,8 @@ def test_every_draw_counts_once(seed: int) -> None:
     scores: list[float] = [chance.choice([0.0, 0.5, 1.0, -2.0]) for _ in range(n)]
     answers: list[Answer] = [chance.choice(["a", "b", "c", None]) for _ in range(n)]
     for k in range(1, n + 1):
-        assert best_of(scores, k) == pytest.approx(fmean(max(drawn) for drawn in combinations(scores, k)))
-        assert majority_of(scores, answers, k) == pytest.approx(plain_majority(scores, answers, k))
+        assert best_score(scores, k) == pytest.approx(fmean(max(drawn) for drawn in combinations(scores, k)))
+        assert majority_score(scores, answers, k) == pytest.approx(plain_majority(scores, answers, k))
     found = at_n([scores])
     assert found["worst@2/mean"] == pytest.approx(fmean(min(drawn) for drawn in combinations(scores, 2)))
 
@@ -106,8 +106,8 @@ def test_many_responses_with_many_answers_agree_with_simulated_draws() -> None:
         most = max(votes.values())
         winners = [answer for answer, count in votes.items() if count == most]
         shares.append(winners.count("10") / len(winners))
-    assert majority_of(scores, answers, 32) == pytest.approx(fmean(shares), abs=0.03)
-    assert majority_of(scores, answers, 64) == 1
+    assert majority_score(scores, answers, 32) == pytest.approx(fmean(shares), abs=0.03)
+    assert majority_score(scores, answers, 64) == 1
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])
