@@ -25,7 +25,7 @@ class PoolConfig(Section):
     """The size of a resource pool. Pools are user-defined, so this default is not in the YAML files."""
 
     nnodes: int = Field(default=1, ge=1, description="Number of machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Processes per machine, one per device.")
+    n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
 
     @property
     def world_size(self) -> int:
@@ -36,13 +36,15 @@ class PlacementConfig(Section):
     """Keys of the section `trainer` in every kind of run: machines, devices and controller."""
 
     nnodes: int = Field(ge=1, description="Number of machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Processes per machine, one per device.")
-    device: Text = Field(description="Device of the models: cpu, cuda, or another PyTorch device type.")
+    n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
+    device: Text = Field(description="Device type that models run on: cpu, cuda, or another PyTorch device type.")
     controller: Literal["auto", "local", "ray"] = Field(
-        description="Launcher of the processes: local (this machine only) or ray; auto uses ray for more than one "
-        "machine."
+        description="Launcher of the processes. local starts them on this machine; ray starts them on a Ray cluster; "
+        "auto selects ray if the run uses more than one machine."
     )
-    cpus_per_rank: float = Field(gt=0, description="CPUs that Ray reserves for each process; may be a fraction.")
+    cpus_per_rank: float = Field(
+        gt=0, description="Number of CPUs that Ray reserves for each process. Fractions are allowed."
+    )
 
     @property
     def world_size(self) -> int:
@@ -60,8 +62,8 @@ class RayConfig(Section):
     """Settings of the Ray controller."""
 
     ray_init: dict[str, Any] = Field(
-        description="Arguments of ray.init, such as address, num_cpus and runtime_env. Without an address Ray uses "
-        "RAY_ADDRESS, then a cluster running on this machine, then starts a new one."
+        description="Arguments of ray.init, such as address, num_cpus and runtime_env. Without an address, Ray "
+        "connects to RAY_ADDRESS or to a cluster that runs on this machine, and otherwise starts a new cluster."
     )
 
 

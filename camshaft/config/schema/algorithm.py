@@ -74,22 +74,28 @@ class RolloutCorrectionConfig(Section):
     """Corrections for the mismatch between the rollout's and the trainer's log-probs; off by default."""
 
     rollout_is: Literal["token", "sequence"] | None = Field(
-        description="Truncated importance sampling weights in the policy loss, per token or per sequence; null "
-        "disables them."
+        description="Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout "
+        "probabilities, per token (token) or per response (sequence). null disables the weights."
     )
-    rollout_is_threshold: float = Field(gt=0, description="Maximum importance weight; larger weights are truncated.")
-    rollout_is_batch_normalize: bool = Field(description="Divide importance weights by their mean over the iteration.")
+    rollout_is_threshold: float = Field(
+        gt=0, description="Upper bound of the importance weights. Larger weights are truncated to this value."
+    )
+    rollout_is_batch_normalize: bool = Field(
+        description="Divide the importance weights by their mean over all responses of the iteration."
+    )
     rollout_rs: RejectionRules = Field(
-        description="Rejection rules that mask tokens (token_*) or responses (seq_*) out of the loss. *_k1 bounds the "
-        "probability ratio, *_k2 and *_k3 a divergence. A sample must satisfy all rules."
+        description="Rejection sampling: rules that mask tokens (token_*) or whole responses (seq_*) out of the loss. "
+        "*_k1 rules bound the ratio of trainer to rollout probabilities; *_k2 and *_k3 rules bound a divergence "
+        "estimate. A token or response is kept only if it satisfies all rules. null disables rejection."
     )
     rollout_rs_threshold: Thresholds = Field(
-        description="Threshold of each rule, or one for all rules of a kind. For k1 a ratio: 2.0 (0.5 to 2) or "
-        "0.5-2.0. For k2 and k3 the maximum divergence."
+        description="Thresholds of the rejection rules: one value per rule, or a single value for all rules of the "
+        "same kind. A k1 threshold is a range of ratios such as 0.5-2.0, or its upper end (2.0 means 0.5-2.0). A k2 "
+        "or k3 threshold is the maximum divergence."
     )
     bypass_mode: bool = Field(
-        description="Use the rollout's log-probs as old log-probs in the loss and in the KL penalty, and skip the "
-        "trainer's old log-prob pass."
+        description="Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead "
+        "of recomputing them with the trainer."
     )
 
     def is_on(self) -> bool:
@@ -106,28 +112,33 @@ class RolloutCorrectionConfig(Section):
 class KLCtrlConfig(Section):
     """Coefficient of the KL penalty in the reward."""
 
-    type: Literal["fixed", "adaptive"] = Field(description="Constant coefficient, or adapted towards target_kl.")
-    kl_coef: float = Field(ge=0, description="KL coefficient; the initial value if adaptive.")
-    horizon: int = Field(ge=1, description="Adaptive: horizon in sequences; larger values adapt more slowly.")
-    target_kl: float = Field(gt=0, description="Adaptive: target KL divergence.")
+    type: Literal["fixed", "adaptive"] = Field(
+        description="fixed keeps kl_coef constant; adaptive adjusts it so that the measured KL divergence approaches "
+        "target_kl."
+    )
+    kl_coef: float = Field(ge=0, description="KL coefficient, or its initial value with type=adaptive.")
+    horizon: int = Field(
+        ge=1, description="Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly."
+    )
+    target_kl: float = Field(gt=0, description="Target KL divergence of the adaptive coefficient.")
 
 
 class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): train only on prompts whose responses have different rewards."""
 
     enable: bool = Field(
-        description="Drop prompts whose responses all have the same reward, and generate for further prompts until "
-        "data.train_batch_size prompts remain."
+        description="Drop prompts whose responses all have the same value of metric, and generate responses to "
+        "further prompts until data.train_batch_size prompts remain."
     )
     metric: Text = Field(
-        description="Value that must differ within a group: seq_reward (the reward used for advantages; alias "
-        "seq_final_reward), score (before the penalty of reward_model.overlong_buffer), or a number that the reward "
-        "function returns, such as acc."
+        description="Value that must differ between the responses to a prompt: seq_reward, the reward before the KL "
+        "penalty (alias seq_final_reward); score, the reward before the penalty of reward_model.overlong_buffer; or a "
+        "number that the scoring function returns, such as acc."
     )
     max_num_gen_batches: int = Field(
         ge=0,
-        description="Maximum batches of data.gen_batch_size prompts per iteration; exceeding it raises an error. 0: no "
-        "limit.",
+        description="Maximum number of generation batches (data.gen_batch_size prompts each) per iteration. The run "
+        "stops with an error if an iteration needs more. 0 sets no limit.",
     )
 
 
@@ -135,17 +146,28 @@ class AlgorithmConfig(Section):
     """Advantage estimation and the KL penalty in the reward."""
 
     gamma: float = Field(ge=0, le=1, description="Discount factor per token.")
-    lam: float = Field(ge=0, le=1, description="GAE lambda: 0 relies on the critic, 1 on observed rewards.")
-    adv_estimator: EstimatorName = Field(description="Advantage estimator; see algorithms.md.")
+    lam: float = Field(
+        ge=0,
+        le=1,
+        description="Lambda of generalized advantage estimation. 0 uses one-step temporal differences of the critic's "
+        "values; 1 uses the observed returns.",
+    )
+    adv_estimator: EstimatorName = Field(description="Advantage estimator. gae requires a critic. See algorithms.md.")
     norm_adv_by_std_in_grpo: bool = Field(
-        description="GRPO: divide advantages by the group's standard deviation; false is Dr.GRPO."
+        description="Divide GRPO advantages by the standard deviation of the rewards in the group. false corresponds "
+        "to Dr.GRPO."
     )
     kl_penalty: KLPenalty = Field(
-        description="Estimator of the KL divergence between actor and reference; full computes it over the vocabulary."
+        description="Estimator of the KL divergence from the reference policy in the reward. full computes the exact "
+        "divergence over the vocabulary."
     )
-    use_kl_in_reward: bool = Field(description="Subtract the KL penalty from the reward of every token.")
+    use_kl_in_reward: bool = Field(
+        description="Subtract the KL divergence from the reference policy, multiplied by the KL coefficient, from the "
+        "reward of each token."
+    )
     kl_ctrl: KLCtrlConfig = Field(description="Coefficient of the KL penalty in the reward.")
-    filter_groups: FilterGroupsConfig = Field(description="Dynamic sampling; see algorithms.md.")
+    filter_groups: FilterGroupsConfig = Field(description="Dynamic sampling (DAPO). See algorithms.md.")
     rollout_correction: RolloutCorrectionConfig = Field(
-        description="Corrections for the mismatch between rollout and trainer; see mismatch.md."
+        description="Corrections for the difference between the log-probs of the rollout and the trainer. See "
+        "mismatch.md."
     )

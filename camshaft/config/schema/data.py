@@ -12,48 +12,74 @@ Truncation = Literal["error", "left", "right", "middle"]
 class DataConfig(Section):
     """Prompts, length limits and batch sizes."""
 
-    tokenizer: Path | None = Field(description="Path of the tokenizer; null uses the actor model's.")
-    train_files: Paths = Field(
-        description="Parquet files with training prompts, read into memory: paths, folders, glob patterns or URLs."
+    tokenizer: Path | None = Field(
+        description="Path of the tokenizer. null uses the tokenizer of actor_rollout_ref.model.path."
     )
-    val_files: Paths = Field(description="Parquet files with validation prompts; null for none.")
-    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
+    train_files: Paths = Field(
+        description="Parquet files with training prompts: a path, folder, glob pattern or URL, or a list of them. The "
+        "files are loaded into memory."
+    )
+    val_files: Paths = Field(
+        description="Parquet files with validation prompts, specified like train_files. null if the run does not "
+        "validate."
+    )
+    prompt_key: Text = Field(
+        description="Column that contains the prompt, either a list of {role, content} messages or a string."
+    )
     prompt_id_key: Text | None = Field(
-        description="Column with a prompt id, a string or an integer. The batch contains its token ids as prompt_id; "
-        "scoring functions receive the original value in extra_info. null for none."
+        description="Column that contains a prompt ID (a string or an integer). Its token IDs are added to the batch "
+        "as prompt_id, and scoring functions receive the original value in extra_info. null adds no prompt IDs."
     )
     max_prompt_id_length: int | None = Field(
-        ge=1, description="Maximum prompt id length in tokens; longer ids are an error. null for no limit."
+        ge=1, description="Maximum length of a prompt ID in tokens. A longer ID raises an error. null sets no limit."
     )
     max_prompt_length: int = Field(ge=1, description="Maximum prompt length in tokens, including the chat template.")
-    max_response_length: int = Field(ge=1, description="Maximum response length in tokens; generation stops there.")
+    max_response_length: int = Field(
+        ge=1,
+        description="Maximum response length in tokens. Generation stops at this length, unless "
+        "rollout.response_length is smaller.",
+    )
     train_batch_size: int = Field(
-        ge=1, description="Prompts per iteration over all ranks; each has rollout.n responses."
+        ge=1,
+        description="Number of prompts per training iteration, summed over all ranks. The rollout generates rollout.n "
+        "responses per prompt.",
     )
     gen_batch_size: int | None = Field(
         ge=1,
-        description="Prompts per generation batch with algorithm.filter_groups.enable=true, over all ranks; null: "
-        "train_batch_size.",
+        description="Number of prompts per generation batch with algorithm.filter_groups.enable=true, summed over all "
+        "ranks. null uses train_batch_size.",
     )
-    val_batch_size: int = Field(ge=1, description="Prompts per generation batch in validation, over all ranks.")
+    val_batch_size: int = Field(
+        ge=1, description="Number of prompts per generation batch in validation, summed over all ranks."
+    )
     return_raw_input_ids: bool = Field(
-        description="Keep the token ids of the prompt text without the chat template, for a reward model with another "
-        "template. Requires prompts of one message."
+        description="Add the token IDs of the prompt without the chat template to the batch. A reward model with a "
+        "different chat template reads them. Each prompt must consist of a single message."
     )
     return_raw_chat: bool = Field(
-        description="Keep the prompt's messages, for a reward model with another chat template. Always on if "
-        "reward_model.model.input_tokenizer requires them."
+        description="Add the messages of the prompt to the batch. A reward model with a different chat template reads "
+        "them. Enabled automatically if reward_model.model.input_tokenizer requires the messages."
     )
     truncation: Truncation = Field(
-        description="Handling of prompts longer than max_prompt_length: raise an error, or truncate at that side."
+        description="Handling of prompts longer than max_prompt_length. error raises an error; left, right and middle "
+        "remove tokens at that position."
     )
-    filter_overlong_prompts: bool = Field(description="Drop prompts longer than max_prompt_length before training.")
+    filter_overlong_prompts: bool = Field(
+        description="Drop prompts longer than max_prompt_length when the data is loaded."
+    )
     filter_overlong_prompts_workers: int | None = Field(
-        ge=1, description="Processes that tokenize large data sets; null: one per CPU, at most 16."
+        ge=1, description="Number of processes that tokenize a large dataset. null uses one per CPU, at most 16."
     )
-    shuffle: bool = Field(description="Shuffle the training prompts every epoch.")
-    seed: int | None = Field(ge=0, description="Seed of the shuffle; null uses trainer.seed.")
-    reward_fn_key: Text = Field(description="Column with the data source of a row; selects the scoring function.")
-    train_max_samples: OffOrPositive = Field(description="Maximum number of training prompts to read; -1 reads all.")
-    val_max_samples: OffOrPositive = Field(description="Maximum number of validation prompts to read; -1 reads all.")
-    trust_remote_code: bool = Field(description="Allow the tokenizer to run Python code from its folder.")
+    shuffle: bool = Field(description="Shuffle the training prompts in every epoch.")
+    seed: int | None = Field(ge=0, description="Seed for shuffling the prompts. null uses trainer.seed.")
+    reward_fn_key: Text = Field(
+        description="Column that contains the data source of each row. The data source selects the built-in scoring "
+        "function and groups the validation metrics."
+    )
+    train_max_samples: OffOrPositive = Field(
+        description="Maximum number of training prompts to load. -1 loads all prompts."
+    )
+    val_max_samples: OffOrPositive = Field(
+        description="Maximum number of validation prompts to load. -1 loads all prompts."
+    )
+    trust_remote_code: bool = Field(description="Allow the tokenizer to execute custom Python code from its folder.")

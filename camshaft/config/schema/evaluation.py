@@ -13,21 +13,32 @@ from camshaft.config.schema.reward import CustomRewardConfig
 class EvalDataConfig(Section):
     """Responses to score, and output files."""
 
-    path: Paths = Field(description="Parquet files with responses, written by camshaft generate or another program.")
+    path: Paths = Field(
+        description="Parquet files with responses to score, written by camshaft generate or by another program: a "
+        "path, folder, glob pattern or URL, or a list of them."
+    )
     prompt_key: Text = Field(
-        description="Column with the prompt; groups the responses to one prompt if each row has a single response."
+        description="Column that contains the prompt. If each row holds a single response, rows with the same prompt "
+        "form a group for pass@k."
     )
-    response_key: Text = Field(description="Column with the responses: a list of strings, or a string.")
-    data_source_key: Text = Field(description="Column with the data source of a row.")
+    response_key: Text = Field(
+        description="Column that contains the responses, either a list of strings or a single string."
+    )
+    data_source_key: Text = Field(description="Column that contains the data source of each row.")
     reward_model_key: Text = Field(
-        description="Column whose ground_truth entry is the reference answer; without it the column ground_truth is "
-        "used."
+        description="Column of structs whose ground_truth entry is the reference answer. If the column is missing, "
+        "the column ground_truth is used."
     )
-    score_key: Text = Field(description="Score column in output_path; the extracted answers are in <score_key>_pred.")
-    pass_score: float = Field(description="Minimum score of a response that passes in pass@k.")
-    output_path: Path | None = Field(description="Parquet file to write: all rows with their scores; null for none.")
+    score_key: Text = Field(
+        description="Column of output_path to write the scores to. Extracted answers are written to the column "
+        "<score_key>_pred."
+    )
+    pass_score: float = Field(description="Minimum score at which a response counts as passed in pass@k.")
+    output_path: Path | None = Field(
+        description="Parquet file to write all rows and their scores to. null writes no file."
+    )
     metrics_path: Path | None = Field(
-        description="JSON file to write: the metrics of the printed table; null for none."
+        description="JSON file to write the metrics of the printed table to. null writes no file."
     )
 
 

@@ -21,10 +21,15 @@ class WrapPolicy(Section):
     """Modules that FSDP shards as one unit; by default the model's decoder layers."""
 
     transformer_layer_cls_to_wrap: Text | None = Field(
-        default=None, description="Class names of layers to wrap, separated by commas."
+        default=None,
+        description="Comma-separated class names of the layers that are sharded as one unit each. null uses the "
+        "decoder layer class of the model.",
     )
     min_num_params: int = Field(
-        default=0, ge=0, description="Wrap modules with at least this many parameters instead; 0 wraps by layer class."
+        default=0,
+        ge=0,
+        description="Shard each module with at least this many parameters as one unit, instead of selecting layers by "
+        "class. 0 selects layers by class.",
     )
 
 
@@ -32,7 +37,7 @@ class ForwardMixedPrecision(Section):
     """Compute dtype of a frozen model."""
 
     param_dtype: ComputeDType | None = Field(
-        default=None, description="Dtype of weights and activations during computation; null: model_dtype."
+        default=None, description="Dtype of the weights and activations during computation. null uses model_dtype."
     )
 
 
@@ -40,55 +45,67 @@ class MixedPrecision(ForwardMixedPrecision):
     """Compute dtypes; the optimizer updates weights in model_dtype."""
 
     reduce_dtype: ComputeDType | None = Field(
-        default="float32", description="Dtype of the gradient reduction over ranks; null: param_dtype."
+        default="float32", description="Dtype in which gradients are reduced across ranks. null uses param_dtype."
     )
 
 
 class Sharding(Section):
     """Sharding and memory, common to trained and frozen models."""
 
-    wrap_policy: WrapPolicy = Field(default=WrapPolicy(), description="FSDP wrapping policy.")
+    wrap_policy: WrapPolicy = Field(
+        default=WrapPolicy(), description="Selection of the modules that are sharded as one unit each."
+    )
     fsdp_size: OffOrPositive = Field(
         default=-1,
-        description="Ranks per shard group; -1: all ranks. Fewer ranks replicate the model across groups (HSDP).",
+        description="Number of ranks in a shard group. -1 shards the model over all ranks; a smaller group replicates "
+        "the model across groups (HSDP).",
     )
     reshard_after_forward: bool = Field(
         default=True,
-        description="Free gathered weights after each unit's forward pass; saves memory and costs one more all-gather.",
+        description="Free the gathered weights of each unit after its forward pass. This saves memory and costs one "
+        "more all-gather in the backward pass.",
     )
     forward_prefetch: bool = Field(
-        default=False, description="All-gather the next unit's weights during the current unit's forward pass."
+        default=False, description="Gather the weights of the next unit while the current unit runs its forward pass."
     )
-    tensor_parallel_size: int = Field(default=1, ge=1, description="Tensor-parallel size in ranks.")
-    param_offload: bool = Field(default=False, description="Offload parameters to CPU memory while the engine is idle.")
+    tensor_parallel_size: int = Field(
+        default=1, ge=1, description="Tensor-parallel size: number of ranks over which each weight matrix is split."
+    )
+    param_offload: bool = Field(
+        default=False, description="Offload the parameters to CPU memory while the engine is idle."
+    )
     offload_policy: bool = Field(
         default=False,
-        description="Keep parameters, gradients and optimizer state in CPU memory; copy each unit to the device for "
-        "its use.",
+        description="Keep parameters, gradients and optimizer state in CPU memory at all times. Each unit is copied "
+        "to the device when it is computed.",
     )
-    mixed_precision: ForwardMixedPrecision = Field(default=ForwardMixedPrecision(), description="Compute dtypes.")
+    mixed_precision: ForwardMixedPrecision = Field(
+        default=ForwardMixedPrecision(), description="Dtypes used during computation."
+    )
 
 
 class TrainedSharding(Sharding):
     """Sharding and memory of a trained model."""
 
-    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="Compute dtypes.")
-    grad_offload: bool = Field(default=False, description="Offload gradients to CPU memory while the engine is idle.")
+    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="Dtypes used during computation.")
+    grad_offload: bool = Field(
+        default=False, description="Offload the gradients to CPU memory while the engine is idle."
+    )
     optimizer_offload: bool = Field(
-        default=False, description="Offload optimizer state to CPU memory while the engine is idle."
+        default=False, description="Offload the optimizer state to CPU memory while the engine is idle."
     )
 
 
 class ForwardFSDPConfig(Sharding):
     """Weight dtype and FSDP sharding of a frozen model."""
 
-    model_dtype: DType = Field(description="Dtype of the weights.")
+    model_dtype: DType = Field(description="Dtype in which the weights are stored.")
 
 
 class FSDPConfig(TrainedSharding):
     """Weight dtype and FSDP sharding of a trained model."""
 
-    model_dtype: DType = Field(description="Dtype of the weights.")
+    model_dtype: DType = Field(description="Dtype in which the weights are stored.")
 
     def computes_in(self) -> str:
         """Return the compute dtype, which can have a lower precision than the weights."""

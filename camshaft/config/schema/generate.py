@@ -19,34 +19,47 @@ class GenerateDataConfig(Section):
     """Prompts to read, and the output file."""
 
     path: Paths = Field(
-        description="Parquet files with prompts, read into memory: paths, folders, glob patterns or URLs."
+        description="Parquet files with prompts: a path, folder, glob pattern or URL, or a list of them. The files "
+        "are loaded into memory."
     )
     output_path: Path = Field(
-        description="Parquet file to write: the rows of data.path in order, with responses in new columns."
+        description="Parquet file to write. It contains the rows of data.path in order, with the responses in "
+        "additional columns."
     )
-    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
+    prompt_key: Text = Field(
+        description="Column that contains the prompt, either a list of {role, content} messages or a string."
+    )
     response_key: Text = Field(
-        description="Column to write responses to; the other new columns use its name as a prefix."
+        description="Column to write the responses to. The names of the other new columns start with this name."
     )
-    reward_fn_key: Text = Field(description="Column with the data source of a row; read if responses are scored.")
-    tokenizer: Path | None = Field(description="Path of the tokenizer; null uses the model's.")
+    reward_fn_key: Text = Field(
+        description="Column that contains the data source of each row. Read only if the responses are scored."
+    )
+    tokenizer: Path | None = Field(description="Path of the tokenizer. null uses the tokenizer of model.path.")
     batch_size: int = Field(
-        ge=1, description="Prompts per generation batch, over all ranks; each batch is written when it is complete."
+        ge=1,
+        description="Number of prompts per generation batch, summed over all ranks. Each batch is written to disk "
+        "when it is complete.",
     )
     truncation: Truncation = Field(
-        description="Handling of prompts longer than rollout.prompt_length: raise an error, or truncate at that side."
+        description="Handling of prompts longer than rollout.prompt_length. error raises an error; left, right and "
+        "middle remove tokens at that position."
     )
     filter_overlong_prompts: bool = Field(description="Drop rows whose prompt is longer than rollout.prompt_length.")
-    max_samples: OffOrPositive = Field(description="Maximum number of rows to read; -1 reads all.")
+    max_samples: OffOrPositive = Field(description="Maximum number of rows to read. -1 reads all rows.")
 
 
 class GenerateModelConfig(Section):
     """The language model."""
 
-    path: Path = Field(description="Hugging Face model folder (config.json, weights, tokenizer) or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
-    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json.")
-    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
+    path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
+    external_lib: Modules | None = Field(
+        description="Python modules to import before the model is loaded, for example to register a model class."
+    )
+    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
+    trust_remote_code: bool = Field(
+        description="Allow transformers to execute custom Python code from the model folder."
+    )
 
 
 class GenerateTrainerConfig(PlacementConfig):
@@ -59,11 +72,11 @@ class GenerateConfig(Section):
     """All keys of `camshaft generate`."""
 
     data: GenerateDataConfig = Field(description="Prompts to read, and the output file.")
-    model: GenerateModelConfig = Field(description="The language model.")
-    rollout: GeneratorConfig = Field(description="Generation of responses.")
+    model: GenerateModelConfig = Field(description="Language model.")
+    rollout: GeneratorConfig = Field(description="Settings of the generator.")
     custom_reward_function: CustomRewardConfig = Field(description="Scoring function for the responses.")
-    trainer: GenerateTrainerConfig = Field(description="Devices and seed.")
-    ray_kwargs: RayConfig = Field(description="Settings for trainer.controller=ray.")
+    trainer: GenerateTrainerConfig = Field(description="Devices and random seed.")
+    ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
     def tokenizer_path(self) -> str:
         """Return the path of the tokenizer of prompts and responses."""

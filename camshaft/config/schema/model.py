@@ -10,30 +10,47 @@ from camshaft.config.schema.fields import Betas, Contents, Modules, Names, OffOr
 class AnyModelConfig(Section):
     """Hugging Face model, and how it is built."""
 
-    path: Path = Field(description="Hugging Face model folder (config.json, weights, tokenizer) or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
-    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json, for example dropout.")
+    path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
+    external_lib: Modules | None = Field(
+        description="Python modules to import before the model is loaded, for example to register a model class."
+    )
+    override_config: dict[str, Any] = Field(
+        description="Overrides of entries in the model's config.json, for example dropout probabilities."
+    )
     enable_gradient_checkpointing: bool = Field(
-        description="Recompute activations in the backward pass to save memory."
+        description="Recompute activations in the backward pass instead of storing them, to save memory."
     )
     gradient_checkpointing_mode: Literal["full", "selective"] = Field(
-        description="full recomputes whole layers; selective keeps the outputs of matmuls and attention."
+        description="full recomputes entire layers; selective stores the outputs of matrix multiplications and "
+        "attention and recomputes the rest."
     )
     enable_activation_offload: bool = Field(
-        description="Offload saved activations to CPU memory until the backward pass."
+        description="Offload the activations that are saved for the backward pass to CPU memory."
     )
     use_remove_padding: bool = Field(
-        description="Accepted for compatibility; batches are never padded, so it has no effect."
+        description="Has no effect and is accepted for compatibility only. Batches are never padded."
     )
-    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
-    lora_rank: int = Field(ge=0, description="Rank of LoRA adapters; the base model is frozen. 0 trains all weights.")
-    lora_alpha: float = Field(gt=0, description="LoRA: scale the adapter output by lora_alpha / lora_rank.")
+    trust_remote_code: bool = Field(
+        description="Allow transformers to execute custom Python code from the model folder."
+    )
+    lora_rank: int = Field(
+        ge=0,
+        description="Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without "
+        "adapters.",
+    )
+    lora_alpha: float = Field(
+        gt=0, description="LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
+    )
     target_modules: Names = Field(
-        description="LoRA: suffixes of linear layer names, or all-linear for every linear layer except the output head."
+        description="Name suffixes of the linear layers to add LoRA adapters to. all-linear selects every linear "
+        "layer except the output head."
     )
-    exclude_modules: Names = Field(description="LoRA: suffixes of layer names without an adapter; null for none.")
+    exclude_modules: Names = Field(
+        description="Name suffixes of linear layers to exclude from LoRA. null excludes none."
+    )
     lora_adapter_path: Path | None = Field(
-        description="LoRA: PEFT adapter folder to start from; null starts from a zero adapter."
+        description="Folder of a PEFT adapter to start from. null initializes the adapters so that they do not change "
+        "the model's outputs."
     )
 
 
@@ -41,15 +58,15 @@ class ResponsesModelConfig(AnyModelConfig):
     """A model that reads several responses per prompt."""
 
     use_prefix_grouper: bool = Field(
-        description="Prefix sharing: compute a prompt once for all of its responses in a micro-batch. Only on CPUs "
-        "with full attention."
+        description="Compute a prompt that several responses in a micro-batch share only once (prefix sharing). "
+        "Applies only to models with full attention that run on a CPU."
     )
 
 
 class ModelConfig(AnyModelConfig):
     """A language model."""
 
-    random_init: bool = Field(description="Initialize weights randomly from trainer.seed instead of loading them.")
+    random_init: bool = Field(description="Initialize the weights randomly from trainer.seed instead of loading them.")
 
 
 class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
@@ -59,26 +76,35 @@ class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
 class OptimSection(Section):
     """Optimizer and learning-rate schedule. One schedule step is one trainer iteration."""
 
-    optimizer: Text = Field(description="Class name in torch.optim, or package.module:Class.")
-    override_optimizer_config: dict[str, Any] = Field(
-        description="Further keyword arguments of the optimizer; they override the keys below."
+    optimizer: Text = Field(
+        description="Optimizer: a class name in torch.optim, or an import path package.module:Class."
     )
-    lr: float = Field(gt=0, description="Peak learning rate, reached after warm-up.")
-    betas: Betas = Field(description="Adam betas: decay of the first and second moments.")
-    weight_decay: float = Field(ge=0, description="Weight decay (decoupled in AdamW).")
-    lr_warmup_steps: int = Field(ge=-1, description="Iterations of linear warm-up; -1 uses lr_warmup_steps_ratio.")
-    lr_warmup_steps_ratio: float = Field(ge=0, le=1, description="Warm-up as a fraction of the schedule length.")
+    override_optimizer_config: dict[str, Any] = Field(
+        description="Additional keyword arguments of the optimizer. They take precedence over the other keys of this "
+        "section."
+    )
+    lr: float = Field(gt=0, description="Peak learning rate, reached at the end of the warm-up.")
+    betas: Betas = Field(description="Decay rates of the first and second moment estimates of Adam.")
+    weight_decay: float = Field(
+        ge=0, description="Weight decay coefficient. AdamW decouples the decay from the gradient update."
+    )
+    lr_warmup_steps: int = Field(ge=-1, description="Number of linear warm-up steps. -1 uses lr_warmup_steps_ratio.")
+    lr_warmup_steps_ratio: float = Field(
+        ge=0, le=1, description="Length of the warm-up as a fraction of the schedule length."
+    )
     min_lr_ratio: float | None = Field(
-        ge=0, le=1, description="Cosine, linear: minimum learning rate as a fraction of lr; null is 0."
+        ge=0,
+        le=1,
+        description="Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0.",
     )
     num_cycles: float = Field(
-        gt=0, description="Cosine: number of cosine cycles; 0.5 decays once from lr to the minimum."
+        gt=0, description="Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
     )
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(
-        description="Learning-rate schedule after warm-up."
+        description="Learning-rate schedule after the warm-up."
     )
     total_training_steps: OffOrPositive = Field(
-        description="Schedule length in iterations; -1 uses the length of the run."
+        description="Length of the learning-rate schedule in steps. -1 uses the length of the run."
     )
 
     def warmup_steps(self, total_steps: int) -> int:
@@ -92,10 +118,12 @@ class CheckpointConfig(Section):
     """Checkpoint contents and writing mode."""
 
     save_contents: Contents = Field(
-        description="model, optimizer and extra (random states, schedule) are always saved, because resuming requires "
-        "them; hf_model also saves a Hugging Face model folder."
+        description="Contents of a checkpoint. model, optimizer and extra (random states and learning-rate schedule) "
+        "are required because resuming needs them; hf_model adds a Hugging Face model folder."
     )
-    async_save: bool = Field(description="Write checkpoints in the background from a copy in CPU memory.")
+    async_save: bool = Field(
+        description="Write checkpoints in the background from a copy in CPU memory, while training continues."
+    )
 
     def with_hf_model(self) -> bool:
         """Return True if every checkpoint contains a Hugging Face model folder."""

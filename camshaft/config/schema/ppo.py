@@ -21,13 +21,15 @@ class PPOConfig(Section):
     """All keys of an RL run."""
 
     data: DataConfig = Field(description="Prompts, length limits and batch sizes.")
-    actor_rollout_ref: ActorRolloutRefConfig = Field(description="Actor, rollout and reference.")
-    critic: CriticConfig = Field(description="Value function; by default used only with adv_estimator=gae.")
-    reward_model: RewardModelConfig = Field(description="Model that scores whole responses.")
-    custom_reward_function: CustomRewardConfig = Field(description="Scoring functions.")
+    actor_rollout_ref: ActorRolloutRefConfig = Field(description="Actor, rollout and reference policy.")
+    critic: CriticConfig = Field(
+        description="Value function. Used only with adv_estimator=gae, unless critic.enable is set."
+    )
+    reward_model: RewardModelConfig = Field(description="Reward model, which scores complete responses.")
+    custom_reward_function: CustomRewardConfig = Field(description="Scoring function.")
     algorithm: AlgorithmConfig = Field(description="Advantage estimation and the KL penalty in the reward.")
     trainer: TrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
-    ray_kwargs: RayConfig = Field(description="Settings for trainer.controller=ray.")
+    ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
     def needs_critic(self) -> bool:
         """Return True if the run has a critic."""

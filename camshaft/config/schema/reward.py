@@ -13,62 +13,85 @@ class RewardModelModelConfig(Section):
     """The reward model."""
 
     input_tokenizer: Path | None = Field(
-        description="The policy's tokenizer, for a reward model with another tokenizer or chat template: responses "
-        "are decoded with it and the conversation is formatted with the reward model's template. null: same token ids."
+        description="Path of the policy's tokenizer, if the reward model uses a different tokenizer or chat template. "
+        "Responses are then decoded to text, and the conversation is formatted with the chat template of the reward "
+        "model. null passes the policy's token IDs to the reward model."
     )
-    path: Path = Field(description="Hugging Face folder of a sequence-classification model, or its URL.")
-    external_lib: Modules | None = Field(description="Python modules to import first, for example to register models.")
-    override_config: dict[str, Any] = Field(description="Overrides of entries in config.json.")
-    trust_remote_code: bool = Field(description="Allow transformers to run Python code from the model folder.")
-    fsdp_config: ForwardFSDPConfig = Field(description="Dtype and sharding of the reward model.")
+    path: Path = Field(description="Hugging Face folder of a sequence-classification model, or the URL of one.")
+    external_lib: Modules | None = Field(
+        description="Python modules to import before the model is loaded, for example to register a model class."
+    )
+    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
+    trust_remote_code: bool = Field(
+        description="Allow transformers to execute custom Python code from the model folder."
+    )
+    fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reward model.")
 
 
 class OverlongBufferConfig(Section):
     """Soft overlong penalty (DAPO), which grows linearly over the last tokens before the length limit."""
 
-    enable: bool = Field(description="Subtract the penalty from training scores; validation scores are unchanged.")
-    len: int = Field(
-        ge=0, description="Number of tokens before the limit over which the penalty grows from 0 to its maximum."
+    enable: bool = Field(
+        description="Subtract the penalty from the scores of training responses. Validation scores are not penalized."
     )
-    penalty_factor: float = Field(ge=0, description="Maximum penalty, for a response that reaches the limit.")
+    len: int = Field(
+        ge=0,
+        description="Length of the penalty interval in tokens. The penalty grows linearly from 0 to penalty_factor "
+        "over the last len tokens before the response length limit.",
+    )
+    penalty_factor: float = Field(ge=0, description="Penalty of a response that reaches the length limit.")
     log: bool = Field(description="Log the mean penalty and the fraction of penalized responses.")
 
 
 class RewardModelConfig(Section):
     """A model that scores whole responses, in addition to or instead of scoring functions."""
 
-    resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
-    enable: bool = Field(description="Score with a reward model; false uses scoring functions only.")
+    resource_pool: Text = Field(
+        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
+    )
+    enable: bool = Field(description="Score responses with a reward model. false uses only the scoring function.")
     worker_cls: Text | None = Field(
-        description="Custom worker, package.module:Class, with init_model and compute_rm_score; null uses the "
-        "built-in one."
+        description="Import path package.module:Class of a custom reward worker that implements init_model and "
+        "compute_rm_score. null uses the built-in worker."
     )
     weight: float = Field(
-        description="Weight of the model score: score = function score + weight * model score. Without a scoring "
-        "function (custom_reward_function.name=null) the score is the unweighted model score."
+        description="Weight of the reward model in the score: score = function score + weight * model score. Without "
+        "a scoring function (custom_reward_function.name=null), the score is the unweighted model score."
     )
-    strategy: Text = Field(description="Engine: a registered name, or package.module:Class.")
-    model: RewardModelModelConfig = Field(description="The reward model.")
+    strategy: Text = Field(
+        description="Engine that runs the reward model: a registered name, or an import path package.module:Class."
+    )
+    model: RewardModelModelConfig = Field(description="Reward model.")
     micro_batch_size: int = Field(
-        ge=1, description="Deprecated: sequences per forward pass over all ranks; use micro_batch_size_per_gpu."
+        ge=1,
+        description="Deprecated: number of sequences per forward pass, summed over all ranks. Use "
+        "micro_batch_size_per_gpu.",
     )
     micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward pass on one rank; overrides micro_batch_size."
+        ge=1, description="Number of sequences per forward pass on each rank. Takes precedence over micro_batch_size."
     )
-    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
-    forward_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
-    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    use_dynamic_bsz: bool = Field(
+        description="Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."
+    )
+    forward_max_token_len_per_gpu: int = Field(
+        ge=1, description="Maximum number of tokens per forward pass on each rank with use_dynamic_bsz=true."
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        ge=1,
+        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
+    )
+    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
     engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
+        "instead."
     )
     max_length: int | None = Field(
         ge=1,
-        description="Maximum sequence length in the reward model's tokens; longer sequences are truncated on the left "
-        "and counted. null: prompt length plus response length.",
+        description="Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the "
+        "left, and their number is logged. null uses prompt length plus response length.",
     )
     overlong_buffer: OverlongBufferConfig = Field(
-        description="Penalty for long responses, with or without a reward model."
+        description="Penalty for long responses, applied with or without a reward model."
     )
 
     def engine_keys(self) -> dict[str, Any]:
@@ -87,23 +110,25 @@ class CustomRewardConfig(Section):
     """Selection of the scoring function, and settings that apply to all scoring functions."""
 
     path: Path | None = Field(
-        description="Python file or module with the scoring function; null selects a built-in function."
+        description="Python file or module that defines the scoring function. null selects a built-in function."
     )
     name: Text | None = Field(
-        description="Name of the function, or its @register_reward name. Without a path, compute_score selects by "
-        "data_source. null is compute_score; without a path, null disables scoring functions in camshaft generate and "
-        "with a reward model."
+        description="Name of the function, or the name it is registered under with @register_reward. Without a path, "
+        "compute_score selects a built-in function by data source. null means compute_score if path is set; otherwise "
+        "it disables scoring functions in camshaft generate and in runs with a reward model."
     )
-    reward_kwargs: dict[str, Any] = Field(description="Additional keyword arguments for every call.")
+    reward_kwargs: dict[str, Any] = Field(
+        description="Additional keyword arguments passed to every call of the function."
+    )
     batched: bool | None = Field(
-        description="Call the function once per batch with lists: data_sources, solution_strs, ground_truths, "
-        "extra_infos. null detects this from the function's parameter names."
+        description="Call the function once per batch with the lists data_sources, solution_strs, ground_truths and "
+        "extra_infos. null detects a batched function by its parameter names."
     )
     timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
-    num_workers: int = Field(ge=1, description="Number of scoring processes.")
+    num_workers: int = Field(ge=1, description="Number of processes that run the scoring function.")
     on_error: Literal["zero", "drop", "raise"] = Field(
-        description="Handling of a sample whose call fails or times out: score 0, drop it from the update, or stop "
-        "the run. In validation and camshaft generate drop means zero."
+        description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "
+        "update, raise stops the run. Validation and camshaft generate treat drop as zero."
     )
 
     def is_named(self) -> bool:

@@ -29,49 +29,86 @@ PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, 
 class PolicyLossConfig(Section):
     """Selection of the policy loss."""
 
-    loss_mode: PolicyLossName = Field(description="Policy loss; vanilla is clipped PPO. See algorithms.md.")
+    loss_mode: PolicyLossName = Field(description="Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
 class ActorConfig(Section):
     """Training of the policy."""
 
-    strategy: Text = Field(description="Training engine: a registered name, or package.module:Class.")
-    ppo_mini_batch_size: int = Field(ge=1, description="Prompts per optimizer step, over all ranks.")
+    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
+    ppo_mini_batch_size: int = Field(
+        ge=1,
+        description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
+        "sequences.",
+    )
     ppo_micro_batch_size: int = Field(
-        ge=1, description="Deprecated: sequences per forward pass over all ranks; use ppo_micro_batch_size_per_gpu."
+        ge=1,
+        description="Deprecated: number of sequences per forward and backward pass, summed over all ranks. Use "
+        "ppo_micro_batch_size_per_gpu.",
     )
     ppo_micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward and backward pass on one rank; overrides ppo_micro_batch_size."
+        ge=1,
+        description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
+        "ppo_micro_batch_size.",
     )
-    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
+    use_dynamic_bsz: bool = Field(
+        description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."
+    )
     ppo_max_token_len_per_gpu: int = Field(
-        ge=1, description="Maximum tokens per forward and backward pass on one rank."
+        ge=1,
+        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
     )
-    grad_clip: float = Field(gt=0, description="Maximum gradient norm; larger gradients are clipped.")
+    grad_clip: float = Field(
+        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
+    )
     clip_ratio: float = Field(
-        ge=0, description="PPO clip range: the ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
+        ge=0, description="PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
     )
     clip_ratio_low: float | None = Field(
-        ge=0, description="Lower clip range; 1 or more disables the lower clip. null uses clip_ratio."
+        ge=0,
+        description="Lower clip range: the probability ratio is clipped from below at 1 - clip_ratio_low. A value of "
+        "1 or more disables the lower bound. null uses clip_ratio.",
     )
-    clip_ratio_high: float | None = Field(ge=0, description="Upper clip range; null uses clip_ratio.")
-    clip_ratio_c: float = Field(gt=1, description="Dual-clip bound of the ratio for negative advantages.")
-    entropy_coeff: float = Field(description="Coefficient of the entropy bonus in the loss.")
-    loss_agg_mode: LossAggMode = Field(description="Aggregation of token losses.")
-    use_kl_loss: bool = Field(description="Add a KL loss with respect to the reference policy.")
+    clip_ratio_high: float | None = Field(
+        ge=0,
+        description="Upper clip range: the probability ratio is clipped from above at 1 + clip_ratio_high. null uses "
+        "clip_ratio.",
+    )
+    clip_ratio_c: float = Field(
+        gt=1,
+        description="Dual-clip coefficient of the vanilla loss: the loss of a token with a negative advantage is at "
+        "most -advantage * clip_ratio_c.",
+    )
+    entropy_coeff: float = Field(
+        description="Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
+    )
+    loss_agg_mode: LossAggMode = Field(
+        description="Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The "
+        "seq-mean modes average over responses: seq-mean-token-sum after summing the tokens of each response, "
+        "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
+        "data.max_response_length."
+    )
+    use_kl_loss: bool = Field(description="Add the KL divergence from the reference policy to the loss.")
     kl_loss_coef: float = Field(ge=0, description="Coefficient of the KL loss.")
-    kl_loss_type: KLPenalty = Field(description="Estimator of the KL loss; full computes it over the vocabulary.")
-    policy_loss: PolicyLossConfig = Field(description="Selection of the policy loss.")
-    ppo_epochs: int = Field(ge=1, description="Epochs over the data of one iteration.")
-    shuffle: bool = Field(description="Shuffle mini-batches every epoch.")
-    optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the actor.")
-    fsdp_config: FSDPConfig = Field(description="Dtype and sharding of the actor.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
-    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+    kl_loss_type: KLPenalty = Field(
+        description="Estimator of the KL divergence in the loss. full computes the exact divergence over the "
+        "vocabulary."
     )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
+    policy_loss: PolicyLossConfig = Field(description="Policy loss.")
+    ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
+    shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")
+    optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the actor.")
+    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the actor.")
+    ulysses_sequence_parallel_size: int = Field(
+        ge=1,
+        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
+    )
+    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
+    engine_kwargs: dict[str, Any] = Field(
+        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
+        "instead."
+    )
+    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
     def engine_keys(self) -> dict[str, Any]:
         """Return the settings that an engine may have an option for, by the name of the option."""
@@ -98,21 +135,32 @@ class RefConfig(Section):
     With model.lora_rank > 0 the reference is the actor's engine without its adapter, and this section is not read.
     """
 
-    fsdp_config: ForwardFSDPConfig = Field(description="Dtype and sharding of the reference.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
-    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reference model.")
+    ulysses_sequence_parallel_size: int = Field(
+        ge=1,
+        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
+    )
+    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
     engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
+        "instead."
     )
     log_prob_micro_batch_size: int = Field(
         ge=1,
-        description="Deprecated: sequences per forward pass over all ranks; use log_prob_micro_batch_size_per_gpu.",
+        description="Deprecated: number of sequences per forward pass, summed over all ranks. Use "
+        "log_prob_micro_batch_size_per_gpu.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward pass on one rank; overrides log_prob_micro_batch_size."
+        ge=1,
+        description="Number of sequences per forward pass on each rank. Takes precedence over "
+        "log_prob_micro_batch_size.",
     )
-    log_prob_use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
-    log_prob_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
+    log_prob_use_dynamic_bsz: bool = Field(
+        description="Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."
+    )
+    log_prob_max_token_len_per_gpu: int = Field(
+        ge=1, description="Maximum number of tokens per forward pass on each rank with log_prob_use_dynamic_bsz=true."
+    )
 
     def engine_keys(self) -> dict[str, Any]:
         """Return the settings that an engine may have an option for, by the name of the option."""
@@ -129,51 +177,82 @@ class RefConfig(Section):
 class ValKwargs(Section):
     """Sampling in validation."""
 
-    do_sample: bool = Field(description="Sample in validation; false decodes greedily.")
-    temperature: float = Field(ge=0, description="Sampling temperature in validation; 0 decodes greedily.")
-    top_k: int = Field(ge=-1, description="Top-k in validation; 0 or -1 disables it.")
-    top_p: float = Field(gt=0, le=1, description="Top-p (nucleus) probability in validation; 1 disables it.")
-    n: int = Field(ge=1, description="Responses per validation prompt.")
+    do_sample: bool = Field(description="Sample the validation responses. false uses greedy decoding.")
+    temperature: float = Field(ge=0, description="Sampling temperature in validation. 0 uses greedy decoding.")
+    top_k: int = Field(
+        ge=-1, description="Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens."
+    )
+    top_p: float = Field(
+        gt=0,
+        le=1,
+        description="Cumulative probability of the most likely tokens to sample from in validation (nucleus "
+        "sampling). 1 samples from all tokens.",
+    )
+    n: int = Field(ge=1, description="Number of responses to generate per validation prompt.")
 
 
 class GeneratorConfig(Section):
     """Settings of a generator, in training and in `camshaft generate`."""
 
-    name: Text = Field(description="Generator: a registered name, or package.module:Class.")
-    n: int = Field(ge=1, description="Responses per prompt.")
+    name: Text = Field(description="Rollout backend: a registered name, or an import path package.module:Class.")
+    n: int = Field(ge=1, description="Number of responses to generate per prompt.")
     temperature: float = Field(
-        gt=0, description="Sampling temperature; also applied to the logits in training log-probs."
+        gt=0,
+        description="Sampling temperature. In training, logits are divided by the same temperature before log-probs "
+        "are computed.",
     )
-    top_k: int = Field(ge=-1, description="Top-k; 0 or -1 disables it.")
-    top_p: float = Field(gt=0, le=1, description="Top-p (nucleus) probability; 1 disables it.")
+    top_k: int = Field(
+        ge=-1, description="Number of most likely tokens to sample from. 0 or -1 samples from all tokens."
+    )
+    top_p: float = Field(
+        gt=0,
+        le=1,
+        description="Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples "
+        "from all tokens.",
+    )
     prompt_length: int = Field(ge=1, description="Maximum prompt length in tokens.")
-    response_length: int = Field(ge=1, description="Maximum response length in tokens.")
-    dtype: DType = Field(description="Dtype of the generator's weights; should equal the actor's compute dtype.")
-    gpu_memory_utilization: float = Field(
-        gt=0, le=1, description="Fraction of device memory for the generator; vllm and sglang only."
+    response_length: int = Field(
+        ge=1, description="Maximum response length in tokens. Generation stops at this length."
     )
-    ignore_eos: bool = Field(description="Continue generation after the end-of-sequence token.")
-    enforce_eager: bool = Field(description="Disable CUDA graphs and compilation; vllm, sglang, and torch on a GPU.")
-    free_cache_engine: bool = Field(description="Free the KV cache after generation.")
+    dtype: DType = Field(
+        description="Dtype of the weights in the rollout backend. It should equal the dtype in which the actor "
+        "computes."
+    )
+    gpu_memory_utilization: float = Field(
+        gt=0, le=1, description="Fraction of device memory that the rollout backend may use (vllm and sglang only)."
+    )
+    ignore_eos: bool = Field(description="Continue to generate after the end-of-sequence token.")
+    enforce_eager: bool = Field(
+        description="Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU)."
+    )
+    free_cache_engine: bool = Field(
+        description="Free the KV cache after generation, so that training can use the memory."
+    )
     load_format: LoadFormat = Field(
-        description="Start with uninitialized weights (dummy_*), or load them from the model folder; vllm and sglang "
-        "only."
+        description="Initial weights of the rollout backend (vllm and sglang only). dummy_* formats start with "
+        "uninitialized weights; the other formats load the weights from the model folder."
     )
     tensor_model_parallel_size: int = Field(
         ge=1,
-        description="Tensor-parallel size of the generator: consecutive ranks (vllm), or processes (sglang).",
+        description="Tensor-parallel size of the rollout backend: number of consecutive ranks per vLLM engine, or of "
+        "processes per SGLang engine.",
     )
     enable_prefix_caching: bool = Field(
-        description="Reuse the KV cache of shared prompt prefixes; vllm and sglang only."
+        description="Reuse the KV cache of shared prompt prefixes (vllm and sglang only)."
     )
     update_weights_bucket_megabytes: int = Field(
-        ge=1, description="Bucket size of the weight sync to a generator in another process, in megabytes."
+        ge=1,
+        description="Size in megabytes of the buckets in which weights are sent to a rollout backend in another "
+        "process.",
     )
-    max_num_batched_tokens: int = Field(ge=1, description="Maximum prompt tokens per prefill step on one rank.")
-    max_num_seqs: int = Field(ge=1, description="Maximum sequences decoded concurrently on one rank.")
-    do_sample: bool = Field(description="Sample responses; false decodes greedily.")
+    max_num_batched_tokens: int = Field(
+        ge=1, description="Maximum number of prompt tokens per prefill step on each rank."
+    )
+    max_num_seqs: int = Field(ge=1, description="Maximum number of sequences decoded concurrently on each rank.")
+    do_sample: bool = Field(description="Sample the responses. false uses greedy decoding.")
     engine_kwargs: dict[str, Any] = Field(
-        description="Options passed to vllm, sglang, server, or a custom generator; torch and hf accept none."
+        description="Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf "
+        "accept no options."
     )
 
 
@@ -181,91 +260,137 @@ class RolloutConfig(GeneratorConfig):
     """Generation of responses in training."""
 
     lora_weights: Literal["merged", "adapter"] = Field(
-        description="Weight sync with model.lora_rank > 0: merged sends all weights with the adapter merged; adapter "
-        "(vllm) sends the base model once, then only the adapter."
+        description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
+        "adapter merged into them; adapter (vllm only) sends the base model once, and then only the adapter."
     )
     log_prob_micro_batch_size: int = Field(
         ge=1,
-        description="Deprecated: sequences per old log-prob forward pass over all ranks; use "
-        "log_prob_micro_batch_size_per_gpu.",
+        description="Deprecated: number of sequences per forward pass that recomputes old log-probs, summed over all "
+        "ranks. Use log_prob_micro_batch_size_per_gpu.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per old log-prob forward pass on one rank; overrides log_prob_micro_batch_size."
+        ge=1,
+        description="Number of sequences per forward pass that recomputes old log-probs, on each rank. Takes "
+        "precedence over log_prob_micro_batch_size.",
     )
     log_prob_use_dynamic_bsz: bool = Field(
-        description="Size old log-prob micro-batches by tokens instead of sequences."
+        description="When old log-probs are recomputed, limit micro-batches by tokens "
+        "(log_prob_max_token_len_per_gpu) instead of by sequences."
     )
     log_prob_max_token_len_per_gpu: int = Field(
-        ge=1, description="Maximum tokens per old log-prob forward pass on one rank."
+        ge=1,
+        description="Maximum number of tokens per forward pass that recomputes old log-probs, on each rank, with "
+        "log_prob_use_dynamic_bsz=true.",
     )
-    val_kwargs: ValKwargs = Field(description="Sampling in validation.")
+    val_kwargs: ValKwargs = Field(description="Sampling parameters in validation.")
 
 
 class ActorRolloutRefConfig(Section):
     """Actor, rollout and reference, which share one model."""
 
-    resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
-    worker_cls: Text | None = Field(
-        description="Class for actor, rollout and reference, package.module:Class; null: ActorRolloutRefWorker."
+    resource_pool: Text = Field(
+        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
     )
-    hybrid_engine: bool = Field(description="Place actor and rollout on the same devices; must be true.")
+    worker_cls: Text | None = Field(
+        description="Import path package.module:Class of the worker that runs actor, rollout and reference. null uses "
+        "ActorRolloutRefWorker."
+    )
+    hybrid_engine: bool = Field(description="Run actor and rollout on the same devices. Only true is implemented.")
     model: PolicyModelConfig = Field(description="Model of actor, rollout and reference.")
-    actor: ActorConfig = Field(description="Training of the policy.")
-    ref: RefConfig = Field(description="Frozen reference policy of the KL divergence.")
-    rollout: RolloutConfig = Field(description="Generation of responses.")
+    actor: ActorConfig = Field(description="Actor: training of the policy.")
+    ref: RefConfig = Field(description="Frozen reference policy for the KL divergence.")
+    rollout: RolloutConfig = Field(description="Rollout: generation of the responses.")
 
 
 class CriticModelConfig(ResponsesModelConfig):
     """The critic's model: a language model with a value head, one value per token."""
 
-    tokenizer_path: Path = Field(description="Tokenizer of the critic; must have the same token ids as the actor's.")
-    fsdp_config: FSDPConfig = Field(description="Dtype and sharding of the critic.")
+    tokenizer_path: Path = Field(
+        description="Path of the critic's tokenizer. It must map text to the same token IDs as the actor's tokenizer."
+    )
+    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the critic.")
 
 
 class CriticConfig(Section):
     """The value function, used if the advantage estimator needs it (gae or a custom one)."""
 
     enable: bool | None = Field(
-        description="Use a critic; null enables it for gae only. Set true for a custom estimator."
+        description="Train a critic. null trains one only with algorithm.adv_estimator=gae. Set true for a custom "
+        "estimator that reads values."
     )
-    resource_pool: Text = Field(description="Resource pool: global_pool, or a name in trainer.resource_pools.")
-    worker_cls: Text | None = Field(description="Class for the critic, package.module:Class; null: CriticWorker.")
-    strategy: Text = Field(description="Training engine: a registered name, or package.module:Class.")
+    resource_pool: Text = Field(
+        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
+    )
+    worker_cls: Text | None = Field(
+        description="Import path package.module:Class of the worker that runs the critic. null uses CriticWorker."
+    )
+    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
     model: CriticModelConfig = Field(description="Model of the critic.")
-    ppo_mini_batch_size: int = Field(ge=1, description="Prompts per optimizer step, over all ranks.")
+    ppo_mini_batch_size: int = Field(
+        ge=1,
+        description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
+        "sequences.",
+    )
     ppo_micro_batch_size: int = Field(
-        ge=1, description="Deprecated: sequences per forward pass over all ranks; use ppo_micro_batch_size_per_gpu."
+        ge=1,
+        description="Deprecated: number of sequences per forward and backward pass, summed over all ranks. Use "
+        "ppo_micro_batch_size_per_gpu.",
     )
     ppo_micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward and backward pass on one rank; overrides ppo_micro_batch_size."
+        ge=1,
+        description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
+        "ppo_micro_batch_size.",
     )
     forward_micro_batch_size: int = Field(
         ge=1,
-        description="Deprecated: sequences per value forward pass over all ranks; use "
-        "forward_micro_batch_size_per_gpu.",
+        description="Deprecated: number of sequences per forward pass that computes values, summed over all ranks. "
+        "Use forward_micro_batch_size_per_gpu.",
     )
     forward_micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Sequences per forward pass on one rank; overrides forward_micro_batch_size."
+        ge=1,
+        description="Number of sequences per forward pass that computes values, on each rank. Takes precedence over "
+        "forward_micro_batch_size.",
     )
-    use_dynamic_bsz: bool = Field(description="Size micro-batches by tokens instead of sequences.")
+    use_dynamic_bsz: bool = Field(
+        description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead "
+        "of by sequences."
+    )
     ppo_max_token_len_per_gpu: int = Field(
-        ge=1, description="Maximum tokens per forward and backward pass on one rank."
+        ge=1,
+        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
     )
-    forward_max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward pass on one rank.")
-    ppo_epochs: int = Field(ge=1, description="Epochs over the data of one iteration.")
-    shuffle: bool = Field(description="Shuffle mini-batches every epoch.")
-    grad_clip: float = Field(gt=0, description="Maximum gradient norm; larger gradients are clipped.")
+    forward_max_token_len_per_gpu: int = Field(
+        ge=1,
+        description="Maximum number of tokens per forward pass that computes values, on each rank, with "
+        "use_dynamic_bsz=true.",
+    )
+    ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
+    shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")
+    grad_clip: float = Field(
+        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
+    )
     cliprange_value: float = Field(
-        gt=0, description="Value clip range: new values are clipped to old values +- cliprange_value."
+        gt=0,
+        description="Clip range of the value loss: new values are clipped to the interval old values +- "
+        "cliprange_value.",
     )
-    loss_agg_mode: LossAggMode = Field(description="Aggregation of token losses.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
-    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    loss_agg_mode: LossAggMode = Field(
+        description="Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The "
+        "seq-mean modes average over responses: seq-mean-token-sum after summing the tokens of each response, "
+        "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
+        "data.max_response_length."
+    )
+    ulysses_sequence_parallel_size: int = Field(
+        ge=1,
+        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
+    )
+    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
     engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
+        "instead."
     )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
+    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
     def engine_keys(self) -> dict[str, Any]:
         """Return the settings that an engine may have an option for, by the name of the option."""

@@ -17,56 +17,72 @@ class SupervisedDataConfig(Section):
     """Training files, length limit and batch sizes."""
 
     train_files: Paths = Field(
-        description="Parquet files with training rows, read into memory: paths, folders, glob patterns or URLs."
+        description="Parquet files with training data: a path, folder, glob pattern or URL, or a list of them. The "
+        "files are loaded into memory."
     )
-    val_files: Paths = Field(description="Parquet files for the validation loss; null for none.")
-    max_length: int = Field(ge=2, description="Maximum sequence length in tokens, prompt plus response.")
+    val_files: Paths = Field(
+        description="Parquet files for the validation loss, specified like train_files. null if the run does not "
+        "validate."
+    )
+    max_length: int = Field(ge=2, description="Maximum sequence length in tokens, prompt and response together.")
     truncation: Truncation = Field(
-        description="Handling of sequences longer than max_length: raise an error, or truncate at that side."
+        description="Handling of sequences longer than max_length. error raises an error; left, right and middle "
+        "remove tokens at that position."
     )
-    train_batch_size: int = Field(ge=1, description="Sequences, or pairs, per optimizer step, over all ranks.")
+    train_batch_size: int = Field(
+        ge=1, description="Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks."
+    )
     micro_batch_size_per_gpu: int = Field(
-        ge=1, description="Sequences, or pairs, per forward and backward pass on one rank."
+        ge=1, description="Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
     )
     use_dynamic_bsz: bool = Field(
-        description="Size micro-batches by tokens (max_token_len_per_gpu) instead of by count."
+        description="Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs."
     )
-    max_token_len_per_gpu: int = Field(ge=1, description="Maximum tokens per forward and backward pass on one rank.")
-    shuffle: bool = Field(description="Shuffle the rows every epoch.")
-    seed: int | None = Field(ge=0, description="Seed of the shuffle; null uses trainer.seed.")
-    train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to read; -1 reads all.")
+    max_token_len_per_gpu: int = Field(
+        ge=1,
+        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
+    )
+    shuffle: bool = Field(description="Shuffle the training data in every epoch.")
+    seed: int | None = Field(ge=0, description="Seed for shuffling the data. null uses trainer.seed.")
+    train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to load. -1 loads all rows.")
 
 
 class SupervisedTrainerConfig(PlacementConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
-    total_epochs: int = Field(ge=1, description="Epochs over the training rows.")
-    total_training_steps: int | None = Field(ge=1, description="Maximum number of steps; null runs total_epochs.")
-    project_name: Text = Field(description="Project name in trackers and in the default checkpoint folder.")
-    experiment_name: Text = Field(description="Run name in trackers and in the default checkpoint folder.")
-    logger: Names = Field(
-        description="Metric trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or "
-        "package.module:Class."
+    total_epochs: int = Field(ge=1, description="Number of epochs over the training data.")
+    total_training_steps: int | None = Field(
+        ge=1, description="Maximum number of optimizer steps. null trains for total_epochs."
     )
-    save_freq: OffOrPositive = Field(description="Steps between checkpoints; -1 for none.")
-    test_freq: OffOrPositive = Field(description="Steps between validations; -1 for none.")
+    project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
+    experiment_name: Text = Field(description="Run name in experiment trackers and in the default checkpoint folder.")
+    logger: Names = Field(
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
+        "import path package.module:Class."
+    )
+    save_freq: OffOrPositive = Field(description="Number of steps between checkpoints. -1 disables checkpoints.")
+    test_freq: OffOrPositive = Field(description="Number of steps between validations. -1 disables validation.")
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(
-        description="Folder or URL (hdfs://, s3://) that checkpoints are copied to; null for none. Old copies are not "
-        "deleted. A run resumes from the newest copy if default_local_dir has no checkpoint."
+        description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
+        "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
-    max_ckpt_to_keep: int | None = Field(ge=1, description="Number of newest checkpoints to keep; null keeps all.")
+    max_ckpt_to_keep: int | None = Field(ge=1, description="Number of most recent checkpoints to keep. null keeps all.")
     best_metric: Text | None = Field(
-        description="Validation metric that selects the best checkpoint, which is kept in addition to the newest "
-        "ones, for example val/loss; null for none."
+        description="Validation metric that selects the best checkpoint, for example val/loss. The best checkpoint is "
+        "kept in addition to the most recent ones. null disables the selection."
     )
-    best_metric_mode: Literal["max", "min"] = Field(description="Direction of best_metric: max or min is better.")
+    best_metric_mode: Literal["max", "min"] = Field(
+        description="Direction of best_metric: min selects the checkpoint with the smallest value, max the one with "
+        "the largest value."
+    )
     resume_mode: Literal["auto", "disable"] = Field(
-        description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir); disable "
-        "starts from model.path."
+        description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), if there is "
+        "one. disable starts from model.path."
     )
     export_path: Path | None = Field(
-        description="Folder for the final model in Hugging Face format; null: <default_local_dir>/huggingface."
+        description="Folder to export the final model to, in Hugging Face format. null uses "
+        "<default_local_dir>/huggingface."
     )
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
@@ -74,22 +90,28 @@ class SupervisedTrainerConfig(PlacementConfig):
 class SupervisedConfig(Section):
     """All keys common to `camshaft sft` and `camshaft rm`."""
 
-    strategy: Text = Field(description="Training engine: a registered name, or package.module:Class.")
+    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
     data: SupervisedDataConfig = Field(description="Training files, length limit and batch sizes.")
     model: ModelConfig = Field(description="Model to train.")
     optim: OptimSection = Field(
-        description="Optimizer and learning-rate schedule; one schedule step is one optimizer step."
+        description="Optimizer and learning-rate schedule. The schedule advances once per optimizer step."
     )
-    grad_clip: float = Field(gt=0, description="Maximum gradient norm; larger gradients are clipped.")
-    fsdp_config: FSDPConfig = Field(description="Dtype and sharding of the model.")
-    ulysses_sequence_parallel_size: int = Field(ge=1, description="Ulysses sequence-parallel size in ranks.")
-    use_torch_compile: bool = Field(description="Compile the layers with torch.compile.")
+    grad_clip: float = Field(
+        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
+    )
+    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the model.")
+    ulysses_sequence_parallel_size: int = Field(
+        ge=1,
+        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
+    )
+    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
     engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema; the FSDP engines read fsdp_config."
+        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
+        "instead."
     )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents and writing mode.")
+    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
     trainer: SupervisedTrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
-    ray_kwargs: RayConfig = Field(description="Settings for trainer.controller=ray.")
+    ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
     @abstractmethod
     def longest_row(self) -> int:
@@ -120,8 +142,10 @@ class SupervisedConfig(Section):
 class SFTDataConfig(SupervisedDataConfig):
     """Prompts with target responses, and batch sizes."""
 
-    prompt_key: Text = Field(description="Column with the prompt: a list of {role, content} messages, or a string.")
-    response_key: Text = Field(description="Column with the target response.")
+    prompt_key: Text = Field(
+        description="Column that contains the prompt, either a list of {role, content} messages or a string."
+    )
+    response_key: Text = Field(description="Column that contains the target response.")
 
 
 class SFTConfig(SupervisedConfig):
@@ -138,13 +162,18 @@ class RMDataConfig(SupervisedDataConfig):
     """Preference pairs, and batch sizes in pairs."""
 
     prompt_key: Text | None = Field(
-        description="Column with the prompt: a list of {role, content} messages, or a string; null: chosen and "
-        "rejected contain whole conversations."
+        description="Column that contains the prompt, either a list of {role, content} messages or a string. null if "
+        "the chosen and rejected columns contain complete conversations."
     )
-    chosen_key: Text = Field(description="Column with the chosen response: a string, or messages.")
-    rejected_key: Text = Field(description="Column with the rejected response: a string, or messages.")
+    chosen_key: Text = Field(
+        description="Column that contains the chosen response, either a string or a list of messages."
+    )
+    rejected_key: Text = Field(
+        description="Column that contains the rejected response, either a string or a list of messages."
+    )
     margin_key: Text | None = Field(
-        description="Column with the margin by which the chosen score should exceed the rejected score; null for none."
+        description="Column that contains the margin by which the score of the chosen response should exceed the "
+        "score of the rejected one. null uses no margin."
     )
 
 
@@ -153,7 +182,9 @@ class RMConfig(SupervisedConfig):
 
     data: RMDataConfig = Field(description="Preference pairs, and batch sizes.")
     center_rewards_coefficient: float = Field(
-        ge=0, description="Coefficient of the squared sum of a pair's scores, which centers scores at 0; 0 disables it."
+        ge=0,
+        description="Coefficient of an additional loss term, the squared sum of the two scores of a pair, which "
+        "centers the scores at 0. 0 disables the term.",
     )
 
     def longest_row(self) -> int:

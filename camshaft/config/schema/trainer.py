@@ -12,53 +12,67 @@ class TrainerConfig(PlacementConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
     resource_pools: dict[str, PoolConfig] = Field(
-        description="Additional resource pools for roles: {critic_pool: {nnodes: 1, n_gpus_per_node: 4}}."
+        description="Additional resource pools that roles can select, for example {critic_pool: {nnodes: 1, "
+        "n_gpus_per_node: 4}}."
     )
-    total_epochs: int = Field(ge=1, description="Epochs over the training prompts.")
-    total_training_steps: int | None = Field(ge=1, description="Maximum number of iterations; null runs total_epochs.")
-    project_name: Text = Field(description="Project name in trackers and in the default checkpoint folder.")
-    experiment_name: Text = Field(description="Run name in trackers and in the default checkpoint folder.")
+    total_epochs: int = Field(ge=1, description="Number of epochs over the training prompts.")
+    total_training_steps: int | None = Field(
+        ge=1, description="Maximum number of training iterations. null trains for total_epochs."
+    )
+    project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
+    experiment_name: Text = Field(description="Run name in experiment trackers and in the default checkpoint folder.")
     logger: Names = Field(
-        description="Metric trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or "
-        "package.module:Class."
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
+        "import path package.module:Class."
     )
-    save_freq: OffOrPositive = Field(description="Iterations between checkpoints; -1 for none.")
-    test_freq: OffOrPositive = Field(description="Iterations between validations; -1 for none.")
-    val_before_train: bool = Field(description="Validate once before the first iteration.")
-    val_only: bool = Field(description="Validate the initial or resumed model once, then stop.")
+    save_freq: OffOrPositive = Field(description="Number of iterations between checkpoints. -1 disables checkpoints.")
+    test_freq: OffOrPositive = Field(
+        description="Number of iterations between validations. -1 disables validation during training."
+    )
+    val_before_train: bool = Field(
+        description="Validate once before the first iteration. A resumed run skips this validation."
+    )
+    val_only: bool = Field(description="Validate the initial or resumed model once, and exit without training.")
     log_val_generations: int = Field(
-        ge=0, description="Validation responses to write per validation if validation_data_dir is null."
+        ge=0,
+        description="Number of responses per validation to send to the experiment trackers. If validation_data_dir is "
+        "null, the same responses are written to <default_local_dir>/validation.",
     )
     validation_data_dir: Path | None = Field(
-        description="Folder for all responses of each validation, step_<n>.jsonl. null writes the first "
-        "log_val_generations responses to <default_local_dir>/validation."
+        description="Folder to write all validation responses to, one file step_<n>.jsonl per validation. null writes "
+        "only the responses selected by log_val_generations."
     )
     rollout_data_dir: Path | None = Field(
-        description="Folder for all training responses with their scores, step_<n>.jsonl; null for none."
+        description="Folder to write all training responses and their scores to, one file step_<n>.jsonl per "
+        "iteration. null disables this output."
     )
-    critic_warmup: int = Field(ge=0, description="Initial iterations that train only the critic.")
+    critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
     default_hdfs_dir: Path | None = Field(
-        description="Folder or URL (hdfs://, s3://) that checkpoints are copied to; null for none. Old copies are not "
-        "deleted. A run resumes from the newest copy if default_local_dir has no checkpoint."
+        description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
+        "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     max_actor_ckpt_to_keep: int | None = Field(
-        ge=1, description="Number of newest actor checkpoints to keep; null keeps all."
+        ge=1, description="Number of most recent actor checkpoints to keep. null keeps all."
     )
     max_critic_ckpt_to_keep: int | None = Field(
-        ge=1, description="Number of newest critic checkpoints to keep; null keeps all."
+        ge=1, description="Number of most recent critic checkpoints to keep. null keeps all."
     )
     best_metric: Text | None = Field(
-        description="Validation metric that selects the best checkpoint, which is kept in addition to the newest "
-        "ones, for example val-core/gsm8k/reward/mean; null for none."
+        description="Validation metric that selects the best checkpoint, for example val-core/gsm8k/reward/mean. The "
+        "best checkpoint is kept in addition to the most recent ones. null disables the selection."
     )
-    best_metric_mode: Literal["max", "min"] = Field(description="Direction of best_metric: max or min is better.")
+    best_metric_mode: Literal["max", "min"] = Field(
+        description="Direction of best_metric: max selects the checkpoint with the largest value, min the one with "
+        "the smallest value."
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = Field(
-        description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), disable "
-        "starts from the model, resume_path resumes from resume_from_path."
+        description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), if there is "
+        "one. disable starts from the initial model. resume_path resumes from resume_from_path."
     )
-    resume_from_path: Path | None = Field(description="Checkpoint to resume from; read with resume_mode=resume_path.")
+    resume_from_path: Path | None = Field(description="Checkpoint to resume from with resume_mode=resume_path.")
     use_legacy_worker_impl: Literal["auto", "disable", "enable"] | bool = Field(
-        description="Accepted for compatibility: auto, disable or false; no legacy implementation exists."
+        description="Has no effect and is accepted for compatibility only. camshaft has no legacy implementation, so "
+        "enable and true are rejected."
     )
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
