@@ -22,3 +22,7 @@ class Seat:
             raise ValueError(f"rank={self.rank} is not below world={self.world}")
         if not 0 <= self.dp_rank < self.dp_size <= self.world:
             raise ValueError(f"dp_rank={self.dp_rank}, dp_size={self.dp_size}, world={self.world} do not fit")
+
+
+ONLY_RANK = Seat()
+"""Seat of a process without others."""

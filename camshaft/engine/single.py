@@ -15,7 +15,6 @@ from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
 from camshaft.models.loader import load_model
 from camshaft.models.packed import PackedModel
-from camshaft.seat import Seat
 
 
 class SingleDeviceEngine(TorchEngine):
@@ -34,7 +33,3 @@ class SingleDeviceEngine(TorchEngine):
 
     def build_model(self) -> PackedModel:
         return load_model(self.config.model, self.config.dtype, str(self.device), self.config.seed)
-
-    @property
-    def seat(self) -> Seat:
-        return Seat()

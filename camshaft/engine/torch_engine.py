@@ -4,7 +4,7 @@
         def build_model(self) -> PackedModel: ...       # the model on its device, or sharded over ranks
 
         @property
-        def seat(self) -> Seat: ...                     # rank and data-parallel rank of this process
+        def seat(self) -> Seat: ...                     # rank and data-parallel rank, for several ranks
 
 `SingleDeviceEngine`, `FSDPEngine` and the `PipelineEngine` of `examples/pipeline_engine` derive from it. The optimizer
 is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`, the split into micro-batches in
@@ -57,7 +57,8 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import PackedModel, Untouched
+from camshaft.models.packed import PackedModel, Untouched, named_tensors
+from camshaft.seat import ONLY_RANK, Seat
 
 PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
 """Outputs of the model with one entry per token; the others have one per row."""
@@ -343,13 +344,22 @@ class TorchEngine(BaseEngine):
         return self.schedule.go_to(self.schedule.update + 1)
 
     @property
+    def seat(self) -> Seat:
+        """Rank and data-parallel rank of this process; engines that run on several ranks override it."""
+        return ONLY_RANK
+
+    @property
     def learning_rate(self) -> float:
         return self.schedule.rate
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        yield from (adapter_weights if adapter_only else merged_weights)(self.module.hf, self.full_tensor)
+        if adapter_only:
+            return adapter_weights(self.module.hf, self.full_tensor)
+        if self.config.model.lora is not None:
+            return merged_weights(self.module.hf, self.full_tensor)
+        return ((name, self.full_tensor(tensor)) for name, tensor in named_tensors(self.module.hf))
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self.module.hf)
@@ -406,7 +416,7 @@ class TorchEngine(BaseEngine):
     def _checkpoint_weights(self) -> dict[str, Tensor]:
         """Return the live weights that a checkpoint holds: all of them, or with an adapter the trained ones."""
         if self.config.model.lora is None:
-            return dict(merged_weights(self.module.hf))
+            return dict(named_tensors(self.module.hf))
         return {name: p.detach() for name, p in self.module.hf.named_parameters() if p.requires_grad}
 
 

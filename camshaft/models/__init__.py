@@ -14,7 +14,7 @@
     activations.py      gradient checkpointing and offloaded activations
     sequence.py         sequence parallelism
     tiny.py             makes small models for tests and demos
-    cpu/                autograd nodes for CPUs: packed attention, RMSNorm
+    cpu.py              autograd nodes for CPUs: packed attention, RMSNorm
     triton/             kernels for GPUs: the tiles of the output layer
 
 Engines and rollouts import from here; nothing here imports them.

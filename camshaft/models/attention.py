@@ -6,7 +6,7 @@
 Importing this module registers it with `transformers`. The arguments of a call select its kind:
 
 - `packed_kwargs`: each segment attends causally to itself, within the sliding window of the layer if it has one. On a
-  CPU a segment may also continue a shared prefix (`cpu/attention.py`). Device and dtype select the kernel.
+  CPU a segment may also continue a shared prefix (`cpu.py`). Device and dtype select the kernel.
 - `slots=`: a generator that manages its own KV cache. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=cache, use_cache=False)` calls `cache.attend(module, query, key, value,
   scaling, sliding_window)` in every layer, which returns (B, L, H, D).
@@ -32,7 +32,7 @@ from transformers.masking_utils import sdpa_mask
 
 from camshaft.device import to_device
 from camshaft.errors import EngineError
-from camshaft.models.cpu.attention import packed_cpu_attention, supports_cpu_kernel
+from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.packing import Packing
 
 PACKED = "packed"

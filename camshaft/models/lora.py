@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
-from camshaft.models.packed import NUMBER_HEADS
+from camshaft.models.packed import NUMBER_HEADS, named_tensors
 from camshaft.plugins import PROVIDED_BY
 
 Full = Callable[[Tensor], Tensor]
@@ -110,17 +110,15 @@ def merged_weights(hf: PreTrainedModel, full: Full = lambda tensor: tensor) -> I
     Without an adapter these are the weights of `hf`, inside `disable_adapter` those of the base model.
     """
     layers = adapter_layers(hf)
-    stored = hf.state_dict().keys()  # contains persistent buffers only
-    buffers = [(name, buffer) for name, buffer in hf.named_buffers() if name in stored]
-    for name, tensor in [*hf.named_parameters(), *buffers]:
+    for name, tensor in named_tensors(hf):
         if _of_adapter(name):
             continue
         owner, _, part = name.rpartition(".")
         layer = layers.get(owner.removesuffix(".base_layer"))
         if layer is None:
-            yield name, full(tensor.detach())
+            yield name, full(tensor)
             continue
-        weight = full(tensor.detach())
+        weight = full(tensor)
         if part == "weight" and not layer.disable_adapters:
             weight = _merge_layer(weight, layer, full)
         yield f"{owner.removesuffix('.base_layer')}.{part}", weight

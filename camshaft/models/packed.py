@@ -10,8 +10,9 @@ Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a fold
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -23,7 +24,7 @@ from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
-from camshaft.models.cpu.rms_norm import replace_norms
+from camshaft.models.cpu import replace_norms
 from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
@@ -233,6 +234,14 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
     raise EngineError(
         f"{type(hf).__name__} has no layer called 'score' or 'classifier'; load it as a classification model"
     )
+
+
+def named_tensors(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of a model, detached; tied parameters are yielded once."""
+    stored = hf.state_dict().keys()  # contains persistent buffers only
+    buffers = ((name, buffer) for name, buffer in hf.named_buffers() if name in stored)
+    for name, tensor in itertools.chain(hf.named_parameters(), buffers):
+        yield name, tensor.detach()
 
 
 def logit_factor(config: PreTrainedConfig) -> float:

@@ -1,13 +1,12 @@
 """Messages between the reward pool and its workers.
 
-To a worker: one `Spec`, then lists of calls. A call is a list of packed `Sample`s: one sample, or a batch for batched
+To a worker: one `Spec`, then lists of calls. A call is a list of pickled `Sample`s: one sample, or a batch for batched
 functions. From a worker: `Loaded`, then one `Answer` per call, in order. Each sample is pickled separately, so that a
 sample that cannot be unpickled fails without affecting others. Both ends belong to camshaft and run as the same user,
 so pickle adds no risk beyond the reward function itself. Only the standard library is imported, because each worker
 imports this module.
 """
 
-import pickle
 from typing import Any, NamedTuple
 
 
@@ -32,13 +31,6 @@ class Sample(NamedTuple):
     solution_str: str
     ground_truth: Any
     extra_info: Any
-
-    def packed(self) -> bytes:
-        return pickle.dumps(self, protocol=5)
-
-    @staticmethod
-    def unpacked(data: bytes) -> "Sample":
-        return pickle.loads(data)
 
 
 class Loaded(NamedTuple):

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import math
 import os
+import pickle
 import queue
 import signal
 import subprocess
@@ -253,7 +254,7 @@ class _Worker:
         self._send(spec)
 
     def assign(self, job: Job, calls: list[Rows]) -> None:
-        self._send([[job.samples[row].packed() for row in rows] for rows in calls])
+        self._send([[pickle.dumps(job.samples[row], protocol=5) for row in rows] for rows in calls])
         self.calls.extend(calls)
         self._next_call()
 

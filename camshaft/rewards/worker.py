@@ -14,6 +14,7 @@ import importlib
 import inspect
 import math
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -27,7 +28,7 @@ from camshaft import plugins
 from camshaft.errors import CamshaftError
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, load_function, title
-from camshaft.rewards.messages import Answer, Loaded, Reply, Sample
+from camshaft.rewards.messages import Answer, Loaded, Reply
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
@@ -81,7 +82,7 @@ def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: a
     signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 10)
     began = time.perf_counter()
     try:
-        result = function.call([Sample.unpacked(sample) for sample in samples])
+        result = function.call([pickle.loads(sample) for sample in samples])
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_await_result(result))
         replies = _replies(result, len(samples)) if function.batched else [_reply(result)]

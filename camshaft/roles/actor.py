@@ -40,6 +40,7 @@ class ActorWorker(TrainedRole):
         self.mini_batch_size = config.actor_mini_batch_per_rank(topology)
         self.clip = Clip(*self.actor.clip_range(), self.actor.clip_ratio_c)
         self.correction = config.algorithm.rollout_correction
+        self.sampled_kl_loss, self.full_kl_loss = config.needs_sampled_kl_loss(), config.needs_full_kl_loss()
         mode = self.actor.policy_loss.loss_mode
         self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
@@ -78,7 +79,7 @@ class ActorWorker(TrainedRole):
         columns = ["prompts", "responses", "response_mask", "advantages"]
         if not in_update:
             columns.append("old_log_probs")
-        if self.config.needs_sampled_kl_loss():
+        if self.sampled_kl_loss:
             columns.append("ref_log_prob")
         if self.correction.rollout_is:
             columns.append("rollout_is_weights")
@@ -101,7 +102,7 @@ class ActorWorker(TrainedRole):
         outputs: list[Output] = ["log_probs"]
         if self.actor.entropy_coeff or old_log_probs != "actor":
             outputs.append("entropy")
-        if self.config.needs_full_kl_loss():
+        if self.full_kl_loss:
             outputs.append("full_kl")
         ctx = StepContext(outputs=tuple(outputs), temperature=self.temperature)
         loss, result = partial(self._loss, old_log_probs), DataProto({})
@@ -137,7 +138,7 @@ class ActorWorker(TrainedRole):
             entropy = of_responses(predictions, "entropy", data).values.detach()
             metrics["entropy"] = entropy_loss(entropy, counts, mode="token-mean")
         if actor.use_kl_loss:
-            if self.config.needs_full_kl_loss():
+            if self.full_kl_loss:
                 divergence = full_kl_loss(of_responses(predictions, "full_kl", data).values, counts, mode=mode)
             else:
                 divergence = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)

@@ -31,7 +31,7 @@ class ActorRolloutRefWorker(Worker):
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
-        self.config = config
+        self.full_kl_in_reward = config.needs_full_kl_in_reward()
         self.actor = self.actor_class(config, topology, total_steps)
         self.ref: RefWorker | None = None
         if config.needs_reference_model():
@@ -79,7 +79,7 @@ class ActorRolloutRefWorker(Worker):
         """Compute `ref_log_prob`, and `full_kl` if the KL penalty in the reward is exact."""
         ref = self._reference()
         log_probs = ref.compute_ref_log_prob(data)
-        if not self.config.needs_full_kl_in_reward():
+        if not self.full_kl_in_reward:
             return log_probs
         return log_probs.union(exact_kl(self.actor, ref, data, self.actor.temperature))
 
@@ -88,7 +88,7 @@ class ActorRolloutRefWorker(Worker):
         self, data: DataProto, seed: int = 0, presharded: bool = False, old_log_probs: OldLogProbs = "actor"
     ) -> DataProto:
         """Run `ActorWorker.update_actor`; an exact KL loss reads the distribution of the reference."""
-        exact = self.config.needs_full_kl_loss()
+        exact = self.actor.full_kl_loss
         with reference_distribution(self._reference(), self.actor.temperature) if exact else nullcontext() as hook:
             return self.actor.update_actor(data, seed, presharded, old_log_probs, hook)
 

@@ -109,8 +109,6 @@ def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[Data
     The actor multiplies its loss by `rollout_is_weights` and masks tokens outside `rollout_rs_mask`. Advantages and the
     critic are unaffected. Weights are normalized over the whole iteration. Formulas: `algorithms/mismatch.py`.
     """
-    if not correction.is_on():
-        return DataProto({}), {}
     columns: dict[str, Ragged] = {}
     metrics: dict[str, float] = {}
     train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values

@@ -53,6 +53,11 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
+        self.old_log_probs = config.old_log_probs()
+        self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
+        self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
+        correction = config.algorithm.rollout_correction
+        self.correction = correction if correction.is_on() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
 
@@ -61,7 +66,7 @@ class PPOTrainer:
     def step(self, prompts: DataProto) -> dict[str, float]:
         """Run one iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
         config, metrics = self.config, StepMetrics()
-        if config.needs_greedy():
+        if self.needs_greedy:
             prompts = self._with_baselines(prompts, metrics)
         if config.algorithm.filter_groups.enable:
             batch, scoring = informative(prompts, self._generate_and_score, self.parts.loader, config, metrics), None
@@ -72,9 +77,11 @@ class PPOTrainer:
             rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
             batch = batch.union(estimate(batch, config.algorithm, self.parts.estimator))
-            corrections, correction_metrics = correct(batch, config.algorithm.rollout_correction)
-            batch = batch.union(corrections)
-            metrics.add(penalty | correction_metrics)
+            metrics.add(penalty)
+            if self.correction is not None:
+                corrections, correction_metrics = correct(batch, self.correction)
+                batch = batch.union(corrections)
+                metrics.add(correction_metrics)
         # Critic and actor are updated at the same time if they run on separate devices.
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
@@ -111,7 +118,7 @@ class PPOTrainer:
         elif self._old_log_probs() == "actor":
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
-        if self.config.needs_ref_log_prob():
+        if self.needs_ref_log_prob:
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
         if self.critic is not None:
@@ -177,20 +184,19 @@ class PPOTrainer:
 
     def _old_log_probs(self) -> Literal["actor", "update", "rollout"]:
         """Return the source of the old log-probs; a step without an actor update computes them with the actor."""
-        source = self.config.old_log_probs()
-        return source if source != "update" or self._updates_actor() else "actor"
+        return self.old_log_probs if self.old_log_probs != "update" or self._updates_actor() else "actor"
 
     def _actor_rows(self, count: int) -> Tensor:
         """Return the order of rows that gives each rank its part of the actor's mini-batches."""
         actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
         seed = self._shuffle_seed(actor.shuffle)
-        return sharded_rows(count, self.config.actor_mini_batch(), actor.ppo_epochs, seed, dp_size)
+        return sharded_rows(count, self.actor_mini_batch, actor.ppo_epochs, seed, dp_size)
 
     def _critic_rows(self, count: int) -> Tensor:
         """Return the order of rows that gives each rank its part of the critic's mini-batches."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
         seed = self._shuffle_seed(critic.shuffle)
-        return sharded_rows(count, self.config.critic_mini_batch(), critic.ppo_epochs, seed, dp_size)
+        return sharded_rows(count, self.critic_mini_batch, critic.ppo_epochs, seed, dp_size)
 
     def _shuffle_seed(self, shuffle: bool) -> int | None:
         return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None

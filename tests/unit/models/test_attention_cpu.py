@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from camshaft.models.cpu.attention import kernel_calls, packed_cpu_attention, supports_cpu_kernel
+from camshaft.models.cpu import kernel_calls, packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.packing import Packing
 
 Parents = list[int | None]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
-from camshaft.models.cpu.rms_norm import FusedRMSNorm, replace_norms
+from camshaft.models.cpu import FusedRMSNorm, replace_norms
 from camshaft.models.tiny import make_tiny_model
 
 

@@ -1,13 +1,20 @@
-"""Attention over packed segments on a CPU, as one node of the autograd graph.
+"""Autograd nodes for CPUs: attention over packed segments, and RMSNorm.
 
     out = packed_cpu_attention(query, key, value, Packing([5, 3, 3], prefix_of=[None, 0, 0]))     # (N, H, D)
+    count = replace_norms(hf)       # number of RMSNorm modules of `hf` that are `FusedRMSNorm` now
 
-A segment attends causally to itself, and to all of its prefix if it continues one.
+Attention: a segment attends causally to itself, and to all of its prefix if it continues one. One autograd node per
+segment would write a gradient of all N tokens per segment, most of it zeros. This node calls the kernel once per run of
+adjacent segments with equal lengths and concatenates the results once. Attention to a prefix is a second kernel call;
+both outputs are combined with their logsumexp. The backward pass gives the combined logsumexp and output to each kernel
+call, which then returns its part of the gradient.
 
-One autograd node per segment would write a gradient of all N tokens per segment, most of it zeros. This node calls
-the kernel once per run of neighbours with equal lengths and concatenates the results once. Attention to a prefix is a
-second kernel call; both outputs are combined with their logsumexp. The backward pass gives the combined logsumexp and
-output to each kernel call, which then returns its part of the gradient.
+RMSNorm in float32: with r = 1 / sqrt(mean(x^2) + eps) per token, and t = x dy,
+
+    y = x r w        dx = r w dy - x r^3 (t w) / width        dw = sum over tokens of r t
+
+The output is bit-identical to that of `transformers`, whose module runs eight operators in the forward pass and about
+twelve in the backward pass, each reading and writing all activations. This node runs four and six.
 """
 
 from __future__ import annotations
@@ -18,8 +25,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from camshaft.models.packing import Packing
 
@@ -141,3 +149,89 @@ def _merge(out: Tensor, norm: Tensor, more: Tensor, more_norm: Tensor) -> None:
     kept, share = (each.sub(total).exp_().to(out.dtype)[..., None] for each in (norm, more_norm))
     out.mul_(kept).addcmul_(more, share)
     norm.copy_(total)
+
+
+# -- RMSNorm ---------------------------------------------------------------------------------------
+
+PROBE_WIDTH = 16
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm with the parameter, and so the state-dict names, of the module that it replaces.
+
+    Other devices and dtypes, sharded weights and compiled layers use the operators of `transformers`.
+    """
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.weight: Any = norm.weight
+        self.variance_epsilon: Any = norm.variance_epsilon
+        self.train(norm.training)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight, eps = self.weight, self.variance_epsilon
+        supported = hidden_states.device.type == "cpu" and hidden_states.dtype == weight.dtype == torch.float32
+        if not supported or isinstance(weight, DTensor) or torch.compiler.is_compiling():
+            return rms_norm(hidden_states, weight, eps)
+        return _RMSNorm.apply(hidden_states, weight, eps)  # pyright: ignore[reportReturnType]
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+
+def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm with the operators of `transformers`: normalized in float32, scaled in the input's dtype."""
+    wide = hidden_states.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(hidden_states.dtype)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        scale = x.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        width = x.shape[-1]
+        product = grad * x
+        rows = product.reshape(-1, width)
+        grad_weight = scale.reshape(-1) @ rows if ctx.needs_input_grad[1] else None
+        along = (rows @ weight).view_as(scale)
+        grad_x = torch.mul(grad, weight, out=product).mul_(scale)
+        return grad_x.addcmul_(x, along.mul_(scale.pow(3)), value=-1 / width), grad_weight, None
+
+
+def replace_norms(model: nn.Module) -> int:
+    """Replace the child modules that compute RMSNorm by `FusedRMSNorm`; return their number."""
+    replaced: dict[nn.Module, FusedRMSNorm] = {}
+    is_rms_norm: dict[type, bool] = {FusedRMSNorm: False}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            kind = type(child)
+            if kind not in is_rms_norm:
+                is_rms_norm[kind] = kind.__name__.endswith("RMSNorm") and _computes_rms_norm(kind)
+            if is_rms_norm[kind]:
+                setattr(parent, name, replaced.setdefault(child, FusedRMSNorm(child)))
+    return len(replaced)
+
+
+def _computes_rms_norm(kind: type) -> bool:
+    """Return True if a module of this class computes bitwise `rms_norm`; class names do not distinguish variants."""
+    random = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():  # the model may be on the meta device
+        x, weight = torch.randn(3, PROBE_WIDTH, generator=random), torch.randn(PROBE_WIDTH, generator=random)
+        try:
+            norm = kind(PROBE_WIDTH, eps=0.3)
+            norm.weight.copy_(weight)
+            equal = [
+                torch.equal(norm.to(dtype)(x.to(dtype)), rms_norm(x.to(dtype), weight.to(dtype), 0.3))
+                for dtype in (torch.float32, torch.bfloat16)
+            ]
+        except (TypeError, AttributeError, RuntimeError):
+            return False
+    return all(equal) and getattr(norm, "variance_epsilon", None) == 0.3
