@@ -5,19 +5,19 @@
 
 base.py          `BaseRollout`, `SamplingParams` and `Generation`
 builtin/         `torch`: continuous batching on the training weights
-hf.py            `hf`: `transformers.generate`
+hf.py            `hf`: generation with `transformers.generate`
 vllm/            `vllm`: vLLM in the ranks of the trainer
-server/          `server`: vLLM's server over HTTP
+server/          `server`: a vLLM server, accessed over HTTP
 sglang/          `sglang`: SGLang in child processes
 process/         `process`: any other rollout in a child process
 weights/         validate a weight sync, pack weights into buckets, move them between processes
-external.py      base class of rollouts that copy weights into a library: vLLM, its server, SGLang
+external.py      base class of rollouts that copy weights into a library: vLLM, vLLM's server, SGLang
 shared_model.py  a transformers model that shares its weights with the training engine
 sampling.py      sample tokens from logits with per-row seeds
 stop_strings.py  find the token that completes a stop string
 
-`camshaft/contracts/rollout` has the contract suite for all of them. Other packages import from this module, not from a
-rollout.
+The contract suite for all rollouts is in `camshaft/contracts/rollout`. Other packages import from this module, not from
+the modules of a particular rollout.
 """
 
 from camshaft.config import backends
@@ -39,14 +39,14 @@ __all__ = [
 ]
 
 ROLLOUTS = targets(backends.ROLLOUTS)
-"""Built-in names and their classes; the registry is `camshaft/config/backends.py`."""
+"""Map of built-in names to their classes; `camshaft/config/backends.py` defines the entries."""
 
 
 def rollout_class(name: str) -> type[BaseRollout]:
-    """Return the class for `name`: a key of `ROLLOUTS`, an entry point, or `package.module:Class`."""
+    """Return the class for `name`, which is a key of `ROLLOUTS`, an entry point, or `package.module:Class`."""
     return load(name, ROLLOUTS, "camshaft.rollouts", BaseRollout)
 
 
 def build_rollout(name: str, config: RolloutEngineConfig) -> BaseRollout:
-    """Build the rollout called `name`; it has no weights until `load_weights`."""
+    """Build the rollout registered as `name`. Call `load_weights` before generating."""
     return rollout_class(name)(config)

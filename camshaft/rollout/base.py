@@ -5,8 +5,8 @@
     out = rollout.generate_sequences(prompts, SamplingParams(temperature=1.0, max_tokens=64))
     out.responses, out.log_probs           # Ragged, one row per prompt row
 
-A rollout is independent of roles, rewards and training. It receives weights, and it returns the log-prob of each token
-under the distribution that the token was sampled from.
+A rollout does not depend on roles, rewards or training. It receives weights and generates tokens. Each log-prob refers
+to the distribution from which the token was sampled.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from camshaft.rollout.sampling import row_seeds
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options. `temperature=0` or `do_sample=False` is greedy."""
+    """Sampling options. `temperature=0` or `do_sample=False` selects greedy decoding."""
 
     max_tokens: int
     temperature: float = 1.0
     top_k: int = 0
-    """Sample from the k most probable tokens; 0 or -1 keeps all."""
+    """Number of most probable tokens to sample from; 0 or -1 keeps all tokens."""
     top_p: float = 1.0
-    """Sample from the most probable tokens whose probabilities add up to this value; 1.0 keeps all."""
+    """Total probability of the most probable tokens to sample from; 1.0 keeps all tokens."""
     do_sample: bool = True
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a row, in addition to the model's end-of-sequence tokens."""
     stop: tuple[str, ...] = ()
-    """Strings that end a row. The token that completes a string in the text of the response is kept.
+    """Strings that end a row once the decoded response contains one. The token that completes the string is kept.
 
-    The text is the decoded response, without the prompt and without special tokens.
+    The decoded text excludes the prompt and special tokens.
     """
 
     def __post_init__(self) -> None:
         rules = {
             "max_tokens must be at least 1": self.max_tokens < 1 and self.max_tokens,
             "temperature must be 0 (greedy) or more": not self.temperature >= 0 and self.temperature,
-            "top_k must be a number of tokens, or 0 or -1 for all": self.top_k < -1 and self.top_k,
+            "top_k must be a number of tokens, or 0 or -1 for all tokens": self.top_k < -1 and self.top_k,
             "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1 and self.top_p,
         }
         for rule, value in rules.items():
@@ -69,14 +69,14 @@ class Generation:
     """One response per prompt row, in the order of the prompts, on the device of the prompts."""
 
     responses: Ragged
-    """Token ids. The last token of a finished row is the one that ended it."""
+    """Token ids. The last token of a finished row is the stop token, or the token that completes the stop string."""
     log_probs: Ragged
-    """float32, aligned with `responses`: log-probs after temperature, top_k and top_p.
+    """Log-probs after temperature, top_k and top_p, in float32 and aligned with `responses`.
 
-    Greedy rows have the log-probs of the model at temperature 1.
+    For greedy decoding, these are the model's log-probs at temperature 1.
     """
     finished: Tensor
-    """(B,) bool: True if a stop token or stop string ended the row, False if a length limit did."""
+    """Bool of shape (B,): True if a stop token or stop string ended the row, False if a length limit did."""
     metrics: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
@@ -93,10 +93,10 @@ class BaseRollout(ABC):
     """A generator that receives its weights from an engine."""
 
     keeps_tensors = True
-    """True if it may keep the tensors passed to `load_weights` and use the allocator of this process; False if it
-    copies them."""
+    """True if the rollout may keep the tensors passed to `load_weights` and uses the allocator of this process; False
+    if it copies them."""
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
-    """What the rollout supports. Readable without an instance."""
+    """Features that the rollout supports. They can be read without an instance."""
 
     def __init__(self, config: RolloutEngineConfig):
         if config.lora is not None and not self.capabilities.supports_adapter:
@@ -111,39 +111,42 @@ class BaseRollout(ABC):
         A counter is necessary because a fused optimizer may update a tensor without incrementing its version.
         """
         self.weights_sent: Mapping[str, int] = {}
-        """Digests of the weights in the last weight sync, by name. Set by the sender."""
+        """Digest of each weight in the last weight sync, by name. Set by the sender."""
         self.base_sent: Mapping[str, int] | None = None
-        """With `config.lora`: digests of the loaded base weights, by name. Set by the sender."""
+        """Digest of each loaded base weight, by name, if `config.lora` is set. Set by the sender."""
         self.base_owner: weakref.ref[object] | None = None
-        """With `config.lora`: the engine that sent the base weights. Set by the sender."""
+        """Engine that sent the base weights, if `config.lora` is set. Set by the sender."""
         self._calls = 0
 
     # -- abstract methods -------------------------------------------------------------------------
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights by these tensors, which have Hugging Face names.
+        """Replace all weights. `weights` yields pairs of Hugging Face name and tensor.
 
-        Raise `RolloutError` with the name of a missing or unknown weight, or of one with the wrong shape. A tied weight
-        may be passed under one of its names or under all. The rollout may keep a tensor instead of copying it, as the
-        engine's contract for `named_weights` permits; later in-place updates are then visible to the rollout.
-        With `config.lora` these are the base weights. They survive `sleep`, and `load_adapter` must follow.
+        Raise a `RolloutError` that contains the name of the weight if a weight is missing, unknown, or has the wrong
+        shape. A tied weight may be passed under one of its names or under all of them. The rollout may keep a tensor
+        instead of copying it, which the engine's contract for `named_weights` permits. In-place updates of the tensor
+        are then visible to the rollout.
+
+        If `config.lora` is set, these are the base weights. They survive `sleep`, and `load_adapter` must be called
+        before generation.
         """
 
     @abstractmethod
     def weight_digests(self) -> Mapping[str, int]:
-        """Return `digest()` of each weight by the name it was passed under, recomputed by the receiver.
+        """Return the digest of each weight under the name with which it was passed, recomputed by the receiver.
 
-        The digest covers the generator's tensor if the generator stores the weight unchanged, else the tensor that was
-        received in the generator's process. Raise `RolloutError` if no weights are loaded.
+        If the generator stores the weight unchanged, the digest is computed from the stored tensor. Otherwise it is
+        computed from the tensor that the generator's process received. Raise `RolloutError` if no weights are loaded.
         """
 
     @abstractmethod
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
-        """Generate one response for each row of `prompts`; equal prompts may be computed once.
+        """Generate one response for each row of `prompts`. The rollout may compute equal prompts only once.
 
-        `seeds` (B,) int64 make the call reproducible: the samples of a row depend only on its seed and its prompt, not
-        on the other rows. Without `seeds`, they are derived from the config's seed and a counter of calls.
+        `seeds`, int64 of shape (B,), makes the call reproducible: the samples of a row depend only on its seed and its
+        prompt, not on the other rows. Without `seeds`, the seeds are derived from the config's seed and a call counter.
         """
 
     @abstractmethod
@@ -152,54 +155,61 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Allocate memory for generation again. Weights must be loaded afterwards."""
+        """Allocate memory for generation again. The weights must then be loaded before the next generation."""
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the adapter; requires `config.lora`.
+        """Replace the LoRA adapter. This requires `config.lora`.
 
-        The tensors have the names of PEFT's files and must be complete. B already contains the scaling: a layer
-        computes base + B A. `sleep` frees the adapter. `weight_digests` includes its tensors.
+        `weights` yields all tensors of the adapter under the names that PEFT uses in adapter files. B already contains
+        the scaling, so a layer computes base + B A. `sleep` frees the adapter. `weight_digests` includes its tensors.
         """
         raise RolloutError(f"{type(self).__name__} does not support adapters; load merged weights")
 
     # -- shared by all rollouts -------------------------------------------------------------------
 
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Return the dtype to which the sender casts this weight. Override it to keep some weights in a wider dtype."""
+        """Return the dtype to which the sender casts this weight. Override this to keep a weight in a wider dtype."""
         return getattr(torch, self.config.dtype) if tensor.is_floating_point() else tensor.dtype
 
     def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
-        """Return (B,) the token limit of each row: `max_tokens`, or less if `max_model_len` ends the row earlier.
+        """Return the maximum number of response tokens per row, shape (B,).
 
-        Raise `RolloutError` for a prompt that is empty, too long, or contains ids outside the vocabulary.
+        The limit is `max_tokens`, or less if the row reaches `max_model_len` earlier. Raise `RolloutError` if a prompt
+        is empty, too long, or contains token ids outside the vocabulary.
         """
-        longest = self.config.max_model_len - 1
-        empty = (prompts.lengths == 0).nonzero()[:, 0].tolist()
-        if empty:
-            raise RolloutError(f"row {empty[0]} has an empty prompt; give each prompt at least one token")
-        over = (prompts.lengths > longest).nonzero()[:, 0].tolist()
-        if over:
+        max_prompt_length = self.config.max_model_len - 1
+        empty_rows = (prompts.lengths == 0).nonzero()[:, 0].tolist()
+        if empty_rows:
+            raise RolloutError(f"row {empty_rows[0]} has an empty prompt; give each prompt at least one token")
+        overlong_rows = (prompts.lengths > max_prompt_length).nonzero()[:, 0].tolist()
+        if overlong_rows:
+            row = overlong_rows[0]
             raise RolloutError(
-                f"row {over[0]} has a prompt of {int(prompts.lengths[over[0]])} tokens, but max_model_len="
-                f"{self.config.max_model_len} leaves room for {longest}; raise it, or drop or shorten long prompts"
+                f"row {row} has a prompt of {int(prompts.lengths[row])} tokens, but max_model_len="
+                f"{self.config.max_model_len} allows prompts of at most {max_prompt_length} tokens; increase "
+                "max_model_len, or drop or shorten long prompts"
             )
-        outside = (prompts.values < 0) | (prompts.values >= num_embeddings)
-        if bool(outside.any()):
-            row, token = int(prompts.row_ids()[outside][0]), int(prompts.values[outside][0])
+        is_invalid = (prompts.values < 0) | (prompts.values >= num_embeddings)
+        if bool(is_invalid.any()):
+            row, token = int(prompts.row_ids()[is_invalid][0]), int(prompts.values[is_invalid][0])
             raise RolloutError(
-                f"row {row} has token id {token}, but token ids of the model are 0..{num_embeddings - 1}; "
+                f"row {row} has token id {token}, but the model's token ids are 0..{num_embeddings - 1}; "
                 "encode the prompt with the tokenizer of this model"
             )
         return (self.config.max_model_len - prompts.lengths).clamp(max=sampling.max_tokens)
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        """Count this call and return its seeds, (B,) int64: `seeds`, or seeds derived from the config."""
+        """Increment the call counter and return int64 seeds of shape (B,) for this call.
+
+        The result is `seeds` if they are given. Otherwise seeds are derived from the config's seed and the counter.
+        """
         self._calls += 1
         if seeds is None:
             return row_seeds(self.config.seed, self._calls, num_rows)
         if seeds.shape != (num_rows,) or seeds.dtype != torch.int64:
             raise RolloutError(
-                f"seeds must be int64 of shape ({num_rows},), one per prompt; got {seeds.dtype} {tuple(seeds.shape)}"
+                f"seeds must be an int64 tensor of shape ({num_rows},) with one seed per prompt, got {seeds.dtype} of "
+                f"shape {tuple(seeds.shape)}"
             )
         return seeds
 
@@ -208,13 +218,13 @@ class BaseRollout(ABC):
 
 
 def check_can_load(asleep: bool) -> None:
-    """Raise `RolloutError` if `load_weights` was called while the rollout sleeps."""
+    """Raise `RolloutError` if the rollout is asleep and therefore cannot load weights."""
     if asleep:
         raise RolloutError("the rollout is asleep: call wake_up() before load_weights()")
 
 
 def check_can_generate(asleep: bool, has_weights: bool) -> None:
-    """Raise `RolloutError` if a method that needs weights was called without them."""
+    """Raise `RolloutError` if the rollout is asleep or has no weights."""
     if asleep:
         raise RolloutError("the rollout is asleep: call wake_up() and load_weights() before generate_sequences()")
     if not has_weights:

@@ -1,4 +1,4 @@
-"""Base class of rollouts that wrap a library with its own copy of the weights: vLLM, its server and SGLang.
+"""Base class of rollouts that wrap a library with its own copy of the weights: vLLM, vLLM's server and SGLang.
 
     class MyRollout(ExternalRollout):
         def generate_sequences(self, prompts, sampling, seeds=None):
@@ -6,8 +6,8 @@
             responses = my_library(requests, self.all_stop_ids(sampling))
             return self.build_generation(prompts, responses, seconds)
 
-These rollouts copy weights, which are validated before the library receives them. Each prompt row becomes a request
-with a length limit and a seed, and each response has tokens and log-probs.
+These rollouts validate the weights and then copy them into the library. Each prompt row becomes a request with a length
+limit and a seed. Each response contains tokens and log-probs.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_can_generate, check_can_load
-from camshaft.rollout.shared_model import stop_ids_of
+from camshaft.rollout.shared_model import load_stop_ids
 from camshaft.rollout.weights.checks import ExpectedWeights
 
 CPU_CACHE_BYTES = 2**28
-"""Default size of the KV cache on a CPU, where a share of host memory per rank would be too much."""
+"""Default size of the KV cache on a CPU. A fraction of host memory per rank, as on a GPU, would be too large."""
 
 
 @dataclass(frozen=True)
 class RowRequest:
-    """One prompt row: its token ids, the maximum number of new tokens, and its seed."""
+    """Request for one prompt row: its token ids, the maximum number of new tokens, and the row's seed."""
 
     prompt: list[int]
     limit: int
@@ -42,13 +42,13 @@ class RowRequest:
 
 @dataclass(frozen=True)
 class RowResponse:
-    """One response row."""
+    """Response to one prompt row."""
 
     tokens: list[int]
     log_probs: list[float]
     finished: bool
     cached: int
-    """Prompt tokens that the prefix cache served."""
+    """Number of prompt tokens served from the prefix cache."""
 
 
 class ExternalRollout(BaseRollout):
@@ -58,16 +58,16 @@ class ExternalRollout(BaseRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self.expected = ExpectedWeights.of_folder(config)
+        self.expected = ExpectedWeights.from_config(config)
         self.folder = model_folder(config.model_path)
         hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
-        self.stop_ids = stop_ids_of(self.folder, hf_config, config.trust_remote_code)
+        self.stop_ids = load_stop_ids(self.folder, hf_config, config.trust_remote_code)
         self._num_embeddings: int = hf_config.get_text_config().vocab_size
         self._asleep = False
 
     @abstractmethod
     def has_weights(self) -> bool:
-        """Return True if all weights were loaded since they were last dropped."""
+        """Return True if all weights are loaded."""
 
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         return self.expected.dtype_of(name) or super().sync_dtype(name, tensor)
@@ -79,11 +79,14 @@ class ExternalRollout(BaseRollout):
         check_can_generate(self._asleep, self.has_weights())
 
     def all_stop_ids(self, sampling: SamplingParams) -> list[int]:
-        """Return every token id that ends a row: the model's own, unless `ignore_eos`, and those of the call."""
+        """Return all token ids that end a row.
+
+        These are the model's end-of-sequence tokens, unless `ignore_eos` is set, and `sampling.stop_token_ids`.
+        """
         return [*(() if sampling.ignore_eos else self.stop_ids), *sampling.stop_token_ids]
 
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
-        """Return one request per prompt row; raise an error if the rollout cannot generate."""
+        """Return one request per prompt row. Raise an error if the rollout cannot generate."""
         self.check_ready()
         limits = self.limits(prompts, sampling, self._num_embeddings).tolist()
         row_seeds = self.seeds_of_call(len(prompts), seeds).tolist()
@@ -91,7 +94,7 @@ class ExternalRollout(BaseRollout):
         return [RowRequest(*row) for row in zip(rows, limits, row_seeds, strict=True)]
 
     def build_generation(self, prompts: Ragged, rows: Sequence[RowResponse], seconds: float) -> Generation:
-        """Assemble the responses, one per prompt in the order of the prompts, and the metrics of the call."""
+        """Build the `Generation` of a call from one response per prompt, in the order of the prompts."""
         if not len(prompts):
             return Generation.empty(prompts)
         device = prompts.values.device
@@ -99,7 +102,9 @@ class ExternalRollout(BaseRollout):
         log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32).to(device)
         bad = log_probs.row_ids()[~log_probs.values.isfinite()]
         if len(bad):
-            raise RolloutError(f"the model's logits are not finite for row {int(bad[0])}; check the weights")
+            raise RolloutError(
+                f"the model's logits are not finite for row {int(bad[0])}; check the weights for NaN or infinite values"
+            )
         cached = sum(row.cached for row in rows)
         metrics = {
             "prompt_tokens_computed": float(len(prompts.values) - cached),
@@ -112,10 +117,10 @@ class ExternalRollout(BaseRollout):
 
 
 def reject_reserved(engine_kwargs: Collection[str], arguments: Collection[str]) -> None:
-    """Raise an error if `engine_kwargs` sets one of the `arguments` that the rollout derives from the config."""
+    """Raise an error if `engine_kwargs` sets one of `arguments`, which the rollout derives from the config."""
     reserved = [name for name in sorted(engine_kwargs) if name in arguments]
     if reserved:
         raise RolloutError(
-            f"engine_kwargs sets {', '.join(reserved)}, which camshaft sets itself; remove it and use the keys of the "
-            "rollout and the model"
+            f"engine_kwargs sets {', '.join(reserved)}, which camshaft derives from the config; remove it from "
+            "engine_kwargs and set the corresponding key of rollout or model"
         )

@@ -1,12 +1,12 @@
-"""Generation with unmodified `transformers.generate`, for comparison and for models that `builtin` does not support.
+"""Generation with unmodified `transformers.generate`, for comparison and for models that `torch` does not support.
 
     rollout = HFRollout(RolloutEngineConfig(model_path="models/tiny"))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-Prompts are padded on the left, every prompt is computed separately, and finished rows are computed until the last row
-of their part has ended. The warpers of transformers restrict the distribution. `sampling.py` samples from it, so a
-row's samples depend only on its seed and prompt.
+A call is split into batches of consecutive rows. Prompts are padded on the left, repeated prompts are computed for each
+row, and finished rows are computed until the last row of their batch ends. The logits warpers of transformers restrict
+the distribution. `sampling.py` samples from it, so a row's samples depend only on its seed and prompt.
 """
 
 import time
@@ -31,21 +31,21 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
-from camshaft.rollout.sampling import draw, greedy, uniform
+from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
 
 
 class HFRollout(BaseRollout):
-    """Generate with `transformers.generate`; a row's samples depend on its seed and prompt, not on other rows."""
+    """Generate with `transformers.generate`. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = HF
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        # "eager" is the code of the model itself, exact where the fast kernels are not (soft-capped scores).
+        # "eager" runs the attention code of the model itself. The fast kernels ignore soft-capped scores.
         self.model = SharedModel(config, attention="eager")
-        # The folder's recommended sampling settings would change the distribution.
+        # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -64,19 +64,19 @@ class HFRollout(BaseRollout):
         if not len(prompts):
             return Generation.empty(prompts)
         start = time.perf_counter()
-        parts = [
+        batches = [
             self._generate(hf, prompts.select(rows), limits[rows], sampling, seeds[rows])
-            for rows in self._parts(prompts.lengths.tolist())
+            for rows in self._batches(prompts.lengths.tolist())
         ]
-        responses = Ragged.concat([part.responses for part in parts])
-        metrics = {name: sum(part.metrics[name] for part in parts) for name in parts[0].metrics}
+        responses = Ragged.concat([batch.responses for batch in batches])
+        metrics = {name: sum(batch.metrics[name] for batch in batches) for name in batches[0].metrics}
         metrics |= {
             "response_tokens": float(len(responses.values)),
             "slot_use": (len(responses.values) - len(prompts)) / max(metrics["rows_decoded"], 1),
             "seconds": time.perf_counter() - start,
         }
-        log_probs = Ragged.concat([part.log_probs for part in parts])
-        finished = torch.cat([part.finished for part in parts])
+        log_probs = Ragged.concat([batch.log_probs for batch in batches])
+        finished = torch.cat([batch.finished for batch in batches])
         return Generation(responses, log_probs, finished, metrics).to(prompts.values.device)
 
     def sleep(self) -> None:
@@ -85,31 +85,32 @@ class HFRollout(BaseRollout):
     def wake_up(self) -> None:
         self.model.wake_up()
 
-    def _parts(self, lengths: list[int]) -> Iterator[slice]:
-        """Consecutive rows that are padded to one grid, by the limits of the config."""
-        first = longest = 0
+    def _batches(self, lengths: list[int]) -> Iterator[slice]:
+        """Split the rows into batches of consecutive rows within the limits of the config."""
+        start = width = 0
         for row, length in enumerate(lengths):
-            longest, rows = max(longest, length), row - first + 1
-            if row > first and (rows > self.config.max_num_seqs or rows * longest > self.config.max_num_batched_tokens):
-                yield slice(first, row)
-                first, longest = row, length
-        yield slice(first, len(lengths))
+            width, num_rows = max(width, length), row - start + 1
+            exceeds_tokens = num_rows * width > self.config.max_num_batched_tokens
+            if row > start and (num_rows > self.config.max_num_seqs or exceeds_tokens):
+                yield slice(start, row)
+                start, width = row, length
+        yield slice(start, len(lengths))
 
     def _generate(
         self, hf: Any, prompts: Ragged, limits: Tensor, sampling: SamplingParams, seeds: Tensor
     ) -> Generation:
-        """One call of `transformers.generate`."""
+        """Generate one batch with a single call of `transformers.generate`."""
         stop_ids = [*(() if sampling.ignore_eos else self.model.stop_ids), *sampling.stop_token_ids]
         config = GenerationConfig(
-            do_sample=False,  # `_Choice` leaves one token
+            do_sample=False,  # `_Sampler` leaves one token per row
             max_new_tokens=int(limits.max()),
             eos_token_id=stop_ids or None,
-            pad_token_id=0,  # written after a row's end and removed below
+            pad_token_id=0,  # written after the end of a row and removed below
             return_dict_in_generate=True,
         )
         grid, width = prompts.to(self.model.device), int(prompts.lengths.max())
-        choice = _Choice(sampling, seeds.to(self.model.device), grid.lengths.to(self.model.device))
-        strings = _Strings(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
+        choice = _Sampler(sampling, seeds.to(self.model.device), grid.lengths.to(self.model.device))
+        strings = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
         with torch.no_grad():
             out = hf.generate(
                 grid.padded("left"),
@@ -121,27 +122,27 @@ class HFRollout(BaseRollout):
         tokens = out.sequences[:, width:]
         log_probs = torch.stack(choice.log_probs, dim=1)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
-        inside = columns < limits.to(tokens.device)[:, None]
+        is_within_limit = columns < limits.to(tokens.device)[:, None]
         stops = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device))
         if strings is not None:
             stops |= columns == torch.tensor(strings.ends, device=tokens.device)[:, None]
-        stops &= inside
-        ended = stops.cumsum(dim=1) - stops.long() > 0  # a stop token is kept, what follows it is not
-        keep = inside & ~ended
+        stops &= is_within_limit
+        is_after_stop = stops.cumsum(dim=1) - stops.long() > 0  # the stop token itself is kept
+        mask = is_within_limit & ~is_after_stop
         steps = tokens.shape[1] - 1
         metrics = {
             "prompt_tokens_computed": float(tokens.shape[0] * width),
             "decode_steps": float(steps),
             "rows_decoded": float(steps * len(prompts)),
         }
-        kept = Ragged.from_padded(log_probs, keep)
-        if not bool(kept.values.isfinite().all()):
+        row_log_probs = Ragged.from_padded(log_probs, mask)
+        if not bool(row_log_probs.values.isfinite().all()):
             raise RolloutError("the model's logits are not finite; check the weights for NaN or infinite values")
-        return Generation(Ragged.from_padded(tokens, keep), kept, stops.any(dim=1), metrics)
+        return Generation(Ragged.from_padded(tokens, mask), row_log_probs, stops.any(dim=1), metrics)
 
 
-class _Choice(LogitsProcessor):
-    """Sample the next token of each row after the warpers, and record its log-prob."""
+class _Sampler(LogitsProcessor):
+    """Logits processor that applies the warpers, samples the next token of each row and records its log-prob."""
 
     def __init__(self, sampling: SamplingParams, seeds: Tensor, lengths: Tensor):
         self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, lengths
@@ -156,26 +157,26 @@ class _Choice(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         if self._greedy:
-            tokens, log_probs = greedy(scores)
+            tokens, log_probs = sample_greedy(scores)
         else:
             positions = self._lengths + len(self.log_probs)
-            tokens, log_probs = draw(self._warpers(input_ids, scores), uniform(self._seeds, positions))
+            tokens, log_probs = draw(self._warpers(input_ids, scores), uniform_numbers(self._seeds, positions))
         self.log_probs.append(log_probs)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
-class _Strings(StoppingCriteria):
-    """End rows whose text contains a stop string, and record their last columns."""
+class _StopCriteria(StoppingCriteria):
+    """Stopping criterion that ends rows at stop strings and records the column of each row's last token."""
 
     def __init__(self, stops: StopStrings, width: int):
         self._stops, self._width = stops, width
         self.ends: list[int] = []
-        """For each row the column of its last token, or -1."""
+        """Column of the last token of each row, or -1 if no stop string has ended the row."""
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         rows = input_ids[:, self._width :].tolist()
         self.ends = self.ends or [-1] * len(rows)
         for number, row in enumerate(rows):
-            if self.ends[number] < 0 and self._stops.ended_by(row):
+            if self.ends[number] < 0 and self._stops.is_ended_by(row):
                 self.ends[number] = len(row) - 1
         return torch.tensor([end >= 0 for end in self.ends], device=input_ids.device)

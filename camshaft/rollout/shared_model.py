@@ -5,9 +5,9 @@
     model.require_model().forward(...)
     model.sleep()                          # releases the weights
 
-The model is built from the config of its folder, without weights. A tensor of the right dtype on the right device
-becomes the parameter itself, so an optimizer's in-place update is visible without another `load`; any other tensor is
-copied. The generators that run a transformers model (`builtin`, `hf`) use it.
+The model is built without weights from the config in its folder. A loaded tensor that already has the right dtype and
+device becomes the parameter itself, so an in-place optimizer update is visible without another `load`. Any other tensor
+is copied. The rollouts that run a transformers model (`torch` and `hf`) use this module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,12 +27,12 @@ from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, emp
 
 
 class SharedModel:
-    """The model, its weights once loaded, and the tokens that end a sequence."""
+    """A transformers model, its loaded weights, its tokenizer and its end-of-sequence tokens."""
 
     def __init__(self, config: RolloutEngineConfig, attention: str):
         if config.engine_kwargs:
             raise RolloutError(
-                f"the 'torch' and 'hf' rollouts have no engine_kwargs, got {dict(config.engine_kwargs)}; remove them"
+                f"the 'torch' and 'hf' rollouts accept no engine_kwargs, got {dict(config.engine_kwargs)}; remove them"
             )
         self.device = torch.device(config.device)
         self.hf: PreTrainedModel = empty_model(config, attention)
@@ -40,14 +40,14 @@ class SharedModel:
             buffer.data = buffer.data.to(self.device)
         self._folder, self._trust = model_folder(config.model_path), config.trust_remote_code
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self.stop_ids = stop_ids_of(self._folder, self.hf.config, self._trust)
-        self.expected = ExpectedWeights.of_model(self.hf)
+        self.stop_ids = load_stop_ids(self._folder, self.hf.config, self._trust)
+        self.expected = ExpectedWeights.from_model(self.hf)
         self._loaded_names: set[str] | None = None
         self._asleep = False
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the embedding; token ids are below this number."""
+        """Number of rows of the embedding. All token ids are below it."""
         embeddings: Any = self.hf.get_input_embeddings()
         return embeddings.weight.shape[0]
 
@@ -59,7 +59,7 @@ class SharedModel:
         return self._tokenizer
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load all weights. After an error the model has no weights."""
+        """Load all weights. If this raises, the model has no weights."""
         check_can_load(self._asleep)
         self._loaded_names = None
         names: set[str] = set()
@@ -71,7 +71,7 @@ class SharedModel:
         self._loaded_names = names
 
     def digests(self) -> Mapping[str, int]:
-        """Return the digests of the model's present weights, by the names passed to `load`."""
+        """Return the digest of each of the model's current weights, under the names that were passed to `load`."""
         tensors = self.require_model().state_dict()
         assert self._loaded_names is not None
         return {name: digest(tensors[name]) for name in self._loaded_names}
@@ -82,18 +82,18 @@ class SharedModel:
         return self.hf
 
     def sleep(self) -> None:
-        """Release the weights; copies are freed."""
+        """Release the weights. This frees the memory of copied weights."""
         self._asleep, self._loaded_names = True, None
         for weight in self.expected.weights.values():
             _set_tensor(self.hf, weight, weight.meta)
 
     def wake_up(self) -> None:
-        """Permit `load` again; no effect on a model that is awake."""
+        """Allow `load` again. This has no effect if the model is awake."""
         self._asleep = False
 
 
 def _set_tensor(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
-    """Register `tensor` under all names of `weight`, without a copy."""
+    """Register `tensor` under all names of `weight` without copying it."""
     registered = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
     for name in weight.names:
         owner, _, leaf = name.rpartition(".")
@@ -103,8 +103,8 @@ def _set_tensor(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
             hf.get_submodule(owner).register_buffer(leaf, registered)
 
 
-def stop_ids_of(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> tuple[int, ...]:
-    """All that the folder calls an end of sequence: its generation config, its config and its tokenizer."""
+def load_stop_ids(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return all end-of-sequence token ids of a model folder: from its generation config, config and tokenizer."""
     sources = [config.eos_token_id, config.get_text_config().eos_token_id]
     if (folder / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)

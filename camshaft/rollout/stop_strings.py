@@ -1,10 +1,10 @@
 """Detect the token that completes a stop string.
 
     stops = StopStrings(tokenizer, ("###", "Question:"))
-    stops.ended_by(response_ids)           # True if the last token completes a string
+    stops.is_ended_by(response_ids)        # True if the last token completes a stop string
 
-The text is the decoded response without the prompt and without special tokens, so a string that begins in the prompt
-does not end the response. The check after each token decodes only the tail of the response.
+The decoded text excludes the prompt and special tokens, so a stop string that begins in the prompt does not end the
+response. The check after each token decodes only the tail of the response.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from transformers import PreTrainedTokenizerBase
 from camshaft.rollout.base import Generation
 
 MARGIN = 16
-"""Extra characters decoded before the longest string, because the first tokens of a tail may decode differently."""
+"""Number of characters to decode in addition to the longest string: the first tokens of a tail may decode differently.
+"""
 
 
 class StopStrings:
@@ -27,8 +28,11 @@ class StopStrings:
         self._tokenizer, self._strings = tokenizer, tuple(strings)
         self._tail_length = max((len(text) for text in strings), default=0) + MARGIN
 
-    def ended_by(self, response: Sequence[int]) -> bool:
-        """Return True if the text of `response` contains a string. Without its last token it must contain none."""
+    def is_ended_by(self, response: Sequence[int]) -> bool:
+        """Return True if the last token of `response` completes a stop string.
+
+        The caller must have checked all shorter prefixes: without its last token, `response` contains no stop string.
+        """
         if not self._strings:
             return False
         count = self._tail_length
@@ -36,26 +40,26 @@ class StopStrings:
             text = self._text(response[-count:])
             if len(text) >= self._tail_length or count >= len(response):
                 return any(string in text for string in self._strings)
-            count *= 2  # special tokens and parts of characters have no text
+            count *= 2  # special tokens and incomplete characters decode to no text
 
-    def end_of(self, response: Sequence[int]) -> int | None:
-        """Return the number of tokens up to the end of the first stop string, or None if it contains none."""
+    def find_end(self, response: Sequence[int]) -> int | None:
+        """Return the number of tokens up to the end of the first stop string, or None if `response` contains none."""
         if not any(string in self._text(response) for string in self._strings):
             return None
-        return next((count for count in range(1, len(response) + 1) if self.ended_by(response[:count])), None)
+        return next((count for count in range(1, len(response) + 1) if self.is_ended_by(response[:count])), None)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportReturnType]
 
 
-def cut_at_strings(generation: Generation, stops: StopStrings) -> Generation:
-    """Truncate rows after their first stop string.
+def truncate_at_stop_strings(generation: Generation, stops: StopStrings) -> Generation:
+    """Truncate each row after its first stop string.
 
-    The result equals generation that stops there if the samples of a row do not depend on the other rows.
+    If the samples of a row do not depend on the other rows, the result equals a generation that stopped at the strings.
     """
     lengths, finished = generation.responses.lengths.clone(), generation.finished.clone()
     for row, tokens in enumerate(generation.responses.rows()):
-        end = stops.end_of(tokens.tolist())
+        end = stops.find_end(tokens.tolist())
         if end is not None:
             lengths[row], finished[row] = end, True
     responses, log_probs = generation.responses.prefix(lengths), generation.log_probs.prefix(lengths)

@@ -177,7 +177,7 @@ def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RolloutError, match="max_model_len=5000, but the model has 1024 positions"):
         build_rollout("sglang", RolloutEngineConfig(model_path=model, max_model_len=5000))
     for options, message in (({"no_such_option": 1}, "failed to start: .*no_such_option"),
-                          ({"tp_size": 2}, "engine_kwargs sets tp_size, which camshaft sets itself")):  # fmt: skip
+                          ({"tp_size": 2}, "engine_kwargs sets tp_size, which camshaft derives")):  # fmt: skip
         with pytest.raises(RolloutError, match=message):
             build_rollout("sglang", RolloutEngineConfig(model_path=model, engine_kwargs=options))
 

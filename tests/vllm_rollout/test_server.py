@@ -118,7 +118,7 @@ def test_given_server_receives_weights_by_broadcast(own: Case, harness: RolloutH
     train(case)
     case.rollout.load_weights(case.weights())
     assert off(case, harness) < 1e-4
-    with pytest.raises(RolloutError, match=r"holds weights of weight sync .*another process sends it weights too"):
+    with pytest.raises(RolloutError, match=r"holds the weights of weight sync .*another process also sends it weights"):
         own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
     own.rollout.load_weights(own.weights())
     assert off(own, harness) < 1e-4

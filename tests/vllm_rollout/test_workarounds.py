@@ -158,7 +158,7 @@ def test_runs_and_steps_have_different_samples(harness, monkeypatch):
         return len({tuple(tokens) for tokens in samples})
 
     with monkeypatch.context() as patch:
-        patch.setattr("camshaft.rollout.vllm.base.spread", lambda seeds: seeds)
+        patch.setattr("camshaft.rollout.vllm.base.mix_seeds", lambda seeds: seeds)
         assert num_different() == 1
     assert num_different() == len(calls)
 

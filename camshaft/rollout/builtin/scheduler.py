@@ -20,7 +20,7 @@ from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
-from camshaft.rollout.sampling import draw, greedy, restrict, uniform
+from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
 REFILL = 8
@@ -176,7 +176,7 @@ class Scheduler:
         """Sample the first token of rows whose prompts are in the slots after the live ones."""
         index = torch.tensor(rows, device=self.device)
         positions, seeds = self.lengths[index], self.seeds[index]
-        tokens = self._choose(logits, index, uniform(seeds, positions))
+        tokens = self._choose(logits, index, uniform_numbers(seeds, positions))
         self.live = torch.cat([self.live, torch.stack([tokens, positions, self.ends[index], seeds, index])], dim=1)
         self.ahead = self.ahead.new_empty(0, self.live.shape[1])
         self._live_rows_changed()
@@ -194,7 +194,7 @@ class Scheduler:
         self.longest += 1
         self.left -= 1
         if not len(self.ahead):
-            self.ahead = uniform(seeds, positions + torch.arange(AHEAD, device=self.device)[:, None])
+            self.ahead = uniform_numbers(seeds, positions + torch.arange(AHEAD, device=self.device)[:, None])
         tokens.copy_(self._choose(logits, rows, self.ahead[0]))
         self.ahead = self.ahead[1:]
         self.steps += 1
@@ -204,7 +204,7 @@ class Scheduler:
     def _choose(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
         """Sample the next token of each row and add it to the result."""
         if self.sampling.greedy:
-            tokens, log_probs = greedy(logits)
+            tokens, log_probs = sample_greedy(logits)
         else:
             scores = restrict(logits, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
             tokens, log_probs = draw(scores, uniforms)
@@ -241,7 +241,7 @@ class Scheduler:
         if self.stop_strings is None:
             return stopped
         responses = [self.responses[row] for row in self.live[ROW].tolist()]
-        by_text = torch.tensor([self.stop_strings.ended_by(tokens) for tokens in responses], device=self.device)
+        by_text = torch.tensor([self.stop_strings.is_ended_by(tokens) for tokens in responses], device=self.device)
         return by_text if stopped is None else stopped | by_text
 
     def _live_rows_changed(self) -> None:

@@ -1,5 +1,5 @@
-"""The process rollout: runs any other rollout in a child process on the same machine.
+"""The process rollout, which runs any other rollout in a child process on the same machine.
 
-rollout.py  `ProcessRollout`, in the trainer
-child.py    the child process, which builds the rollout and answers requests
+rollout.py  `ProcessRollout`, which runs in the trainer and starts the child process
+child.py    the child process, which builds the inner rollout and answers requests
 """

@@ -1,12 +1,15 @@
-"""The child process of a `ProcessRollout`: builds the rollout and answers requests.
+"""The child process of a `ProcessRollout`, which builds the inner rollout and answers requests.
 
     python -m camshaft.rollout.process.child FILE_DESCRIPTOR PARENT
 
 Each request gets one reply: ("result", value), ("error", message) for an error of this library, or ("traceback", text)
-for any other exception. `load_weights` is a sequence of messages: its first reply is sent when the rollout reads the
-first weight; the parent then sends buckets, may request dtypes, and finishes with "end" or "abort", and each message
-gets a reply. A reply other than "result" ends the sequence. The process ends when the connection closes or the parent
-dies, and kills every process that it started.
+for any other exception.
+
+`load_weights` is a sequence of messages. The first reply is sent when the rollout starts to read weights. The parent
+then sends buckets, may request dtypes, and finishes with "end" or "abort". Each of these messages gets a reply, and a
+reply other than "result" ends the sequence.
+
+The process exits when the connection closes or the parent dies, and kills every process that it started.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from camshaft.subprocesses import end_with, kill_own_group, pack, receive, send,
 
 
 class RequestHandler:
-    """The rollout of this process, with one method per kind of request."""
+    """Handler with one method per kind of request. It owns the rollout of this process."""
 
     def __init__(self, connection: int):
         self._connection = connection
@@ -44,7 +47,7 @@ class RequestHandler:
         self._rollout = build_rollout(name, rollout_config)
 
     def load_weights(self, version: int, handle: dict[str, Any]) -> None:
-        """Receive all buckets of one weight sync; `serve` sends the last reply."""
+        """Receive all buckets of one weight sync. `serve` sends the reply to the last message."""
         self._rollout.weights_version = version
         stream = self._received_weights(handle)
         self._rollout.load_weights(stream)
@@ -63,11 +66,11 @@ class RequestHandler:
                 assembler.finish()
                 return
             reply = None
-            if message == "sync_dtype":  # the sender casts while it fills a bucket
+            if message == "sync_dtype":  # the sender casts weights while it fills a bucket
                 reply = self.sync_dtype(*arguments)
             else:
                 pieces, used = arguments
-                yield from assembler.take(pieces, receiver.pull(used))
+                yield from assembler.unpack(pieces, receiver.pull(used))
             send(self._connection, pack(("result", reply)))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:
@@ -125,7 +128,7 @@ def main(file: int, parent: int) -> None:
     try:
         serve(file)
     except ConnectionError:
-        kill_own_group()  # the parent is gone; also kill what the rollout started
+        kill_own_group()  # the parent has ended; also kill the processes that the rollout started
 
 
 if __name__ == "__main__":

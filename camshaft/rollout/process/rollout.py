@@ -4,9 +4,10 @@
     rollout = ProcessRollout(config)                   # rollout.name=process
     rollout.load_weights(engine.named_weights())       # in buckets, see `rollout/weights/transport.py`
 
-Threads, environment variables, memory and crashes of the rollout are confined to the child process. The child ends with
-this process; if it ends first, the pending call raises an error within a second. `engine_kwargs` are those of the inner
-rollout, plus `rollout` (its name) and `timeout` (seconds for one call). `child.py` is the other end.
+The inner rollout's threads, environment variables, memory and crashes are confined to the child process. The child ends
+when this process ends. If the child ends first, the pending call raises an error within a second. `engine_kwargs`
+accepts the options of the inner rollout, `rollout` (its name), and `timeout` (time limit of one call, in seconds).
+`child.py` runs in the child process.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from camshaft.rollout.weights.transport import Sender, open_sender
 from camshaft.subprocesses import describe_exit, kill_group, pack, receive, send, start_python, unpack
 
 POLL_SECONDS = 0.2
-"""Interval between two checks that the child is alive; a reply or a closed connection is noticed at once."""
+"""Interval between two checks that the child is alive. Replies and closed connections end the wait immediately."""
 START_SECONDS = 300.0
-"""Time limit for building the rollout."""
-ANSWER_SECONDS = 3600.0
-"""Default of `timeout`."""
+"""Minimum time limit for building the inner rollout."""
+DEFAULT_CALL_SECONDS = 3600.0
+"""Default time limit of one call."""
 
 
 class ProcessRollout(BaseRollout):
@@ -53,7 +54,7 @@ class ProcessRollout(BaseRollout):
         super().__init__(config)
         engine_kwargs = dict(config.engine_kwargs)
         name, timeout = engine_kwargs.pop("rollout", "torch"), engine_kwargs.pop("timeout", None)
-        self._timeout = float(ANSWER_SECONDS if timeout is None else timeout)
+        self._timeout = float(DEFAULT_CALL_SECONDS if timeout is None else timeout)
         self._device = here(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         child_config = config.model_copy(update={"engine_kwargs": engine_kwargs, "device": str(self._device)})
@@ -63,7 +64,7 @@ class ProcessRollout(BaseRollout):
             seconds = START_SECONDS if timeout is None else max(START_SECONDS, self._timeout)
             self._call("start", name, child_config.model_dump_json(), timeout=seconds)
         except BaseException:
-            self._child.end("its rollout failed to build")
+            self._child.end("the rollout could not be built")
             raise
 
     # -- weights ----------------------------------------------------------------------------------
@@ -73,7 +74,7 @@ class ProcessRollout(BaseRollout):
         try:
             self._child.send("load_weights", self.weights_version, sender.handle())
             sender.connect()
-            self._receive("load_weights")  # the rollout has started to read weights
+            self._receive("load_weights")  # the reply means that the rollout has started to read weights
             self._send(weights, sender)
         finally:
             sender.close()
@@ -84,8 +85,8 @@ class ProcessRollout(BaseRollout):
             try:
                 bucket = next(stream, None)
             except BaseException:
-                with contextlib.suppress(RolloutError):  # the error of the stream takes precedence
-                    self._call("abort")  # leaves the rollout without weights
+                with contextlib.suppress(RolloutError):  # the original error takes precedence
+                    self._call("abort")  # the rollout then has no weights
                 raise
             if bucket is None:
                 break
@@ -99,7 +100,8 @@ class ProcessRollout(BaseRollout):
         version, digests = self._call("weight_digests")
         if version != self.weights_version:
             raise RolloutError(
-                f"{self._child} holds the weights of weight sync {version}, not of {self.weights_version}; sync again"
+                f"{self._child} holds the weights of weight sync {version}, not those of {self.weights_version}; call "
+                "load_weights() again"
             )
         return digests
 
@@ -146,29 +148,29 @@ class _Child:
 
     def __init__(self, timeout: float) -> None:
         self._socket, child_end = socket.socketpair()
-        # A stopped process reads nothing, so a send without a timeout would block forever.
+        # A suspended (SIGSTOP) child does not read, so a send without a timeout would block forever.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
         self._timeout = timeout
         with child_end:
             descriptor, module = child_end.fileno(), "camshaft.rollout.process.child"
             self._process = start_python(["-m", module, str(descriptor), str(os.getpid())], pass_fds=[descriptor])
-        self._ended = ""
+        self._end_reason = ""
         self._owner = os.getpid()
 
     def __str__(self) -> str:
         return f"the generator's process ({self._process.pid})"
 
     def send(self, request: str, *arguments: Any) -> None:
-        """Send a request."""
-        if self._ended:
-            raise RolloutError(f"{self} has ended ({self._ended}); build the rollout again, or resume the run")
+        """Send a request; kill the process if it does not read the request in time."""
+        if self._end_reason:
+            raise RolloutError(f"{self} has ended ({self._end_reason}); build the rollout again or resume the run")
         try:
             send(self._socket.fileno(), pack((request, *arguments)))
         except BlockingIOError as error:
             self.end(f"it did not read {request}")
             raise RolloutError(
-                f"{self} has not read {request} for {self._timeout:g} s and was killed; increase "
-                "engine_kwargs.timeout if it is only slow"
+                f"{self} did not read {request} within {self._timeout:g} s and was killed; increase "
+                "engine_kwargs.timeout if the process is only slow"
             ) from error
         except OSError as error:
             raise self._death_error(request) from error
@@ -177,17 +179,17 @@ class _Child:
             raise
 
     def receive(self, request: str, timeout: float) -> Any:
-        """Return the reply to a request; kill the process if none arrives in time."""
+        """Return the reply to a request; kill the process if no reply arrives in time."""
         deadline = time.monotonic() + timeout
         try:
             while not wait([self._socket], POLL_SECONDS):
                 if self._process.poll() is not None and not wait([self._socket], 0):
                     raise self._death_error(request)
                 if time.monotonic() > deadline:
-                    self.end(f"no answer to {request}")
+                    self.end(f"it did not answer {request}")
                     raise RolloutError(
-                        f"{self} has not answered {request} for {timeout:g} s and was killed; increase "
-                        "engine_kwargs.timeout if it is only slow"
+                        f"{self} did not answer {request} within {timeout:g} s and was killed; increase "
+                        "engine_kwargs.timeout if the process is only slow"
                     )
             return unpack(receive(self._socket.fileno()))
         except OSError as error:
@@ -202,17 +204,17 @@ class _Child:
         return RolloutError(f"{self} died in {request} ({outcome}); resume the run from its last checkpoint")
 
     def end(self, why: str = "it was closed") -> None:
-        """Kill the process and its children; do nothing if it has ended or in a forked copy of this process."""
-        if self._ended or os.getpid() != self._owner:
+        """Kill the process and its children. Do nothing in a forked child or if the process has already ended."""
+        if self._end_reason or os.getpid() != self._owner:
             return
-        self._ended = why
+        self._end_reason = why
         self._socket.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(POLL_SECONDS)  # it may be exiting with a status that the error reports
+            self._process.wait(POLL_SECONDS)  # a process that is exiting has a status that the error can report
         kill_group(self._process.pid)
         self._process.wait()
 
 
 def _timeval(seconds: float) -> bytes:
-    """Pack a `struct timeval` that is never zero, since zero means no timeout."""
+    """Pack a `struct timeval`. It is never zero, because zero means that there is no timeout."""
     return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))

@@ -1,9 +1,9 @@
 """Control one vLLM server: check its settings, sync weights, verify checksums, sleep and wake up.
 
 client = ServerClient(http, config, transport)
-client.handshake()                                  # raises an error with the command of a compatible server
+client.handshake()                                  # raises an error with the command that starts a compatible server
 client.send_weights(expected, weights, version)     # in buckets, to all workers of the server
-client.check_version(version)                       # raises an error if the server restarted or has other weights
+client.check_version(version)                       # raises an error if the server restarted or holds other weights
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from camshaft.rollout.weights.checks import ExpectedWeights
 from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory
 
 IDEMPOTENT = ("hello", "state", "digests")
-"""Idempotent methods of the workers, which may be retried."""
+"""Methods of the workers that are idempotent and may be retried."""
 
 Transport = Literal["shared_memory", "broadcast"]
 
 
 class ServerClient:
-    """Requests to one server beside completions."""
+    """Client for all requests to one server except completions."""
 
     def __init__(self, http: HTTPClient, config: RolloutEngineConfig, transport: Transport | None):
         self._http, self._config = http, config
         self._transport: Transport = transport or ("shared_memory" if _is_loopback(http.url) else "broadcast")
         self._identity: list[str] = []
         self.model = ""
-        """Name of the model on the server."""
+        """Name under which the server serves the model."""
 
     def handshake(self) -> None:
-        """Read the identity of the workers, and check that the server's settings fit the config."""
+        """Read the identities of the server's workers and raise an error if its settings do not match the config."""
         models = self._http.request("GET", "/v1/models")
         try:
             self.model = models["data"][0]["id"]
@@ -53,46 +53,46 @@ class ServerClient:
             ) from error
         workers = self._call_workers("hello")
         self._identity = [worker["identity"] for worker in workers]
-        wrong = [problem for worker in workers[:1] for problem in self._misfits(worker)]
-        if wrong:
+        mismatches = [mismatch for worker in workers[:1] for mismatch in self._find_mismatches(worker)]
+        if mismatches:
             raise RolloutError(
-                f"the server at {self._http.url} has incompatible settings: {'; '.join(wrong)}. Start it with:\n"
+                f"the server at {self._http.url} has incompatible settings: {'; '.join(mismatches)}. Start it with:\n"
                 f"{server_command(self._config)}"
             )
 
-    def _misfits(self, worker: Mapping[str, Any]) -> list[str]:
-        """Describe the settings of a worker that differ from the required ones."""
+    def _find_mismatches(self, worker: Mapping[str, Any]) -> list[str]:
+        """Describe each setting of a worker that does not have the required value."""
         required = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "dtype": self._config.dtype}
-        wrong = [
+        mismatches = [
             f"--{name.replace('_', '-')} is {worker[name]}, not {value}"
             for name, value in required.items()
             if worker[name] != value
         ]
         if worker["max_model_len"] < self._config.max_model_len:
-            wrong.append(f"--max-model-len is {worker['max_model_len']}, less than {self._config.max_model_len}")
-        return wrong
+            mismatches.append(f"--max-model-len is {worker['max_model_len']}, less than {self._config.max_model_len}")
+        return mismatches
 
     def check_version(self, version: str) -> None:
-        """Raise an error unless all workers hold the weights of this weight sync."""
+        """Raise an error unless all workers hold the weights of the weight sync `version`."""
         for identity, worker in zip(self._identity, self._call_workers("state"), strict=True):
             if worker["identity"] != identity:
                 raise RolloutError(
                     f"the server at {self._http.url} was restarted after the weight sync and does not hold the trained "
                     "weights; resume the run from its last checkpoint"
                 )
-            self._check_same(worker["version"], version)
+            self._check_worker_version(worker["version"], version)
 
-    def _check_same(self, version: str | None, expected: str) -> None:
+    def _check_worker_version(self, version: str | None, expected: str) -> None:
         if version != expected:
             raise RolloutError(
-                f"the server at {self._http.url} holds weights of {version or 'no weight sync'}, not those of "
-                f"{expected}; another process sends it weights too. Use one server per rank"
+                f"the server at {self._http.url} holds the weights of {version or 'no weight sync'}, not those of "
+                f"{expected}, because another process also sends it weights; use one server per rank"
             )
 
     # -- weights ----------------------------------------------------------------------------------
 
     def send_weights(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
-        """Send all weights; the server is paused for all clients meanwhile."""
+        """Send all weights. The server is paused for all clients during the transfer."""
         self.handshake()
         self._http.post_once("/pause?mode=wait")
         try:
@@ -101,13 +101,13 @@ class ServerClient:
             self._http.post_once("/resume")
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
-        sender = self._sender()
+        sender = self._open_sender()
         shapes = {
             name: (str(weight.meta.dtype).removeprefix("torch."), tuple(weight.meta.shape))
             for name, weight in expected.weights.items()
         }
         try:
-            # The workers must receive each message while this process does its part of the transfer.
+            # The workers must run each call while this process executes its side of the transfer.
             with ThreadPoolExecutor(1) as executor:
                 names = expected.canonical_names
                 begin = {"handle": sender.handle(), "canonical_names": names, "shapes": shapes}
@@ -123,13 +123,13 @@ class ServerClient:
             sender.close()
 
     def _abort(self, error: BaseException) -> None:
-        """Cancel the weight sync on the server; a second error becomes a note on the first."""
+        """Cancel the weight sync on the server. If that fails too, attach the second error to `error` as a note."""
         try:
             self._call_workers("abort")
-        except RolloutError as second:
-            error.add_note(f"Cancelling the weight sync failed as well: {second}")
+        except RolloutError as abort_error:
+            error.add_note(f"Cancelling the weight sync also failed: {abort_error}")
 
-    def _sender(self) -> Sender:
+    def _open_sender(self) -> Sender:
         size = self._config.update_weights_bucket_megabytes * 2**20
         if self._transport == "shared_memory":
             return SharedMemory(size)
@@ -138,7 +138,7 @@ class ServerClient:
     def _call_workers_during(
         self, executor: ThreadPoolExecutor, transfer: Callable[[], None], method: str, **payload: Any
     ) -> None:
-        """Call the workers while `transfer` runs in this thread; an error of the workers takes precedence."""
+        """Call the workers in another thread while `transfer` runs in this one. Worker errors take precedence."""
         call = executor.submit(self._call_workers, method, **payload)
         try:
             transfer()
@@ -148,14 +148,18 @@ class ServerClient:
         call.result()
 
     def digests(self, version: str) -> Mapping[str, int]:
-        """Return the checksums of the server's weights; raise an error if its workers differ."""
-        first, *others = self._call_workers("digests")
-        for worker in (first, *others):
-            self._check_same(worker["version"], version)
-            wrong = [name for name, number in first["digests"].items() if worker["digests"].get(name) != number]
-            if wrong:
-                raise RolloutError(f"the workers of {self._http.url} hold different weights: {', '.join(wrong[:8])}")
-        return first["digests"]
+        """Return the checksums of the server's weights. Raise an error if its workers hold different weights."""
+        workers = self._call_workers("digests")
+        digests: dict[str, int] = workers[0]["digests"]
+        for worker in workers:
+            self._check_worker_version(worker["version"], version)
+            names = [name for name, number in digests.items() if worker["digests"].get(name) != number]
+            if names:
+                raise RolloutError(
+                    f"the workers of {self._http.url} hold different weights for {', '.join(names[:8])}; restart the "
+                    "server"
+                )
+        return digests
 
     # -- memory -----------------------------------------------------------------------------------
 
@@ -168,7 +172,7 @@ class ServerClient:
             self._http.post_once("/sleep?level=2")
 
     def wake_up(self) -> None:
-        """Allocate the KV cache and, on a GPU, the memory of the weights."""
+        """Allocate the KV cache and, on a GPU, memory for the weights."""
         if torch.device(self._config.device).type == "cpu":
             self._call_workers("restore_kv_cache")
         else:
@@ -177,7 +181,7 @@ class ServerClient:
     # -- requests to the workers ------------------------------------------------------------------
 
     def _call_workers(self, method: str, **payload: Any) -> list[Any]:
-        """Call a method of `WorkerWeights` in every worker, and return one result per worker."""
+        """Call a method of `WorkerWeights` in every worker and return one result per worker."""
         body = {"method": "camshaft", "args": [method, json.dumps(payload)]}
         try:
             if method in IDEMPOTENT:
@@ -187,12 +191,13 @@ class ServerClient:
         except RolloutError as error:
             if "HTTP 404" in str(error):
                 raise RolloutError(
-                    f"{self._http.url} does not accept weights; start it with {DEV_MODE}=1. {error}"
+                    f"{self._http.url} does not accept weights; start the server with {DEV_MODE}=1. {error}"
                 ) from error
             if "has no attribute 'camshaft'" in str(error):
                 raise RolloutError(
-                    f"{self._http.url} does not accept weights from camshaft; start it with --worker-extension-cls "
-                    f"{EXTENSION} in an environment with camshaft:\n{server_command(self._config)}"
+                    f"{self._http.url} does not accept weights from camshaft; start the server with "
+                    f"--worker-extension-cls {EXTENSION} in an environment where camshaft is installed:\n"
+                    f"{server_command(self._config)}"
                 ) from error
             raise
         for result in results:
@@ -204,13 +209,13 @@ class ServerClient:
 
 
 def _is_loopback(url: str) -> bool:
-    """Return True for an address on this machine's loopback interface."""
+    """Return True if the host of `url` is on this machine's loopback interface."""
     host = urlsplit(url).hostname or ""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _local_address_towards(url: str) -> str:
-    """Return the address of this machine that the server can reach."""
+    """Return the address of this machine at which the server can reach it."""
     parts = urlsplit(url)
     with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=10.0) as probe:
         return probe.getsockname()[0]

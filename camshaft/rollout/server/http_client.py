@@ -25,23 +25,23 @@ from urllib.parse import urlsplit
 
 from camshaft.errors import RolloutError
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+INITIAL_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
 """Seconds between two attempts; the pause doubles after each attempt."""
 MAX_ERROR_BODY = 2000
-"""Characters of a response body that an error message shows."""
+"""Maximum number of characters of a response body in an error message."""
 API_KEY = "VLLM_API_KEY"
-"""Environment variable with the API key of the server, if it requires one; vLLM reads the same variable."""
+"""Environment variable with the server's API key, if it requires one. vLLM reads the same variable."""
 
 
 class ServerUnavailable(RolloutError):
-    """The connection failed, or the server answered with HTTP 5xx; a later attempt may succeed."""
+    """The connection failed or the server answered with HTTP 5xx. A later attempt may succeed."""
 
 
 class HTTPClient:
-    """JSON over HTTP to the server at `url`.
+    """Client that exchanges JSON over HTTP with the server at `url`.
 
-    `exit_report` returns a description of how the server process ended, or an empty string while it runs or if nothing
-    is known about it. It is added to connection errors and ends retries.
+    `exit_report` returns a description of how the server process ended. It returns an empty string while the process
+    runs or if its state is unknown. A non-empty report is added to connection errors and stops the retries.
     """
 
     def __init__(self, url: str, timeout: float, retry_timeout: float, exit_report: Callable[[], str] = str):
@@ -49,18 +49,18 @@ class HTTPClient:
         self.retries = 0
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
-        """Send an idempotent request on a new connection; retry it if it fails."""
+        """Send an idempotent request on a new connection and retry it if it fails."""
         with self.connection() as connection:
             return connection.request(method, path, body)
 
     def post_once(self, path: str, body: Any = None) -> Any:
-        """POST a request that changes state on the server, without retries."""
+        """Send a POST request that changes state on the server. It is not retried."""
         with self.connection() as connection:
             return connection.request_once("POST", path, body)
 
     @contextlib.contextmanager
     def connection(self, stopped: threading.Event | None = None) -> Iterator[RetryingConnection]:
-        """Open a connection that reconnects after a failure; setting `stopped` ends its retries."""
+        """Open a connection that reconnects after a failure. Setting `stopped` ends the retries."""
         connection = RetryingConnection(self, stopped or threading.Event())
         try:
             yield connection
@@ -80,34 +80,34 @@ class RetryingConnection:
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request and retry it until it succeeds or `retry_timeout` has passed."""
-        deadline, pause = 0.0, FIRST_PAUSE
+        deadline, pause = 0.0, INITIAL_PAUSE_SECONDS
         while True:
             try:
                 return self.request_once(method, path, body)
             except ServerUnavailable as error:
                 if report := self._client.exit_report():
-                    raise RolloutError(f"{self._client.url} did not answer {path}: it {report}") from error
+                    raise RolloutError(f"{self._client.url} did not answer {path}: the server {report}") from error
                 deadline = deadline or time.monotonic() + self._client.retry_timeout
                 if time.monotonic() + pause > deadline or self._stopped.wait(pause):
                     raise
-                pause = min(2 * pause, LONGEST_PAUSE)
+                pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 self._client.retries += 1
 
     def request_once(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request and return the response parsed as JSON, or None if the response body is empty."""
+        """Send a request and return the response body parsed as JSON, or None if it is empty."""
         client = self._client
         try:
             status, content = self._send(method, path, body)
         except TimeoutError as error:
             self.close()
             raise RolloutError(
-                f"{client.url} has not answered {path} for {client.timeout:g} s; increase engine_kwargs.timeout if the "
-                "server is only slow"
+                f"{client.url} did not answer {path} within {client.timeout:g} s; increase engine_kwargs.timeout if "
+                "the server is only slow"
             ) from error
         except (OSError, HTTPException) as error:
             self.close()
             report = client.exit_report()
-            reason = f"it {report}" if report else f"{type(error).__name__}: {error}"
+            reason = f"the server {report}" if report else f"{type(error).__name__}: {error}"
             raise ServerUnavailable(f"{client.url} did not answer {path}: {reason}") from error
         if status >= 400:
             error_class = ServerUnavailable if status >= 500 else RolloutError
@@ -119,7 +119,7 @@ class RetryingConnection:
             raise RolloutError(f"{client.url} answered {path} with invalid JSON: {content[:80]!r}") from error
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
-        """Return status code and body of the response."""
+        """Send a request and return the status code and body of the response."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(API_KEY):
             headers["Authorization"] = f"Bearer {key}"
@@ -129,7 +129,7 @@ class RetryingConnection:
         return response.status, response.read()
 
     def abort(self) -> None:
-        """Shut the socket down from another thread; a pending request then fails at once."""
+        """Shut down the socket from another thread, so that a pending request fails immediately."""
         connection_socket: socket.socket | None = self._connection.sock
         if connection_socket is not None:
             with contextlib.suppress(OSError):  # another thread has closed it

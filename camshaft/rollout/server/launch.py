@@ -1,7 +1,7 @@
-"""Start vLLM's server for one rank on 127.0.0.1; the server ends with the trainer's process.
+"""Start vLLM's server for one rank on 127.0.0.1. The server is killed when the trainer's process ends.
 
 process = ServerProcess(config, options.arguments)
-process.wait(240.0)                     # raises an error with the last lines of the server's log
+process.wait(240.0)                     # until the server is ready; errors show the last lines of its log
 process.url
 process.end()
 """
@@ -36,16 +36,16 @@ from camshaft.subprocesses import describe_exit, guard_group, kill_group, start_
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 EXTENSION = "camshaft.rollout.vllm.worker.WorkerExtension"
-"""Class that vLLM adds to its workers."""
+"""Import path of the class that vLLM adds to its workers."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
-"""Variable that enables weight updates in vLLM's server."""
+"""Environment variable that enables weight updates in vLLM's server."""
 LAST_LINES = 30
 TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VLLM_ENABLE_V1_MULTIPROCESSING")
 """Environment variables that would make the server join the trainer's ranks."""
 
 
 def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the command-line options of a compatible server."""
+    """Return the command-line options with which a server is compatible with `config`."""
     required = engine_arguments(config)
     reject_reserved(arguments, required)
     command: list[str] = []
@@ -62,13 +62,13 @@ def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, An
 
 
 def server_command(config: RolloutEngineConfig) -> str:
-    """Return the shell command that starts a compatible server."""
+    """Return the shell command that starts a server that is compatible with `config`."""
     program = f"{DEV_MODE}=1 python -m vllm.entrypoints.openai.api_server"
     return f"{program} {shlex.join(command_line_options(config, {}))}"
 
 
 class ServerProcess:
-    """A server process; `end` stops it, and so does the end of this process, even by a signal."""
+    """A server process. It is killed by `end`, or when this process ends, even if a signal kills this process."""
 
     def __init__(self, config: RolloutEngineConfig, arguments: Mapping[str, Any]):
         if importlib.util.find_spec("vllm") is None:
@@ -76,7 +76,7 @@ class ServerProcess:
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
         self._name = f"camshaft-{secrets.token_hex(4)}"
-        self._ended = ""
+        self._exit_report = ""
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server runs
@@ -94,7 +94,7 @@ class ServerProcess:
         self._guard = guard_group(self._server.pid)
 
     def wait(self, timeout: float) -> None:
-        """Wait until the server answers; stop it and raise an error after `timeout` seconds."""
+        """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""
         http, deadline = HTTPClient(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
         try:
             while True:
@@ -102,13 +102,13 @@ class ServerProcess:
                     raise RolloutError(f"the server started at {self.url} {report}")
                 with contextlib.suppress(RolloutError):
                     http.request("GET", "/health")
-                    # Another server may have taken the port; this one then ends.
+                    # If another server occupies the port, the name differs and this server exits.
                     if http.request("GET", "/v1/models")["data"][0]["id"] == self._name:
                         return
                 if time.monotonic() > deadline:
                     raise RolloutError(
                         f"the server started at {self.url} is not ready after {timeout:g} s; increase "
-                        f"engine_kwargs.vllm_server_timeout if it is only slow. {self._last_lines()}"
+                        f"engine_kwargs.vllm_server_timeout if the server is only slow. {self._last_lines()}"
                     )
                 time.sleep(POLL_SECONDS)
         except BaseException:
@@ -116,18 +116,18 @@ class ServerProcess:
             raise
 
     def exit_report(self) -> str:
-        """Return a report with the last lines of the log if the server has ended, else an empty string."""
+        """Return a description of the server's exit with the last lines of its log, or "" while the server runs."""
         with self._lock:
-            if not self._ended and (code := self._server.poll()) is not None:
+            if not self._exit_report and (code := self._server.poll()) is not None:
                 self.end()
-                self._ended = f"has ended ({describe_exit(code)}). {self._last_lines()}"
-            return self._ended
+                self._exit_report = f"has ended ({describe_exit(code)}). {self._last_lines()}"
+            return self._exit_report
 
     def end(self) -> None:
-        """Kill the server's process group; do nothing if it has ended or in a forked copy of this process."""
-        if self._ended or os.getpid() != self._owner:
+        """Kill the server's process group. Do nothing in a forked child or if the server has already ended."""
+        if self._exit_report or os.getpid() != self._owner:
             return
-        self._ended = "was stopped"
+        self._exit_report = "was stopped"
         kill_group(self._server.pid)
         self._guard.kill()
         self._guard.wait()
@@ -147,14 +147,14 @@ def _free_port() -> int:
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Return the environment of the server, without the trainer's ranks."""
+    """Return the environment variables of the server, without those that describe the trainer's ranks."""
     environment = {name: value for name, value in os.environ.items() if name not in TRAINER_VARIABLES}
     environment[DEV_MODE] = "1"
     environment.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
     device_type = torch.device(device).type
     if device_type == "cpu":
-        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not take cores from the trainer
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would take cores away from the trainer
     elif device_type == "cuda":
         index = here(device).index or 0
         visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]

@@ -1,13 +1,14 @@
-"""The server rollout: OpenAI-compatible completions for tokens, and a worker extension for weights.
+"""The server rollout, which generates through OpenAI-compatible completions and syncs weights to a worker extension.
 
     kwargs = {"vllm_server_base_url": "http://127.0.0.1:8000"}      # without it, the rollout starts a server
     rollout = ServerRollout(RolloutEngineConfig(model_path="models/tiny", engine_kwargs=kwargs))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-Each row is one request with its own seed; as many are in flight as the server decodes at once. Requests and responses
-have token ids, not text. The rollout checks the server's weight version before the first request and after the last
-response, and rejects responses of a server that restarted or received other weights in between.
+Each row is one request with its own seed. The rollout sends as many concurrent requests as the server decodes at a
+time. Requests and responses contain token ids, not text. The rollout checks the server's weight version before the
+first request and after the last response, and raises an error if the server restarted or received other weights in
+between.
 """
 
 from __future__ import annotations
@@ -53,21 +54,22 @@ class ServerRollout(BaseVLLMRollout):
             raise RolloutError(f"engine_kwargs: {error}") from error
         self._process: ServerProcess | None = None
         self._name = secrets.token_hex(4)
-        self._version_held: str | None = None
+        self._loaded_version: str | None = None
         self.http = self._connect(options)
         self._client = ServerClient(self.http, config, options.weight_transfer)
         self._client.handshake()
 
     def _connect(self, options: ServerOptions) -> HTTPClient:
-        """Wait for the given server, or start one, and return a client for it."""
+        """Wait for the configured server or start a new one, and return a client for it."""
         if options.vllm_server_base_url:
             url = options.vllm_server_base_url[rank()]
             _wait_until_healthy(url, options.vllm_server_timeout)
             return HTTPClient(url, options.timeout, options.retry_timeout)
         if self.config.tensor_model_parallel_size > 1:
             raise RolloutError(
-                f"tensor_model_parallel_size={self.config.tensor_model_parallel_size} is unsupported: each rank starts "
-                "a server on its own device; set it to 1, or start a larger server and set vllm_server_base_url"
+                f"tensor_model_parallel_size={self.config.tensor_model_parallel_size} is unsupported because each rank "
+                "starts a server on its own device; set it to 1, or start a server with tensor parallelism yourself "
+                "and set vllm_server_base_url"
             )
         process = self._process = ServerProcess(self.config, options.arguments)
         weakref.finalize(self, process.end)
@@ -78,30 +80,30 @@ class ServerRollout(BaseVLLMRollout):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.check_ready_to_load()
-        self._version_held = None
+        self._loaded_version = None
         version = f"weight sync {self.weights_version} of {self._name}"
         self._client.send_weights(self.expected, weights, version)
-        self._version_held = version
+        self._loaded_version = version
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Return checksums computed in the server's workers."""
+        """Return the checksums that the server's workers computed."""
         return self._client.digests(self._version())
 
     def has_weights(self) -> bool:
-        return self._version_held is not None
+        return self._loaded_version is not None
 
     def _version(self) -> str:
         self.check_ready()
-        assert self._version_held is not None
-        return self._version_held
+        assert self._loaded_version is not None
+        return self._loaded_version
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free memory of a server that this rollout started; a given server may have other clients."""
+        """Free the memory of a server that this rollout started. Other servers may have other clients, so they stay."""
         if self._process is not None and not self._asleep and self.config.free_cache_engine:
             self._client.sleep()
-        self._asleep, self._version_held = True, None
+        self._asleep, self._loaded_version = True, None
 
     def wake_up(self) -> None:
         if self._process is not None and self._asleep and self.config.free_cache_engine:
@@ -115,17 +117,17 @@ class ServerRollout(BaseVLLMRollout):
         requests = self.build_requests(prompts, sampling, seeds)
         if not requests:
             return Generation.empty(prompts)
-        bodies = self._bodies(requests, sampling)
+        bodies = self._build_bodies(requests, sampling)
         version = self._version()
         self._client.check_version(version)
-        responses = self._responses(requests, bodies)
+        responses = self._fetch_responses(requests, bodies)
         self._client.check_version(version)
         out = self.build_generation(prompts, responses, time.perf_counter() - start)
         out.metrics["http_retries"] = float(self.http.retries - retries)
         return out
 
-    def _bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
-        """Build the request bodies, with every sampling parameter explicit so that no server default applies."""
+    def _build_bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
+        """Build the request bodies. They set every sampling parameter, so that no default of the server applies."""
         common: dict[str, Any] = {
             "model": self._client.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -140,8 +142,11 @@ class ServerRollout(BaseVLLMRollout):
             for request in requests
         ]
 
-    def _responses(self, requests: Sequence[RowRequest], bodies: Sequence[dict[str, Any]]) -> list[RowResponse]:
-        """Send all requests concurrently; return responses in their order. The first error cancels the others."""
+    def _fetch_responses(self, requests: Sequence[RowRequest], bodies: Sequence[dict[str, Any]]) -> list[RowResponse]:
+        """Send all requests concurrently and return the responses in request order.
+
+        The first error cancels the remaining requests.
+        """
         pending: queue.SimpleQueue[int] = queue.SimpleQueue()
         for number in range(len(bodies)):
             pending.put(number)
@@ -149,7 +154,7 @@ class ServerRollout(BaseVLLMRollout):
         responses: list[RowResponse | None] = [None] * len(bodies)
         stopped, connections = threading.Event(), list[RetryingConnection]()
 
-        def work() -> None:
+        def send_requests() -> None:
             with self.http.connection(stopped) as connection:
                 connections.append(connection)
                 while not stopped.is_set():
@@ -162,7 +167,7 @@ class ServerRollout(BaseVLLMRollout):
 
         with ThreadPoolExecutor(count) as pool:
             try:
-                for future in as_completed([pool.submit(work) for _ in range(count)]):
+                for future in as_completed([pool.submit(send_requests) for _ in range(count)]):
                     future.result()
             except BaseException:
                 stopped.set()
@@ -173,7 +178,7 @@ class ServerRollout(BaseVLLMRollout):
 
 
 def _to_response(reply: Any, request: RowRequest, url: str) -> RowResponse:
-    """Parse the reply to one request, and check that it fits the request."""
+    """Parse the reply to one request and check that it matches the request."""
     try:
         (choice,) = reply["choices"]
         tokens, log_probs, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
@@ -181,22 +186,25 @@ def _to_response(reply: Any, request: RowRequest, url: str) -> RowResponse:
         cached = ((reply.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(
-            f"{url} returned a reply without token ids and log-probs, unlike vLLM's server: {error!r}; check "
+            f"{url} returned a reply without token ids and log-probs, unlike vLLM's server ({error!r}); check "
             "vllm_server_base_url"
         ) from error
     if not same_prompt or len(tokens) != len(log_probs) or not 0 < len(tokens) <= request.limit:
         raise RolloutError(
             f"{url} answered a prompt of {len(request.prompt)} tokens and a limit of {request.limit} with "
-            f"{len(tokens)} tokens and {len(log_probs)} log-probs{'' if same_prompt else ', to another prompt'}"
+            f"{len(tokens)} tokens and {len(log_probs)} log-probs{'' if same_prompt else ' for another prompt'}; "
+            "check vllm_server_base_url"
         )
     if reason not in ("stop", "length"):
-        raise RolloutError(f"{url} aborted a response ({reason}); another client aborted the request")
+        raise RolloutError(
+            f"{url} aborted a response (finish_reason={reason}), probably for another client; use one server per rank"
+        )
     log_probs = [float("nan") if value is None else value for value in log_probs]
     return RowResponse(tokens, log_probs, reason == "stop", cached)
 
 
 def _wait_until_healthy(url: str, timeout: float) -> None:
-    """Wait for a server that was started elsewhere."""
+    """Wait until a server that was started elsewhere is ready."""
     deadline = time.monotonic() + timeout
     http = HTTPClient(url, min(timeout, 10.0), 0.0)
     while True:

@@ -16,7 +16,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import ExternalRollout
 from camshaft.rollout.sglang.engine import SGLangEngine
-from camshaft.rollout.stop_strings import StopStrings, cut_at_strings
+from camshaft.rollout.stop_strings import StopStrings, truncate_at_stop_strings
 from camshaft.rollout.weights.checks import drop_tied_duplicates
 
 
@@ -71,5 +71,5 @@ class SGLangChildRollout(ExternalRollout):
         generation = self.build_generation(prompts, responses, time.perf_counter() - start)
         if sampling.stop:
             tokenizer = load_tokenizer(str(self.folder), self.config.trust_remote_code)
-            generation = cut_at_strings(generation, StopStrings(tokenizer, sampling.stop))
+            generation = truncate_at_stop_strings(generation, StopStrings(tokenizer, sampling.stop))
         return generation

@@ -26,7 +26,7 @@ from sglang.srt.sampling.custom_logit_processor import (  # pyright: ignore[repo
 from torch import Tensor
 
 from camshaft.digest import digest
-from camshaft.rollout.sampling import draw, greedy, restrict, uniform
+from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 
 SAMPLER = "pytorch"
 """Name of the sampling backend. SGLang accepts only this name on a CPU, and prefers a registered backend."""
@@ -76,12 +76,12 @@ class RowSampler(Sampler):
         if rows is None:  # a health check of SGLang
             return logits.argmax(-1)
         if rows[0]["greedy"]:
-            tokens, log_probs = greedy(logits)
+            tokens, log_probs = sample_greedy(logits)
         else:
             settings = {key: rows[0][key] for key in ("temperature", "top_k", "top_p")}  # equal for all rows of a call
             seeds = torch.tensor([row["seed"] for row in rows], device=logits.device)
             # `positions` are those of the input tokens; the built-in generator uses those of the sampled tokens.
-            tokens, log_probs = draw(restrict(logits, **settings), uniform(seeds, positions.long() + 1))
+            tokens, log_probs = draw(restrict(logits, **settings), uniform_numbers(seeds, positions.long() + 1))
         logits_output.next_token_logprobs = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens.to(torch.int32)

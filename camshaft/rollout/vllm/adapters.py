@@ -48,7 +48,7 @@ def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
             f"vLLM computes adapters in half precision on {config.device}, but rollout.dtype={config.dtype}; set "
             "actor_rollout_ref.rollout.dtype=bfloat16, or actor_rollout_ref.rollout.lora_weights=merged"
         )
-    layers = {name.rpartition(".lora_")[0] for name in ExpectedWeights.adapter_of_folder(config, config.lora).weights}
+    layers = {name.rpartition(".lora_")[0] for name in ExpectedWeights.adapter_from_config(config, config.lora).weights}
     return {
         "enable_lora": True,
         "max_loras": 1,

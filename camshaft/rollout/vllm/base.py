@@ -10,7 +10,7 @@ from camshaft.models.loader import has_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.external import ExternalRollout, RowRequest
-from camshaft.rollout.sampling import spread
+from camshaft.rollout.sampling import mix_seeds
 
 MIN_TEMPERATURE = 0.01
 """vLLM replaces a lower temperature with this one."""
@@ -42,7 +42,7 @@ class BaseVLLMRollout(ExternalRollout):
         vLLM reads -1 as "no seed", and torch uses only the low 32 bits of a seed on a CPU. The low 32 bits of the
         trainer's seeds do not depend on `trainer.seed` and repeat every 256 steps.
         """
-        return spread(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
+        return mix_seeds(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
 
 
 def _check_quantization(config: RolloutEngineConfig) -> None:

@@ -151,7 +151,7 @@ class _WeightUpdate:
 
     def load(self, pieces: Sequence[Piece], used: int, record: Any) -> None:
         with self._reload_context():
-            weights = self._assembler.take(pieces, self._receiver.pull(used))
+            weights = self._assembler.unpack(pieces, self._receiver.pull(used))
             self._missing -= self._model.load_weights(record(weights)) or set()
 
     def end(self) -> None:

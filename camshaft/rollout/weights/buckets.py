@@ -1,14 +1,14 @@
-"""Pack weights into buckets of bounded size, and restore the tensors in another process.
+"""Pack weights into buckets of bounded size and restore the tensors in another process.
 
     for pieces, used in pack_buckets(weights, buffer):      # refills the buffer for each bucket
         ...                                                 # transfer buffer[:used] and the pieces
     assembler = Assembler("cpu")
-    for name, tensor in assembler.take(pieces, data): ...
+    for name, tensor in assembler.unpack(pieces, data): ...
     assembler.finish()
 
-Small tensors share a bucket; a tensor larger than a bucket is split into several. Restored tensors own their memory, so
-the buffer can be refilled. Both sides synchronize the device before they hand a bucket on, since the other process does
-not share the CUDA stream. `transport.py` moves the bytes.
+Small tensors share a bucket. A tensor larger than a bucket is split across several buckets. Restored tensors own their
+memory, so the buffer can be refilled. Both sides synchronize the device before they release a bucket, because the other
+process does not share the CUDA stream. `transport.py` moves the bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from camshaft.errors import RolloutError
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of bytes of one tensor and its position in the bucket; `vars(piece)` is valid JSON."""
+    """A byte range of one tensor and its position in the bucket. `vars(piece)` can be serialized as JSON."""
 
     name: str
     dtype: str
@@ -39,7 +39,7 @@ class Piece:
 
 
 def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tuple[list[Piece], int]]:
-    """Fill `buffer` (uint8) with one bucket after another; yield its pieces and the number of bytes used.
+    """Fill the uint8 tensor `buffer` with one bucket at a time and yield its pieces and its number of bytes.
 
     The next iteration overwrites the buffer.
     """
@@ -65,48 +65,49 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Itera
 
 
 class Assembler:
-    """Restore tensors from pieces, which must arrive in the order in which they were packed."""
+    """Restore tensors from pieces. The pieces must arrive in the order in which they were packed."""
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
-        self._open: tuple[Piece, Tensor] | None = None
-        """The incomplete tensor and the last piece received for it."""
+        self._incomplete: tuple[Piece, Tensor] | None = None
+        """Last piece received for the incomplete tensor, and the tensor itself."""
 
-    def take(self, pieces: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Copy the pieces out of `data` and yield each tensor that they complete."""
+    def unpack(self, pieces: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Copy `pieces` out of the bucket `data` and yield each tensor that is now complete."""
         for piece in pieces:
             tensor = self._tensor_of(piece)
             raw = _bytes_of(tensor)
             raw[piece.start : piece.start + piece.size].copy_(data[piece.at : piece.at + piece.size])
             if piece.start + piece.size == len(raw):
-                self._open = None
+                self._incomplete = None
                 yield piece.name, tensor
             else:
-                self._open = (piece, tensor)
+                self._incomplete = (piece, tensor)
         wait_for(self._device)
 
     def finish(self) -> None:
         """Raise an error if a tensor is still incomplete after the last bucket."""
-        if self._open is not None:
-            piece, tensor = self._open
+        if self._incomplete is not None:
+            piece, tensor = self._incomplete
             raise RolloutError(
-                f"'{piece.name}' is incomplete: received {piece.start + piece.size} of {len(_bytes_of(tensor))} bytes; "
-                "send the weights again"
+                f"weight '{piece.name}' is incomplete: received {piece.start + piece.size} of "
+                f"{len(_bytes_of(tensor))} bytes; send the weights again"
             )
 
     def _tensor_of(self, piece: Piece) -> Tensor:
-        if self._open is None and piece.start == 0:
+        if self._incomplete is None and piece.start == 0:
             return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=self._device)
-        if self._open is not None:
-            before, tensor = self._open
-            if (piece.name, piece.start) == (before.name, before.start + before.size):
+        if self._incomplete is not None:
+            previous, tensor = self._incomplete
+            if (piece.name, piece.start) == (previous.name, previous.start + previous.size):
                 return tensor
             raise RolloutError(
-                f"received '{piece.name}' at byte {piece.start}, expected '{before.name}' at byte "
-                f"{before.start + before.size}; send the weights again"
+                f"received weight '{piece.name}' at byte {piece.start}, expected '{previous.name}' at byte "
+                f"{previous.start + previous.size}; send the weights again"
             )
         raise RolloutError(
-            f"received '{piece.name}' at byte {piece.start}, expected byte 0 of a tensor; send the weights again"
+            f"received weight '{piece.name}' at byte {piece.start}, expected a new weight at byte 0; send the weights "
+            "again"
         )
 
 

@@ -1,11 +1,12 @@
-"""Validate a weight sync: expected names, shapes and tied weights.
+"""Validate the names, shapes and tied weights of a weight sync.
 
-    expected = ExpectedWeights.of_folder(config)        # from config.json, without storage; or adapter_of_folder
+    expected = ExpectedWeights.from_config(config)      # reads config.json; allocates no memory for weights
     for name, tensor in expected.validate(weights):
-        copy(name, tensor)                              # name and shape are valid; after the loop none is missing
+        copy(name, tensor)                              # name and shape are valid; the loop ends with no weight missing
 
-An unknown, misshapen, missing or duplicate weight, and tied weights with different values, raise a `RolloutError` that
-reports the weight. Rollouts validate before they pass a tensor to a library that would ignore such a weight.
+If a weight is unknown, missing, sent twice or has the wrong shape, or if tied weights have different values, validation
+raises a `RolloutError` that contains the name of the weight. Rollouts validate before they pass a tensor to a library,
+because the library would ignore such errors.
 """
 
 from __future__ import annotations
@@ -32,54 +33,57 @@ from camshaft.models.lora import adapter_shapes
 
 @dataclass(frozen=True, eq=False)
 class ExpectedWeight:
-    """A weight and every name under which the model holds it (several if it is tied)."""
+    """A weight that a sync must contain. A tied weight has several names in the model."""
 
     names: tuple[str, ...]
     meta: Tensor
-    """Shape and dtype as a tensor on the meta device."""
+    """Tensor on the meta device with the expected shape and dtype."""
     is_parameter: bool
 
 
 @dataclass(frozen=True, eq=False)
 class ExpectedWeights:
-    """The weights of one model, keyed by each name under which a sync may send them."""
+    """All weights that a sync of one model must contain, keyed by each name under which it may send them."""
 
     model: str
     weights: Mapping[str, ExpectedWeight]
     call: str = "load_weights"
-    """The rollout's method that loads the weights; used in error messages."""
+    """Name of the rollout's method that loads the weights, for error messages."""
     source: str = "engine.named_weights()"
-    """The engine's call that yields all of them; used in error messages."""
+    """Call of the engine that yields all weights, for error messages."""
 
     @classmethod
-    def of_model(cls, hf: PreTrainedModel) -> ExpectedWeights:
+    def from_model(cls, hf: PreTrainedModel) -> ExpectedWeights:
         return cls(type(hf).__name__, _weights_of(hf))
 
     @classmethod
-    def of_folder(cls, config: RolloutEngineConfig) -> ExpectedWeights:
-        """Return the weights of the model in `config.model_path`."""
-        return cls.of_model(empty_model(config, attention="eager"))
+    def from_config(cls, config: RolloutEngineConfig) -> ExpectedWeights:
+        """Return the expected weights of the model in `config.model_path`."""
+        return cls.from_model(empty_model(config, attention="eager"))
 
     @classmethod
-    def adapter_of_folder(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
-        """Return the weights of a LoRA adapter for that model, without the base weights."""
+    def adapter_from_config(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
+        """Return the expected weights of a LoRA adapter for that model, without the base weights."""
         shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
         empty = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
         weights = {name: ExpectedWeight((name,), tensor, True) for name, tensor in empty.items()}
         return cls("the adapter", weights, "load_adapter", "engine.named_weights(adapter_only=True)")
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """Return the dtype that the model computes with, or None for an unknown name."""
+        """Return the dtype in which the model stores the weight, or None for an unknown name."""
         weight = self.weights.get(name)
         return None if weight is None else weight.meta.dtype
 
     def validate(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield each valid weight. A tied weight may be sent under one of its names or under several."""
+        """Yield each weight after validating it, and raise an error if a weight is missing at the end.
+
+        A tied weight may be sent under one of its names or under several.
+        """
         seen: dict[str, Tensor | None] = {}
         for name, tensor in weights:
             weight = self._match(name, tensor)
             if name in seen:
-                raise RolloutError(f"{self.call}: '{name}' was sent twice; send each weight once")
+                raise RolloutError(f"{self.call}: weight '{name}' was sent twice; send each weight once")
             _compare_with_twin(weight, name, tensor, seen)
             seen[name] = tensor.detach() if len(weight.names) > 1 else None
             yield name, tensor
@@ -88,12 +92,12 @@ class ExpectedWeights:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             raise RolloutError(
                 f"{self.call}: {len(missing)} weights are missing: {', '.join(missing[:8])}{more}; "
-                f"send all weights of {self.source} under their names"
+                f"send all weights of {self.source} without renaming them"
             )
 
     @property
     def canonical_names(self) -> dict[str, str]:
-        """Map each name to the first of its tied names, which is the embedding's."""
+        """Map from each name to the first of its tied names, which is that of the embedding."""
         return {name: weight.names[0] for name, weight in self.weights.items()}
 
     def _match(self, name: str, tensor: Tensor) -> ExpectedWeight:
@@ -104,8 +108,8 @@ class ExpectedWeights:
             raise RolloutError(f"{self.call}: {self.model} has no weight '{name}'{hint}")
         if tensor.shape != weight.meta.shape:
             raise RolloutError(
-                f"{self.call}: '{name}' has shape {tuple(tensor.shape)}, but the model expects "
-                f"{tuple(weight.meta.shape)}; build engine and rollout from the same config"
+                f"{self.call}: weight '{name}' has shape {tuple(tensor.shape)}, but the model expects "
+                f"{tuple(weight.meta.shape)}; build the engine and the rollout from the same config"
             )
         return weight
 
@@ -113,9 +117,9 @@ class ExpectedWeights:
 def drop_tied_duplicates(
     weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], sent: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tied weight once, under its canonical name; libraries silently skip its other names.
+    """Yield each tied weight once, under its canonical name. Libraries silently skip its other names.
 
-    `sent` holds the names yielded by earlier calls of the same sync; this function adds to it.
+    `sent` contains the names that earlier calls of the same sync have yielded. This function adds to it.
     """
     for name, tensor in weights:
         canonical = canonical_names[name]
@@ -132,13 +136,13 @@ def _compare_with_twin(weight: ExpectedWeight, name: str, tensor: Tensor, seen: 
         return
     if not torch.equal(tensor.detach().to(first), first):
         raise RolloutError(
-            f"load_weights: '{twin}' and '{name}' are tied in this model, but were sent with different values; set "
+            f"load_weights: '{twin}' and '{name}' are tied in this model but were sent with different values; set "
             "tie_word_embeddings=False in override_config if the engine trains them separately"
         )
 
 
 def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
-    """Build the model of the folder in eval mode with parameters on the meta device and buffers on the CPU."""
+    """Build the configured model in eval mode, with parameters on the meta device and buffers on the CPU."""
     import_external(config.external_lib)
     hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
     with quiet_transformers(), _parameters_on_meta():
@@ -154,7 +158,8 @@ def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
 def _parameters_on_meta() -> Iterator[None]:
     """Move the parameters of modules that this thread builds to the meta device.
 
-    `torch.device("meta")` would also drop the values of buffers such as rotary frequencies, which no checkpoint has.
+    `torch.device("meta")` would also drop the values of buffers such as rotary frequencies, which no checkpoint
+    contains.
     """
     builder = threading.get_ident()
 
@@ -172,7 +177,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
-    """Map every weight name to its entry; the names of a tied weight share one entry."""
+    """Map every weight name to its `ExpectedWeight`. The names of a tied weight share one object."""
     expected: dict[str, ExpectedWeight] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
@@ -188,7 +193,7 @@ def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
 
 
 def _with_model_dtype(hf: PreTrainedModel, name: str, empty: Tensor) -> Tensor:
-    """Use float32 where the architecture requires it; transformers does so only in `from_pretrained`."""
+    """Convert `empty` to float32 if the architecture requires it. transformers does so only in `from_pretrained`."""
     kept = hf._keep_in_fp32_modules_strict or ()
     if empty.dtype == torch.bfloat16 and any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
         return empty.float()

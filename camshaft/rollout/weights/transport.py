@@ -1,4 +1,4 @@
-"""Move weights between processes over shared memory, device memory or a broadcast, with one interface.
+"""Move weights between processes through shared memory, device memory or a broadcast, behind one interface.
 
     sender = open_sender(device, size)                 # in the trainer
     notify(sender.handle()); sender.connect()          # `notify`: the caller's channel, such as a pipe or HTTP
@@ -6,12 +6,13 @@
         notify(pieces, used); sender.push(used); wait_until_taken()
 
     receiver = open_receiver(handle)                   # in the generator
-    assembler.take(pieces, receiver.pull(used))
+    assembler.unpack(pieces, receiver.pull(used))
 
-`SharedMemory` connects two processes on one machine on the CPU. The memory has no name in a file system, so no file
-remains after a kill and the size of /dev/shm does not matter. `DeviceMemory` shares a tensor on an accelerator between
-processes (CUDA IPC). `Broadcast` reaches any number of receivers on other machines over gloo or NCCL. The sender must
-wait until a bucket was taken before it refills the buffer. All waits in this module are bounded.
+`SharedMemory` shares CPU memory between two processes on one machine. The memory has no name in a file system, so a
+killed process leaves no file behind and the size of /dev/shm does not matter. `DeviceMemory` shares a tensor on an
+accelerator between processes (CUDA IPC). `Broadcast` reaches any number of receivers on other machines over gloo or
+NCCL. The sender must wait until the receivers have read a bucket before it refills the buffer. All waits in this module
+have a time limit.
 """
 
 from __future__ import annotations
@@ -28,52 +29,52 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # teaches ForkingPickler to share tensors
+import torch.multiprocessing  # registers the reductions with which ForkingPickler shares tensors
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.device import wait_for
 from camshaft.errors import RolloutError
 
-SECONDS = 60.0
-"""Default time limit for the other side to handle one bucket."""
+BUCKET_SECONDS = 60.0
+"""Default time limit, in seconds, for the other side to process one bucket."""
 
 
 class Sender(ABC):
-    """The sending end, which owns the buffer of the next bucket."""
+    """The sending end of a transport. It owns the buffer that holds one bucket."""
 
     buffer: Tensor
-    """uint8 of shape (size,), filled by the caller."""
+    """Buffer of dtype uint8 and shape (size,), which the caller fills."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
-        """Return what `open_receiver` needs, in JSON types."""
+        """Return the argument of `open_receiver` as a JSON-serializable dict."""
 
     def connect(self) -> None:  # noqa: B027 - shared memory needs no connection
-        """Connect to the receivers; call it once, while all of them open their end."""
+        """Connect to the receivers. Call this once, while all receivers call `open_receiver`."""
 
     def push(self, used: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
-        """Transfer the first `used` bytes; call it while the receivers pull the bucket."""
+        """Transfer the first `used` bytes of the buffer. Call this while the receivers call `pull`."""
 
     def close(self) -> None:  # noqa: B027 - device memory is freed with its last reference
         """Release the resources of this end."""
 
 
 class Receiver(ABC):
-    """The receiving end."""
+    """The receiving end of a transport."""
 
     @abstractmethod
     def pull(self, used: int) -> Tensor:
-        """Return uint8 of shape (used,); valid until the sender learns that the bucket was taken."""
+        """Return the bucket as a uint8 tensor of shape (used,). It is valid until the sender refills its buffer."""
 
 
 # -- one machine, CPU -----------------------------------------------------------------------------
 
 
 class SharedMemory(Sender):
-    """Anonymous memory (memfd) that a receiver opens through the sender's entry in /proc.
+    """Anonymous memory (memfd) that a receiver opens through the sender's directory in /proc.
 
-    The kernel frees it when no process maps it any more.
+    The kernel frees the memory when no process maps it any more.
     """
 
     def __init__(self, size: int):
@@ -90,7 +91,7 @@ class SharedMemory(Sender):
         return {"means": "shared_memory", "process": os.getpid(), "file": self._file, "inode": inode}
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # drops the mapping, which frees the memory
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # releases this process's mapping of the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -105,13 +106,16 @@ class SharedMemoryReceiver(Receiver):
             file = os.open(path, os.O_RDWR)
         except OSError as error:
             raise RolloutError(
-                f"cannot open the shared weights of process {handle['process']} ({error}); it must be alive and run on "
-                "this machine, in the same container, as the same user"
+                f"cannot open the shared weights of process {handle['process']} ({error}); that process must be alive "
+                "and run on this machine, in the same container and as the same user"
             ) from error
         try:
             status = os.fstat(file)
             if status.st_ino != handle["inode"]:
-                raise RolloutError(f"{path} is not the memory that the sender announced; the sender has ended")
+                raise RolloutError(
+                    f"{path} is not the memory that the sender announced, because the sender has ended; send the "
+                    "weights again"
+                )
             self._buffer = _map_file(file, status.st_size)
         finally:
             os.close(file)
@@ -152,9 +156,9 @@ class DeviceMemoryReceiver(Receiver):
 
 
 class Broadcast(Sender):
-    """A separate process group for weights: the sender is rank 0, the receivers are ranks 1 and up."""
+    """Broadcast in a separate process group, in which the sender is rank 0 and the receivers are ranks 1 and up."""
 
-    def __init__(self, device: torch.device, size: int, host: str, receivers: int = 1, seconds: float = SECONDS):
+    def __init__(self, device: torch.device, size: int, host: str, receivers: int = 1, seconds: float = BUCKET_SECONDS):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._host, self._world, self._seconds = host, receivers + 1, seconds
         wait = timedelta(seconds=seconds)
@@ -182,7 +186,7 @@ class Broadcast(Sender):
 
 
 class BroadcastReceiver(Receiver):
-    """A receiving rank of the broadcast; the constructor waits for all ranks."""
+    """A receiving rank of a `Broadcast`. The constructor waits until all ranks are connected."""
 
     def __init__(self, handle: Mapping[str, Any], rank: int, device: torch.device):
         self._seconds = float(handle["seconds"])
@@ -191,7 +195,8 @@ class BroadcastReceiver(Receiver):
             store: Any = TCPStore(handle["host"], handle["port"], is_master=False, timeout=wait)
         except (RuntimeError, ValueError) as error:
             raise RolloutError(
-                f"the sender of the weights at {handle['host']}:{handle['port']} does not answer: {error}"
+                f"the sender of the weights at {handle['host']}:{handle['port']} does not answer: {error}; check that "
+                "the port is reachable from this machine"
             ) from error
         self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=device)
         self._group = _group(store, rank, handle["world"], device, self._seconds)
@@ -202,7 +207,7 @@ class BroadcastReceiver(Receiver):
 
 
 def _group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
-    """Create a process group without `init_process_group`: both sides have a default group already."""
+    """Create a process group without `init_process_group`, because both sides already have a default group."""
     classes = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
     backend = dist.get_default_backend_for_device(device)
     if backend not in classes:
@@ -232,12 +237,12 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
 
 
 def open_sender(device: torch.device, size: int) -> Sender:
-    """Open a sender for a receiver on this machine, with buckets of `size` bytes on `device`."""
+    """Open a sender for a receiver on this machine. Buckets have `size` bytes and are on `device`."""
     return SharedMemory(size) if device.type == "cpu" else DeviceMemory(device, size)
 
 
 def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device | str = "cpu") -> Receiver:
-    """Open the receiving end for a sender's `handle`; a broadcast also needs rank and device."""
+    """Open the receiving end of the transport that `handle` describes. Only a broadcast uses `rank` and `device`."""
     means = handle["means"]
     if means == "shared_memory":
         return SharedMemoryReceiver(handle)

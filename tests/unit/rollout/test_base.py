@@ -64,8 +64,8 @@ def test_rows_are_limited_by_max_tokens_and_max_model_len() -> None:
     ("rows", "told"),
     [
         ([[1], []], "row 1 has an empty prompt"),
-        ([[1], [2] * 10], "row 1 has a prompt of 10 tokens, but max_model_len=10 leaves room for 9"),
-        ([[1], [2], [3, 50]], "row 2 has token id 50, but token ids of the model are 0..49"),
+        ([[1], [2] * 10], "row 1 has a prompt of 10 tokens, but max_model_len=10 allows prompts of at most 9 tokens"),
+        ([[1], [2], [3, 50]], "row 2 has token id 50, but the model's token ids are 0..49"),
         ([[1, -4]], "row 0 has token id -4"),
     ],
 )
@@ -83,7 +83,7 @@ def test_calls_without_seeds_are_numbered() -> None:
 
 @pytest.mark.parametrize("seeds", [torch.arange(4), torch.zeros(3), torch.zeros(3, 1, dtype=torch.int64)])
 def test_seeds_that_are_not_one_integer_per_row_are_rejected(seeds: torch.Tensor) -> None:
-    with pytest.raises(RolloutError, match=r"seeds must be int64 of shape \(3,\)"):
+    with pytest.raises(RolloutError, match=r"seeds must be an int64 tensor of shape \(3,\)"):
         mute().seeds_of_call(3, seeds)
 
 

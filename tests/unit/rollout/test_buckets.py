@@ -31,7 +31,7 @@ def round_trip(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Ten
         told = json.loads(json.dumps([vars(piece) for piece in pieces]))
         sent = buffer[:used].clone()
         buffer.fill_(255)
-        yield from assembler.take([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told], sent)
+        yield from assembler.unpack([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told], sent)
     assembler.finish()
 
 
@@ -59,7 +59,7 @@ def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
 def test_restored_tensors_own_their_memory() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
     ((pieces, _),) = pack_buckets([("ones", torch.ones(4))], buffer)
-    ((_, tensor),) = Assembler("cpu").take(pieces, buffer)
+    ((_, tensor),) = Assembler("cpu").unpack(pieces, buffer)
     buffer.zero_()
     assert torch.equal(tensor, torch.ones(4))
 
@@ -72,7 +72,7 @@ def buckets_of_eight() -> list[tuple[list[Piece], Tensor]]:
 def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
     assembler = Assembler("cpu")
     for bucket in buckets:
-        list(assembler.take(*bucket))
+        list(assembler.unpack(*bucket))
     assembler.finish()
 
 
@@ -80,9 +80,9 @@ def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
     ("order", "message"),
     [
         ([0, 1], "'w' is incomplete: received 16 of 24 bytes"),
-        ([0, 2], "received 'w' at byte 16, expected 'w' at byte 8"),
-        ([1, 2], "received 'w' at byte 8, expected byte 0 of a tensor"),
-        ([0, 1, 1], "received 'w' at byte 8, expected 'w' at byte 16"),
+        ([0, 2], "received weight 'w' at byte 16, expected 'w' at byte 8"),
+        ([1, 2], "received weight 'w' at byte 8, expected a new weight at byte 0"),
+        ([0, 1, 1], "received weight 'w' at byte 8, expected 'w' at byte 16"),
     ],
 )
 def test_lost_or_duplicate_bucket_is_named(order: list[int], message: str) -> None:
@@ -102,7 +102,7 @@ def test_device_is_synchronized_before_each_side_continues(
         [("w", torch.ones(6, device="meta"))], torch.empty(16, dtype=torch.uint8, device="meta")
     ):
         told.append("told")
-        for _ in assembler.take(pieces, torch.empty(used, dtype=torch.uint8, device="meta")):
+        for _ in assembler.unpack(pieces, torch.empty(used, dtype=torch.uint8, device="meta")):
             told.append("loaded")
         told.append("taken")
     one = ["meta is done", "told", "meta is done", "taken"]

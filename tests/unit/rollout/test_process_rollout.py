@@ -171,7 +171,7 @@ def test_exception_in_the_child_has_its_traceback(faulty: ProcessRollout, engine
 def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
     with rollout_mode(engine, faulty) as sync:
         generate(faulty, FORGETS)
-    message = f"holds the weights of weight sync {sync.version}, not of {sync.version + 1}"
+    message = f"holds the weights of weight sync {sync.version}, not those of {sync.version + 1}"
     with pytest.raises(RolloutError, match=message), rollout_mode(engine, faulty):
         pytest.fail("generated with stale weights")
     faulty.wake_up()
@@ -209,7 +209,7 @@ def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME, timeout=5)
     rollout.load_weights(engine.named_weights())
     begun = time.monotonic()
-    with pytest.raises(RolloutError, match="has not answered generate_sequences for 5 s and was killed"):
+    with pytest.raises(RolloutError, match="did not answer generate_sequences within 5 s and was killed"):
         generate(rollout, HANGS)
     assert time.monotonic() - begun < 15
     assert not is_running(pid_of(rollout))
@@ -221,7 +221,7 @@ def test_child_that_does_not_read_is_killed() -> None:
     os.kill(pid_of(rollout), signal.SIGSTOP)
     more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
     begun = time.monotonic()
-    with pytest.raises(RolloutError, match="has not read generate_sequences for 3 s and was killed"):
+    with pytest.raises(RolloutError, match="did not read generate_sequences within 3 s and was killed"):
         rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
     assert time.monotonic() - begun < 15
     assert not is_running(pid_of(rollout))
@@ -266,7 +266,7 @@ def test_collected_rollout_ends_its_process() -> None:
 
 
 def test_failed_build_leaves_no_process() -> None:
-    message = r"have no engine_kwargs, got \{'speed': 9\}"
+    message = r"accept no engine_kwargs, got \{'speed': 9\}"
     with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as caught:
         start(speed=9)
     assert caught.tb is not None  # the traceback still references the rollout
@@ -280,7 +280,7 @@ def test_unknown_rollout_is_named_without_traceback() -> None:
 
 def test_timeout_also_extends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
-    with pytest.raises(RolloutError, match=r"has not answered start for 0.5 s .* increase engine_kwargs.timeout"):
+    with pytest.raises(RolloutError, match=r"did not answer start within 0.5 s .* increase engine_kwargs.timeout"):
         start()
     start(timeout=200).wake_up()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from camshaft.rollout import sampling
-from camshaft.rollout.sampling import draw, greedy, restrict, row_seeds, uniform
+from camshaft.rollout.sampling import draw, restrict, row_seeds, sample_greedy, uniform_numbers
 
 INF = math.inf
 
@@ -62,7 +62,7 @@ def test_a_flat_row_needs_more_candidates_than_a_steep_one(monkeypatch: pytest.M
     random = torch.Generator().manual_seed(0)
     flat, steep = torch.randn(64, generator=random), 20 * torch.randn(64, generator=random)
     wanted = restrict(torch.stack([flat, steep]), 1.0, top_p=0.9)
-    monkeypatch.setattr(sampling, "CANDIDATES", 4)
+    monkeypatch.setattr(sampling, "NUCLEUS_CANDIDATES", 4)
     assert torch.equal(restrict(torch.stack([flat, steep]), 1.0, top_p=0.9), wanted)
     assert wanted.isfinite().sum(-1)[0] > 4 >= wanted.isfinite().sum(-1)[1]
 
@@ -96,7 +96,7 @@ def test_the_uniform_picks_by_the_cumulative_distribution() -> None:
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.25, 0.25, 0.5, 0.5, 0.5, 0.25, 0.25]))
 
 
-@pytest.mark.parametrize("size", [3, sampling.AT_ONCE, sampling.AT_ONCE + 1, 10 * sampling.BLOCK, 2000])
+@pytest.mark.parametrize("size", [3, sampling.MAX_SINGLE_PASS, sampling.MAX_SINGLE_PASS + 1, 10 * sampling.BLOCK, 2000])
 def test_excluded_tokens_are_never_sampled(size: int) -> None:
     random = torch.Generator().manual_seed(size)
     scores = torch.randn(400, size, generator=random)
@@ -134,7 +134,7 @@ def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = 3 * torch.randn(300, 2000, generator=random)
     uniforms = torch.rand(300, generator=random, dtype=torch.float64)
     in_blocks = draw(scores, uniforms)
-    monkeypatch.setattr(sampling, "AT_ONCE", 2000)
+    monkeypatch.setattr(sampling, "MAX_SINGLE_PASS", 2000)
     at_once = draw(scores, uniforms)
     assert torch.equal(in_blocks[0], at_once[0])
     assert torch.equal(in_blocks[1], at_once[1])
@@ -150,7 +150,7 @@ def test_non_finite_scores_give_non_finite_log_probs(size: int) -> None:
 
 
 def test_greedy_takes_the_first_argmax_at_temperature_one() -> None:
-    tokens, log_probs = greedy(torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.2, 0.1, 0.1, 0.6]]).log())
+    tokens, log_probs = sample_greedy(torch.tensor([[0.1, 0.4, 0.4, 0.1], [0.2, 0.1, 0.1, 0.6]]).log())
     assert tokens.tolist() == [1, 3]
     torch.testing.assert_close(log_probs.exp(), torch.tensor([0.4, 0.6]))
 
@@ -158,7 +158,7 @@ def test_greedy_takes_the_first_argmax_at_temperature_one() -> None:
 def test_greedy_compares_logits_not_rounded_probabilities() -> None:
     # 100 and the next float32 above it: their difference of 1e-5 barely changes the probabilities.
     logits = torch.tensor([[100.0, torch.nextafter(torch.tensor(100.0), torch.tensor(INF)).item()]])
-    assert greedy(logits)[0].tolist() == [1]
+    assert sample_greedy(logits)[0].tolist() == [1]
 
 
 # -- uniforms -------------------------------------------------------------------------------------
@@ -184,7 +184,7 @@ def test_mix_is_splitmix64() -> None:
 def test_uniform_is_the_documented_integer_hash(seed: int) -> None:
     positions = [0, 1, 2, 1000, 2**40]
     wanted = [(mix((mix((seed + GOLDEN) & MASK) + (p + 1) * GOLDEN) & MASK) >> 11) * 2.0**-53 for p in positions]
-    found = uniform(torch.tensor([seed] * 5), torch.tensor(positions))
+    found = uniform_numbers(torch.tensor([seed] * 5), torch.tensor(positions))
     assert found.dtype == torch.float64
     assert found.tolist() == wanted
 
@@ -195,7 +195,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
         (torch.arange(count), torch.zeros(count, dtype=torch.int64)),
         (torch.zeros(count, dtype=torch.int64), torch.arange(count)),
     ):
-        u = uniform(seeds, positions)
+        u = uniform_numbers(seeds, positions)
         assert u.min() >= 0
         assert u.max() < 1
         counts = torch.histc(u.float(), bins=50, min=0, max=1).double()
@@ -207,8 +207,8 @@ def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
 
 def test_a_rows_uniform_does_not_depend_on_its_batch() -> None:
     seeds, positions = torch.arange(50) * 7919, torch.arange(50) % 9
-    together = uniform(seeds, positions)
-    alone = torch.cat([uniform(seeds[i : i + 1], positions[i : i + 1]) for i in range(50)])
+    together = uniform_numbers(seeds, positions)
+    alone = torch.cat([uniform_numbers(seeds[i : i + 1], positions[i : i + 1]) for i in range(50)])
     assert torch.equal(together, alone)
 
 

@@ -120,14 +120,14 @@ def serving(completion: Callable[[], tuple[int, Any]], **state: Any) -> Callable
 def with_weights(url: str) -> Any:
     """Return a rollout whose weights are on the server."""
     rollout: Any = build_rollout("server", config(vllm_server_base_url=url, retry_timeout=0.5))
-    rollout._version_held = STATE["version"] or "mine"
+    rollout._loaded_version = STATE["version"] or "mine"
     return rollout
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt_token_ids": [5, 7]}, "to another prompt"),
+        ({"prompt_token_ids": [5, 7]}, "for another prompt"),
         ({"token_ids": [7]}, "1 tokens and 2 log-probs"),
         ({"token_ids": [], "logprobs": {"token_logprobs": []}}, "with 0 tokens"),
         ({"token_ids": [7] * 5, "logprobs": {"token_logprobs": [-1.0] * 5}}, "a limit of 4 with 5 tokens"),
@@ -152,7 +152,7 @@ def test_valid_reply_is_returned() -> None:
 
 def test_server_with_other_weights_is_rejected() -> None:
     with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="theirs")) as fake:
-        with pytest.raises(RolloutError, match="holds weights of theirs, not those of mine"):
+        with pytest.raises(RolloutError, match="holds the weights of theirs, not those of mine"):
             with_weights(fake.url).generate_sequences(PROMPTS, SamplingParams(4))
         assert "/v1/completions" not in fake.paths
 

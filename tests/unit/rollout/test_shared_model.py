@@ -72,7 +72,7 @@ def test_both_copies_of_a_tied_weight_must_be_equal() -> None:
     weights = dict(real.named_parameters(remove_duplicate=False))
     model.load(weights.items())
     model.load((weights | {"lm_head.weight": weights["lm_head.weight"].clone()}).items())
-    with pytest.raises(RolloutError, match="are tied in this model, but were sent with different values"):
+    with pytest.raises(RolloutError, match="are tied in this model but were sent with different values"):
         model.load((weights | {"lm_head.weight": weights["lm_head.weight"] + 1}).items())
     with pytest.raises(RolloutError, match="load_weights"):
         model.require_model()
@@ -167,5 +167,5 @@ def test_external_lib_is_imported_and_a_missing_one_named(tmp_path: Path, monkey
 def test_engine_kwargs_are_for_other_generators(name: str) -> None:
     from camshaft.rollout import build_rollout
 
-    with pytest.raises(RolloutError, match=r"have no engine_kwargs, got \{'enforce_eager': True\}"):
+    with pytest.raises(RolloutError, match=r"accept no engine_kwargs, got \{'enforce_eager': True\}"):
         build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs={"enforce_eager": True}))

@@ -15,7 +15,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def first_end(stops: StopStrings, tokens: list[int]) -> int | None:
-    return next((i for i in range(len(tokens)) if stops.ended_by(tokens[: i + 1])), None)
+    return next((i for i in range(len(tokens)) if stops.is_ended_by(tokens[: i + 1])), None)
 
 
 def test_the_token_that_completes_a_string_ends_the_response(tokenizer: PreTrainedTokenizerBase) -> None:

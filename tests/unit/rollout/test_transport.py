@@ -45,7 +45,7 @@ for line in sys.stdin:
             say("open")
             continue
         pieces = [Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told["pieces"]]
-        say({name: digest(tensor) for name, tensor in assembler.take(pieces, receiver.pull(told["used"]))})
+        say({name: digest(tensor) for name, tensor in assembler.unpack(pieces, receiver.pull(told["used"]))})
     except RolloutError as error:
         say(str(error))
 """

@@ -24,7 +24,7 @@ def weights() -> dict[str, Tensor]:
 
 
 def expected(**config: Any) -> ExpectedWeights:
-    return ExpectedWeights.of_folder(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
+    return ExpectedWeights.from_config(RolloutEngineConfig(model_path=str(tiny_folder()), **config))
 
 
 def test_valid_weights_are_yielded_unchanged(weights: dict[str, Tensor]) -> None:
@@ -69,7 +69,7 @@ def test_invalid_weight_is_named(change: Any, message: str, weights: dict[str, T
 )
 def test_invalid_adapter_weight_is_named(change: Any, message: str) -> None:
     lora = LoRAConfig(rank=4, exclude_modules=("o_proj",))
-    expected_weights = ExpectedWeights.adapter_of_folder(
+    expected_weights = ExpectedWeights.adapter_from_config(
         RolloutEngineConfig(model_path=str(tiny_folder()), dtype="bfloat16"), lora
     )
     fitting = {name: torch.zeros(weight.meta.shape) for name, weight in expected_weights.weights.items()}

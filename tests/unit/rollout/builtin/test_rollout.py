@@ -18,7 +18,7 @@ from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.scheduler import AHEAD
-from camshaft.rollout.sampling import draw, uniform
+from camshaft.rollout.sampling import draw, uniform_numbers
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarn
     for seed, (prompt, response) in enumerate(zip(prompts.rows(), responses.rows(), strict=True)):
         row = torch.cat([prompt, response])
         logits = case.oracle(row[None]).logits[0, len(prompt) - 1 : -1]
-        tokens, _ = draw(logits, uniform(torch.tensor(seed), torch.arange(len(prompt), len(row))))
+        tokens, _ = draw(logits, uniform_numbers(torch.tensor(seed), torch.arange(len(prompt), len(row))))
         assert tokens.tolist() == response.tolist()
 
 
