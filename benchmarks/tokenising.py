@@ -17,9 +17,9 @@ from camshaft.models.tiny import make_tiny_tokenizer
 WORKERS = (1, 2, 4, 8, 16)
 
 
-def seconds(work: tokens._Work, workers: int) -> tuple[float, float]:
+def seconds(job: tokens._Job, workers: int) -> tuple[float, float]:
     before, clock = os.times(), time.perf_counter()
-    tokens._tokenize(work, workers)
+    tokens._tokenize(job, workers)
     after = os.times()
     spent = sum(getattr(after, name) - getattr(before, name) for name in ("user", "system"))
     spent += sum(
@@ -38,9 +38,9 @@ def main() -> None:
         for size in sizes:
             text = "Question {0}: what is {0} plus {0}? " * 6
             prompts = [[{"role": "user", "content": text.format(i)}] for i in range(size)]
-            work = tokens._Work(prompts, tokenizer, ["row"] * size)
+            job = tokens._Job(prompts, tokenizer, ["row"] * size)
             for workers in (count for count in WORKERS if count <= cpus):
-                clock, spent = seconds(work, workers)
+                clock, spent = seconds(job, workers)
                 print(f"{size:>8} {workers:>8} {clock:>8.2f} {spent:>8.2f}")
 
 

@@ -1,12 +1,12 @@
-"""Read existing responses from parquet files, for scoring by `camshaft eval`.
+"""Read existing responses from parquet files for `camshaft eval`, which scores them.
 
     responses = read_answers(["responses.parquet"], AnswerColumns())
-    responses.batch                          # one row per response: uid, data_source, ground_truth, extra_info
+    responses.batch                          # columns uid, data_source, ground_truth, extra_info; one row per response
     responses.texts                          # the text of each response
     responses.write("scored.parquet", "score", scores, answers)
 
-A row contains either a list with all responses to a prompt, or a single response as a string. Rows with single
-responses belong to the same prompt if their prompt and data source are equal.
+A row of a file contains either a list of all responses to a prompt or a single response as a string. Rows with single
+responses belong to the same prompt if they have the same prompt and data source.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from camshaft.errors import BatchError, ConfigError
 
 @dataclass(frozen=True)
 class AnswerColumns:
-    """Column names, from the config section `data`."""
+    """Column names of the files, from the config section `data`."""
 
     prompt_key: str = "prompt"
     response_key: str = "responses"
@@ -40,23 +40,25 @@ class AnswerColumns:
 
 @dataclass(frozen=True)
 class Answers:
-    """All responses of the files, in order."""
+    """All responses of the files, in file and row order."""
 
     batch: DataProto
     texts: list[str]
     sources: tuple[Path, ...]
     counts: tuple[int | None, ...]
-    """Number of responses per file row; None if the row contains a single string."""
+    """Number of responses in each file row; None if the row contains a single string."""
 
     def check_columns(self, name: str) -> None:
-        """Raise ConfigError if the files already have a column that `write` adds."""
+        """Raise ConfigError if the files already contain a column that `write` adds."""
         existing = [column for column in _score_columns(name) if column in read_table(self.sources).column_names]
         if existing:
-            raise ConfigError(f"data.score_key: data.path already has a column '{existing[0]}'; use another name")
+            raise ConfigError(
+                f"data.score_key={name}: data.path already has a column '{existing[0]}'; use another name"
+            )
 
     def write(self, path: str | Path, name: str, scores: Sequence[float], answers: Sequence[str | None]) -> None:
-        """Write the rows of the files with two more columns, one value per response."""
-        # Drop the schema metadata: it describes how the responses were generated, not the scores.
+        """Write the rows of the files with two more columns: the score and the extracted answer of each response."""
+        # The schema metadata describes how the responses were generated, not the scores.
         table = read_table(self.sources).replace_schema_metadata(None)
         lists = any(count is not None for count in self.counts)
         for (column, kind), values in zip(_score_columns(name).items(), (scores, answers), strict=True):
@@ -70,7 +72,7 @@ class Answers:
 
 
 def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
-    """Read and validate responses."""
+    """Read and validate the responses of parquet files."""
     required = [columns.response_key, columns.data_source_key]
     optional = [columns.prompt_key, columns.reward_model_key, "ground_truth", "extra_info"]
     table = read_parquet(paths, required, optional)
@@ -80,7 +82,7 @@ def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
     uids: dict[str, str] = {}
     for i, row in enumerate(table.rows):
         cell = row[columns.response_key]
-        responses = _texts(cell, table.place(i), columns.response_key)
+        responses = _texts(cell, table.location(i), columns.response_key)
         texts += responses
         counts.append(len(responses) if isinstance(cell, list) else None)
         uid = str(i) if isinstance(cell, list) else uids.setdefault(_prompt_key(table, i, columns), str(i))
@@ -92,24 +94,26 @@ def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
 
 
 def _score_columns(name: str) -> dict[str, pyarrow.DataType]:
-    """Return the columns of scores and extracted answers with their types."""
+    """Return the names and types of the columns with scores and extracted answers."""
     return {name: pyarrow.float64(), f"{name}_pred": pyarrow.string()}
 
 
-def _texts(cell: Any, place: str, key: str) -> list[str]:
+def _texts(cell: Any, location: str, key: str) -> list[str]:
     responses = cell if isinstance(cell, list) else [cell]
     if not responses or not all(isinstance(text, str) for text in responses):
-        value = "no response" if not responses else f"'{next(r for r in responses if not isinstance(r, str))}'"
-        raise BatchError(f"{place}: column '{key}' contains {value}; it must contain a string or a list of strings")
+        value = "an empty list" if not responses else f"{next(r for r in responses if not isinstance(r, str))!r}"
+        raise BatchError(
+            f"{location}: column '{key}' contains {value}; it must contain a string or a non-empty list of strings"
+        )
     return responses
 
 
 def _prompt_key(table: Table, index: int, columns: AnswerColumns) -> str:
-    """Return the key that groups rows with single responses to the same prompt."""
+    """Return a key that is equal for all rows with single responses to the same prompt."""
     row = table.rows[index]
     if columns.prompt_key not in row:
         raise BatchError(
-            f"{table.place(index)}: rows with a single response need a prompt column, and column "
-            f"'{columns.prompt_key}' is missing; set data.prompt_key to the prompt column"
+            f"{table.location(index)}: rows with a single response require a prompt column, but column "
+            f"'{columns.prompt_key}' is missing; set data.prompt_key to the name of the prompt column"
         )
     return json.dumps([row[columns.data_source_key], row[columns.prompt_key]], default=str)

@@ -1,11 +1,11 @@
-"""Convert messages and plain text to token ids: validation, chat templates, tokenization, truncation.
+"""Convert messages and plain text to token ids: validate, apply chat templates, tokenize and truncate.
 
-    prompt = check_prompt(row["prompt"], place)                       # messages, or a string
-    text = render(prompt, tokenizer, place, add_generation_prompt=True)
+    prompt = check_prompt(row["prompt"], location)                       # list of messages, or a string
+    text = render(prompt, tokenizer, location, add_generation_prompt=True)
     ids = encode([text], tokenizer, special_tokens=False)[0]
 
-Used by `prompts.py`, `sft.py`, `preferences.py` and the reward model role. `place` is the file and row for error
-messages.
+`prompts.py`, `sft.py`, `preferences.py` and the reward model role use these functions. Error messages report
+`location`, the file and row number of the text.
 """
 
 from __future__ import annotations
@@ -29,59 +29,64 @@ T = TypeVar("T")
 
 _CHUNK = 1000
 _MIN_PROGRESS_ROWS = 20_000
-"""Minimum number of rows for a progress bar."""
+"""Minimum number of rows for which a progress bar is shown."""
 
 
-def with_progress(items: Sequence[T], label: str, num_rows: int) -> Iterable[T]:
-    """Iterate over `items` with a progress bar for large data sets if stderr is a terminal."""
+def track_progress(items: Sequence[T], label: str, num_rows: int) -> Iterable[T]:
+    """Iterate over `items`, with a progress bar if the data set is large and stderr is a terminal."""
     console = Console(stderr=True)
     disable = num_rows < _MIN_PROGRESS_ROWS or not console.is_terminal
     return track(items, label, console=console, transient=True, disable=disable)
 
 
-def check_prompt(value: Any, place: str, column: str = "prompt") -> Prompt:
-    """Validate a prompt: a non-blank string or a list of messages with role and content."""
+def check_prompt(value: Any, location: str, column: str = "prompt") -> Prompt:
+    """Validate and return a prompt: a non-blank string or a list of messages with role and content."""
     if isinstance(value, str) and value.strip():
         return value
     if value is None or (isinstance(value, (str, Sequence)) and not value) or isinstance(value, str):
-        raise BatchError(f"{place}: '{column}' is empty ({value!r}); every row needs a value")
+        raise BatchError(f"{location}: '{column}' is empty ({value!r}); fill it in or remove the row")
     if not isinstance(value, list):
-        raise BatchError(f"{place}: '{column}' must be a string or a list of messages, got {type(value).__name__}")
-    return [_check_message(message, number, place, column) for number, message in enumerate(value)]
+        raise BatchError(
+            f"{location}: '{column}' has type {type(value).__name__}; it must be a string or a list of messages"
+        )
+    return [_check_message(message, number, location, column) for number, message in enumerate(value)]
 
 
-def _check_message(message: Any, number: int, place: str, column: str) -> Message:
-    where = f"{place}: message {number} of '{column}'"
+def _check_message(message: Any, number: int, location: str, column: str) -> Message:
+    subject = f"{location}: message {number} of '{column}'"
     if not isinstance(message, Mapping):
-        raise BatchError(f"{where} must be a mapping with role and content, got {type(message).__name__}")
+        raise BatchError(f"{subject} has type {type(message).__name__}; it must be a mapping with role and content")
     for key in ("role", "content"):
         if key not in message:
-            raise BatchError(f"{where} has no '{key}', only {sorted(message)}")
+            raise BatchError(f"{subject} has no '{key}', only {sorted(message)}; add it")
         if not isinstance(message[key], str):
-            raise BatchError(f"{where} has {key}={message[key]!r}; it must be a string")
-    # Parquet fills fields that are missing in this row with None; templates must not see them.
+            raise BatchError(f"{subject} has {key}={message[key]!r}; it must be a string")
+    # Parquet stores missing fields as None. Drop them, since templates test whether a field exists.
     return {key: item for key, item in message.items() if item is not None}
 
 
-def render(messages: list[Message], tokenizer: PreTrainedTokenizerBase, place: str, add_generation_prompt: bool) -> str:
-    """Format messages with the tokenizer's chat template."""
+def render(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, location: str, add_generation_prompt: bool
+) -> str:
+    """Format messages as text with the tokenizer's chat template."""
     if not tokenizer.chat_template:
         raise BatchError(
-            f"{place}: the row contains chat messages, but the tokenizer ({tokenizer.name_or_path or 'unnamed'}) has "
-            "no chat template; use a chat model's tokenizer, or plain text in this column"
+            f"{location}: the row contains chat messages, but the tokenizer "
+            f"({tokenizer.name_or_path or 'unnamed'}) has no chat template; use the tokenizer of a chat model, or "
+            "store plain text in this column"
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except jinja2.TemplateError as error:
         roles = [message["role"] for message in messages]
-        raise BatchError(f"{place}: the chat template rejects the roles {roles}: {error}") from error
+        raise BatchError(f"{location}: the chat template rejects messages with the roles {roles}: {error}") from error
     return cast(str, text)
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool) -> list[list[int]]:
-    """Tokenize texts. `special_tokens` adds the tokenizer's special tokens of plain text (BOS)."""
+    """Tokenize texts. `special_tokens` adds the special tokens that the tokenizer adds to plain text, such as BOS."""
     ids: list[list[int]] = []
-    for start in with_progress(range(0, len(texts), _CHUNK), "tokenizing", len(texts)):
+    for start in track_progress(range(0, len(texts), _CHUNK), "tokenizing", len(texts)):
         part = list(texts[start : start + _CHUNK])
         encoded = tokenizer(part, add_special_tokens=special_tokens, return_attention_mask=False, verbose=False)
         ids.extend(cast(list[list[int]], encoded["input_ids"]))
@@ -91,7 +96,7 @@ def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special_tok
 def encode_each(
     texts: Sequence[str], special_tokens: Sequence[bool], tokenizer: PreTrainedTokenizerBase
 ) -> list[list[int]]:
-    """Tokenize texts, with a `special_tokens` flag per text."""
+    """Tokenize texts with one `special_tokens` flag per text."""
     ids: list[list[int]] = [[] for _ in texts]
     for special in (True, False):
         rows = [row for row, flag in enumerate(special_tokens) if flag == special]
@@ -100,33 +105,37 @@ def encode_each(
     return ids
 
 
-def end_of_sequence(tokenizer: PreTrainedTokenizerBase, place: str) -> int:
-    """Return the end-of-sequence token, which ends plain-text responses."""
+def get_eos_token_id(tokenizer: PreTrainedTokenizerBase, location: str) -> int:
+    """Return the id of the end-of-sequence token, which ends plain-text responses."""
     if not isinstance(tokenizer.eos_token_id, int):
-        raise BatchError(f"{place}: the tokenizer has no end-of-sequence token to end a response with; set eos_token")
+        raise BatchError(
+            f"{location}: the tokenizer has no end-of-sequence token, which ends plain-text responses; set eos_token"
+        )
     return tokenizer.eos_token_id
 
 
-def as_text(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, place: str) -> str:
-    """Return the text that the model continues: messages with the chat template applied, or plain text."""
-    return prompt if isinstance(prompt, str) else render(prompt, tokenizer, place, add_generation_prompt=True)
+def render_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, location: str) -> str:
+    """Return the text of a prompt for generation; messages are formatted with the chat template."""
+    return prompt if isinstance(prompt, str) else render(prompt, tokenizer, location, add_generation_prompt=True)
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, places: Sequence[str]
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str]
 ) -> list[list[int]]:
-    """Tokenize prompts for generation: messages with the chat template applied, or plain text."""
-    rendered = [as_text(prompt, tokenizer, place) for prompt, place in zip(prompts, places, strict=True)]
-    # Templates contain special tokens; plain text gets those of the tokenizer.
+    """Tokenize prompts for generation; messages are formatted with the chat template."""
+    rendered = [render_prompt(prompt, tokenizer, location) for prompt, location in zip(prompts, locations, strict=True)]
+    # Templates include special tokens. For plain text, the tokenizer adds them.
     ids = encode_each(rendered, [isinstance(prompt, str) for prompt in prompts], tokenizer)
     for row, tokens in enumerate(ids):
         if not tokens:
-            raise BatchError(f"{places[row]}: the prompt has no tokens: {rendered[row]!r}")
+            raise BatchError(
+                f"{locations[row]}: the prompt {rendered[row]!r} has no tokens; remove the row or change the prompt"
+            )
     return ids
 
 
 def truncate(ids: list[Any], limit: int, side: Truncation) -> list[Any]:
-    """Truncate to `limit` items at the `left`, the `right` or the `middle`."""
+    """Truncate to `limit` items by removing items at the `left`, at the `right` or in the `middle`."""
     if len(ids) <= limit:
         return ids
     if side == "left":
@@ -138,20 +147,20 @@ def truncate(ids: list[Any], limit: int, side: Truncation) -> list[Any]:
     return ids[:head] + ids[len(ids) - (limit - head) :]
 
 
-def without_padding(ids: list[int], pad: int | None) -> list[int]:
-    """Drop trailing pad tokens: `AutoModelForSequenceClassification` reads the score at the last other token.
+def strip_padding(ids: list[int], pad: int | None) -> list[int]:
+    """Remove trailing pad tokens; if all tokens are padding, keep the first.
 
-    Keep one token of a row that contains only padding.
+    `AutoModelForSequenceClassification` reads the score at the last token that is not padding.
     """
     last = next((index for index in range(len(ids) - 1, -1, -1) if ids[index] != pad), 0)
     return ids[: last + 1]
 
 
-def keep_end(ids: list[int], longest: int, bos: int | None) -> list[int]:
-    """Truncate to `longest` ids on the left, but keep a beginning-of-sequence token."""
-    if len(ids) <= longest:
+def truncate_left(ids: list[int], limit: int, bos: int | None) -> list[int]:
+    """Truncate to the last `limit` ids, but keep a beginning-of-sequence token at the start."""
+    if len(ids) <= limit:
         return ids
-    kept = ids[-longest:]
-    if bos is not None and ids[0] == bos and len(kept) > 1:
-        kept[0] = bos
-    return kept
+    suffix = ids[-limit:]
+    if bos is not None and ids[0] == bos and len(suffix) > 1:
+        suffix[0] = bos
+    return suffix

@@ -1,10 +1,10 @@
 """Statistics of data files: columns, prompt lengths and duplicates.
 
-    file_facts([Path("train.parquet")], ["prompt"])       # columns with types and missing values
-    length_facts(prompts.ids.lengths)                     # percentiles and a histogram
-    num_shared(val.ids, train.ids)                        # validation prompts that are also training prompts
+    summarize_files([Path("train.parquet")], ["prompt"])      # columns with types and missing values
+    summarize_lengths(prompts.ids.lengths)                    # percentiles and a histogram
+    count_shared(val.ids, train.ids)                          # validation prompts that are also training prompts
 
-`trainer/check_data.py` prints them. `prompts` is the result of `read_prompts`.
+`trainer/check_data.py` prints these statistics. `prompts`, `val` and `train` are results of `read_prompts`.
 """
 
 from __future__ import annotations
@@ -17,79 +17,81 @@ import torch
 from pyarrow.parquet import ParquetFile
 from torch import Tensor
 
-from camshaft.data.parquet import open_all, reading
+from camshaft.data.parquet import convert_read_errors, open_files
 from camshaft.dataproto import Ragged
 
-_BARS = 12
+_MAX_BARS = 12
 PERCENTILES = (50, 90, 99)
 
 
 @dataclass(frozen=True)
-class ColumnFacts:
-    """Name, type and missing values of a column."""
+class ColumnSummary:
+    """Name and type of a column, and its number of missing values."""
 
     name: str
     type: str
     missing: int | None
-    """Rows without a value; None if the column is not read and was not counted."""
+    """Number of rows without a value; None if it was not counted."""
 
 
 @dataclass(frozen=True)
-class FileFacts:
-    """Rows and columns of a file."""
+class FileSummary:
+    """Number of rows and columns of a file."""
 
     path: Path
     num_rows: int
-    columns: tuple[ColumnFacts, ...]
+    columns: tuple[ColumnSummary, ...]
 
 
 @dataclass(frozen=True)
-class LengthFacts:
+class LengthSummary:
     """Distribution of row lengths."""
 
     percentiles: dict[int, int]
-    """Percentile -> the smallest length that this percentage of the rows does not exceed."""
-    longest: int
+    """Percentile p -> smallest length L such that at least p percent of the rows have at most L tokens."""
+    max_length: int
     bars: tuple[tuple[int, int, int], ...]
-    """Histogram bars: first length, last length, number of rows."""
+    """Histogram bars as (minimum length, maximum length, number of rows)."""
 
 
-def file_facts(paths: Sequence[Path], read: Collection[str]) -> list[FileFacts]:
-    """Return the schema of each file, with missing values counted in the columns of `read`."""
+def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> list[FileSummary]:
+    """Summarize the rows and columns of each file; count missing values in the columns listed in `counted_columns`."""
     files = []
-    for path, source in zip(paths, open_all(paths), strict=True):
-        with source, reading(path):
+    for path, source in zip(paths, open_files(paths), strict=True):
+        with source, convert_read_errors(path):
             columns = tuple(
-                ColumnFacts(field.name, str(field.type), _missing(source, field.name) if field.name in read else None)
+                ColumnSummary(
+                    field.name, str(field.type), _missing(source, field.name) if field.name in counted_columns else None
+                )
                 for field in source.schema_arrow
             )
-            files.append(FileFacts(path, source.metadata.num_rows, columns))
+            files.append(FileSummary(path, source.metadata.num_rows, columns))
     return files
 
 
 def _missing(source: ParquetFile, name: str) -> int:
-    return sum(part.column(0).null_count for part in source.iter_batches(columns=[name]))
+    return sum(record_batch.column(0).null_count for record_batch in source.iter_batches(columns=[name]))
 
 
-def length_facts(lengths: Tensor) -> LengthFacts:
-    """Summarize `lengths` (B,), B >= 1."""
+def summarize_lengths(lengths: Tensor) -> LengthSummary:
+    """Summarize the distribution of `lengths`, a non-empty tensor (B,)."""
     ordered = lengths.sort().values
-    count, shortest, longest = len(ordered), int(ordered[0]), int(ordered[-1])
+    count, min_length, max_length = len(ordered), int(ordered[0]), int(ordered[-1])
     percentiles = {p: int(ordered[-(-p * count // 100) - 1]) for p in PERCENTILES}
-    width = -(-(longest - shortest + 1) // _BARS)
-    numbers = torch.bincount((lengths - shortest) // width).tolist()
-    bars = tuple((shortest + i * width, shortest + (i + 1) * width - 1, number) for i, number in enumerate(numbers))
-    return LengthFacts(percentiles, longest, bars)
+    width = -(-(max_length - min_length + 1) // _MAX_BARS)
+    numbers = torch.bincount((lengths - min_length) // width).tolist()
+    bars = tuple((min_length + i * width, min_length + (i + 1) * width - 1, n) for i, n in enumerate(numbers))
+    return LengthSummary(percentiles, max_length, bars)
 
 
-def num_shared(rows: Ragged, others: Ragged) -> int:
-    """Count the rows whose tokens match those of a row in `others`."""
-    keys = set(_keys(others))
+def count_shared(rows: Ragged, other_rows: Ragged) -> int:
+    """Count the rows that have the same tokens as a row of `other_rows`."""
+    keys = set(_keys(other_rows))
     return sum(key in keys for key in _keys(rows))
 
 
-def num_repeated(rows: Ragged) -> int:
-    """Count the rows whose tokens match those of an earlier row."""
+def count_repeated(rows: Ragged) -> int:
+    """Count the rows that have the same tokens as an earlier row."""
     return len(rows) - len(set(_keys(rows)))
 
 

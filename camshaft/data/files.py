@@ -1,9 +1,9 @@
-"""Resolve files, folders, glob patterns and URLs of the config to local parquet files.
+"""Resolve the files, folders, glob patterns and URLs in the config to local parquet files.
 
     data_files(["train.parquet", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
 
-A folder or pattern resolves to its parquet files in alphabetical order. Remote files are downloaded first
-(`camshaft/fetch.py`). Used by the trainers at startup.
+A folder resolves to its parquet files, a pattern to the matching files, both in alphabetical order. Remote files are
+downloaded first (`camshaft/fetch.py`). The trainers call `data_files` at startup.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ENDING = "*.parquet"
 
 
 def data_files(paths: Paths) -> list[Path]:
-    """Return the local files of `paths` in order. Missing files are kept; the reader reports them."""
+    """Resolve `paths` to local files, in order. Include missing files, which `read_parquet` reports."""
     return [file for path in ([paths] if isinstance(paths, (str, Path)) else paths) for file in _files(path)]
 
 
@@ -39,9 +39,9 @@ def _files(path: str | Path) -> Iterator[Path]:
 
 
 def _urls(url: str) -> list[str]:
-    """Return the file URLs that a URL resolves to."""
+    """Resolve a URL of a file, folder or pattern to URLs of files."""
     if url.startswith(("http://", "https://")):
-        return [url]  # HTTP has no folders or patterns; a question mark starts the query
+        return [url]  # HTTP has no folders or patterns; a question mark in the URL starts the query string
     with readable(url):
         files, root = storage.file_system(url)
         if glob.has_magic(root) and not files.exists(root):
@@ -50,12 +50,12 @@ def _urls(url: str) -> list[str]:
             paths = _non_empty(sorted(files.glob(f"{root}/{_ENDING}")), f"the folder {url} has no parquet files")
         else:
             return [url]
-    # Paths of the file system lack the URL's prefix, which includes the host for some protocols.
+    # The file system returns paths without the prefix of the URL, which includes the host for some protocols.
     prefix = url.rstrip("/").removesuffix(root)
     return [f"{prefix}{path}" for path in paths]
 
 
 def _non_empty(paths: list, problem: str) -> list:
     if not paths:
-        raise BatchError(f"{problem}; name parquet files, a folder of them, or a pattern such as parts/{_ENDING}")
+        raise BatchError(f"{problem}; use parquet files, a folder of them, or a pattern such as parts/{_ENDING}")
     return paths

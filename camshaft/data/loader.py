@@ -1,16 +1,16 @@
-"""Data loader with shuffled epochs that resumes exactly at the row where it stopped.
+"""Data loader that shuffles each epoch and resumes at the exact row where it stopped.
 
     loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
     for batch in loader:
         ...
         state = loader.state_dict()      # saved in the checkpoint
-    loader.load_state_dict(state)        # continue with the batch after the last one returned
+    loader.load_state_dict(state)        # continue after the last batch before `state_dict`
 
-    batch = loader.next_batch()          # an additional batch within a step
-    loader.give_back(3)                  # return its last 3 rows; they start the next batch
+    batch = loader.next_batch()          # one more batch for the same step
+    loader.return_rows(3)                # return its last 3 rows, which then start the next batch
 
-The order of an epoch depends only on the seed and the epoch number, so the state is an epoch and a position. Used by
-the trainers.
+The row order of an epoch depends only on the seed and the epoch number, so an epoch and a position define the state.
+The trainers use this class.
 """
 
 import hashlib
@@ -24,20 +24,20 @@ import torch
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
-_MEANS = {
+_CHANGES = {
     "num_rows": "rows were added or removed",
     "shuffle": "the order of the rows differs",
     "seed": "the order of the rows differs",
     "tokens": "the tokens or the order of the rows in the files differ",
 }
-"""Reason for the error if a value of the saved state differs from the loader's."""
+"""Reason to report if a value of the saved state differs from that of this loader."""
 
 
 class StatefulLoader:
-    """Iterate over `data` in batches for `total_epochs` epochs, from the current position.
+    """Iterator over batches of `data` that covers `total_epochs` epochs and starts at the current position.
 
-    `drop_last` (required by PPO) drops the rows of an epoch that do not fill a batch; with `shuffle` they differ
-    between epochs. `uid` becomes `<epoch>/<uid>`, which is unique over the run.
+    `drop_last`, which PPO requires, drops the rows at the end of an epoch that do not fill a batch. With `shuffle`,
+    each epoch drops different rows. Column `uid` becomes `<epoch>/<uid>`, which is unique in the run.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class StatefulLoader:
         drop_last: bool = True,
         rows_per_step: int | None = None,
     ):
-        """`rows_per_step` is the number of rows per training step if a step takes several batches; None: one batch."""
+        """Set `rows_per_step` to the rows per training step if a step may use several batches; None means one batch."""
         if batch_size < 1:
             raise BatchError(f"batch_size={batch_size} must be at least 1")
         if not len(data):
-            raise BatchError("the data has no rows")
+            raise BatchError("the data has no rows; add rows")
         if drop_last and len(data) < batch_size:
             key = "data.train_batch_size" if rows_per_step in (None, batch_size) else "data.gen_batch_size"
             raise BatchError(
-                f"the data has {len(data)} rows, one batch needs {batch_size}: {batch_size - len(data)} are missing. "
-                f"Lower {key} to {len(data)} or less, or add data"
+                f"the data has {len(data)} rows, but one batch needs {batch_size}. "
+                f"Lower {key} to at most {len(data)}, or add at least {batch_size - len(data)} rows"
             )
         self.data = data
         self.batch_size = batch_size
@@ -70,26 +70,26 @@ class StatefulLoader:
         self.drop_last = drop_last
         self.rows_per_step = rows_per_step or batch_size
         self.epoch = 0
-        """Epoch of the next batch, counted from 0."""
+        """Epoch of the next batch, starting from 0."""
         self.position = 0
-        """Rows of that epoch that were already returned."""
-        self._last = (0, 0)
-        """Epoch and position at the end of the last batch."""
-        self._shuffled: tuple[int, np.ndarray] = (-1, np.arange(0))
-        """Cached row order: epoch and permutation."""
+        """Number of rows of that epoch that were already returned."""
+        self._last_end = (0, 0)
+        """Epoch and position at the end of the last batch, before a change of epoch."""
+        self._cached_order: tuple[int, np.ndarray] = (-1, np.arange(0))
+        """Cached row order as (epoch, permutation)."""
 
     @property
     def steps_per_epoch(self) -> int:
-        full, rest = divmod(len(self.data), self.rows_per_step)
-        return full if self.drop_last or not rest else full + 1
+        num_full, remainder = divmod(len(self.data), self.rows_per_step)
+        return num_full if self.drop_last or not remainder else num_full + 1
 
     def __len__(self) -> int:
-        """Return the number of steps in all epochs, including finished ones; an upper bound if steps take more rows."""
+        """Return the number of steps in all epochs, which is an upper bound if steps use more rows."""
         return self.steps_per_epoch * self.total_epochs
 
     @property
     def exhausted(self) -> bool:
-        """True if all batches were returned."""
+        """True after the last batch of the last epoch."""
         return self.epoch >= self.total_epochs
 
     def __iter__(self) -> Iterator[DataProto]:
@@ -97,44 +97,45 @@ class StatefulLoader:
             yield self.next_batch()
 
     def next_batch(self) -> DataProto:
-        """Return the next batch; after the last epoch, continue with a further epoch."""
+        """Return the next batch. After the last epoch, start another one."""
         epoch = self.epoch
         rows = self._order(epoch)[self.position : self.position + self.batch_size]
-        self._last = epoch, self.position + len(rows)
+        self._last_end = epoch, self.position + len(rows)
         self._advance(len(rows))
         batch = self.data.reorder(torch.from_numpy(rows))
         return batch.with_columns(uid=[f"{epoch}/{uid}" for uid in batch["uid"]]) if "uid" in batch else batch
 
-    def give_back(self, rows: int) -> None:
-        """Return the last `rows` rows of the last batch to the loader.
+    def return_rows(self, rows: int) -> None:
+        """Return the last `rows` rows of the last batch to the loader, so that the next batch starts with them.
 
-        They start the next batch. At the end of an epoch they are dropped if the remaining rows do not fill a batch.
+        At the end of an epoch, they are dropped if they and the remaining rows do not fill a batch.
         """
-        self.epoch, self.position = self._last
+        self.epoch, self.position = self._last_end
         self._advance(-rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, with facts that identify the data."""
+        """Return the epoch and position, and values that identify the data and its order."""
         return {"epoch": self.epoch, "position": self.position} | self._identity()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; raise BatchError if it was saved with other data or another order."""
-        for name, current in self._identity().items():
-            if name in state and state[name] != current:
+        """Continue from `state`. Raise BatchError if it was saved with different data or in a different order."""
+        for name, expected in self._identity().items():
+            if name in state and state[name] != expected:
                 raise BatchError(
-                    f"the saved data position has {name}={state[name]}, this run has {name}={current}: {_MEANS[name]}. "
+                    f"the checkpoint was saved with {name}={state[name]}, but this run has {name}={expected}: "
+                    f"{_CHANGES[name]}. "
                     "Resume with the same data, lengths, tokenizer and seed, or start a new run with "
                     "trainer.resume_mode=disable or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
-        self._advance(0)  # with another batch size the remaining rows may not fill a batch
+        self._advance(0)  # with a larger batch size, the remaining rows may not fill a batch
 
     def _identity(self) -> dict[str, Any]:
         return {"num_rows": len(self.data), "shuffle": self.shuffle, "seed": self.seed, "tokens": self._tokens}
 
     @cached_property
     def _tokens(self) -> str:
-        """Checksum of all tokens, which detects changed data with the same number of rows."""
+        """Checksum of all tokens, which differs if the data changed but the number of rows did not."""
         digest = hashlib.sha256()
         for name, column in sorted(self.data.columns.items()):
             for tensor in (column.values, column.lengths) if isinstance(column, Ragged) else ():
@@ -143,11 +144,11 @@ class StatefulLoader:
         return digest.hexdigest()[:16]
 
     def _order(self, epoch: int) -> np.ndarray:
-        if self._shuffled[0] != epoch:
+        if self._cached_order[0] != epoch:
             count = len(self.data)
             order = np.random.default_rng((self.seed, epoch)).permutation(count) if self.shuffle else np.arange(count)
-            self._shuffled = epoch, order
-        return self._shuffled[1]
+            self._cached_order = epoch, order
+        return self._cached_order[1]
 
     def _advance(self, rows: int) -> None:
         self.position += rows

@@ -1,28 +1,30 @@
-"""Generate parquet files from tasks of the `reasoning-gym` package: procedural questions with rule-based scores.
+"""Generate parquet files from `reasoning-gym` tasks: procedural questions with rule-based scores.
 
     paths = write_reasoning_gym("data/gcd", "gcd", num_train=2000, num_heldout=200, settings={"max_value": 20})
-    paths.train          # data_source "reasoning_gym/gcd", prompt, reward_model.ground_truth, extra_info
+    paths.train          # columns data_source ("reasoning_gym/gcd"), prompt, reward_model, extra_info
 
-`extra_info` of a row contains the task's settings and the entry as JSON. The reward function `reasoning_gym`, selected
-by `data_source`, reads them. Questions are unique over both files. The same arguments produce the same files.
+`extra_info` of a row contains the settings of the task and the reasoning-gym entry as JSON. The reward function
+`reasoning_gym`, which is selected by `data_source`, reads both. Each question occurs only once in the two files. The
+same arguments produce the same files.
 """
 
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from camshaft.data.parquet import write_parquet
 from camshaft.errors import ConfigError
 
-PATIENCE = 20
-"""Maximum draws per requested question."""
+MAX_DRAWS = 20
+"""Maximum number of draws per requested question. Draws that repeat a question are discarded."""
 
 
 @dataclass(frozen=True)
 class TaskPaths:
-    """The files of one task."""
+    """Files of a task."""
 
     train: Path
     test: Path
@@ -40,21 +42,17 @@ def write_reasoning_gym(
 ) -> TaskPaths:
     """Write `train.parquet` and `test.parquet`.
 
-    `settings` are the settings of the task; `system` is a system message before each question.
+    `settings` overrides default settings of the task. `system` is a system message that precedes each question.
     """
     if min(num_train, num_heldout) < 1:
         raise ConfigError(f"num_train={num_train} and num_heldout={num_heldout} must be at least 1")
     count = num_train + num_heldout
-    dataset = _create_dataset(task, {**(settings or {}), "seed": seed, "size": PATIENCE * count})
-    entries = []
-    for entry in _new(dataset):
-        entries.append(entry)
-        if len(entries) == count:
-            break
-    else:
+    dataset = _create_dataset(task, {**(settings or {}), "seed": seed, "size": MAX_DRAWS * count})
+    entries = list(islice(_unique_entries(dataset), count))
+    if len(entries) < count:
         raise ConfigError(
-            f"{task} produced {len(entries)} unique questions in {PATIENCE * count} draws; "
-            f"num_train={num_train} + num_heldout={num_heldout} need more. Request fewer, or widen its settings: "
+            f"{task} produced {len(entries)} unique questions in {MAX_DRAWS * count} draws; "
+            f"num_train={num_train} + num_heldout={num_heldout} need {count}. Request fewer, or widen its settings: "
             f"{asdict(dataset.config)}"
         )
     config = json.dumps(asdict(dataset.config))
@@ -74,16 +72,16 @@ def _create_dataset(task: str, settings: dict[str, Any]) -> Any:
             f"reasoning-gym tasks require '{error.name}'; run pip install 'camshaft[reasoning-gym]'"
         ) from error
     if task not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task '{task}'; known: {', '.join(sorted(DATASETS))}")
+        raise ConfigError(f"reasoning-gym has no task '{task}'; use one of {', '.join(sorted(DATASETS))}")
     try:
         return create_dataset(task, **settings)
     except (AssertionError, TypeError, ValueError) as error:
         fields = ", ".join(f"{name}={field.default}" for name, field in DATASETS[task][1].__dataclass_fields__.items())
-        raise ConfigError(f"invalid settings for {task}: {error}. Its settings: {fields}") from error
+        raise ConfigError(f"invalid settings for {task}: {error}. Its settings and defaults are {fields}") from error
 
 
-def _new(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the entries with a question that did not occur before."""
+def _unique_entries(dataset: Any) -> Iterator[dict[str, Any]]:
+    """Yield the entries without those whose question occurred before."""
     questions = set()
     for index in range(len(dataset)):
         entry = dataset[index]
@@ -108,13 +106,13 @@ def _row(
 
 
 def _serialize(dataset: Any, task: str, entry: dict[str, Any]) -> str:
-    """Serialize an entry to JSON; raise ConfigError if the deserialized entry scores its answer differently."""
+    """Serialize an entry to JSON. Raise ConfigError if the score of its answer is different after deserialization."""
     answer = "" if entry["answer"] is None else str(entry["answer"])
     try:
         text = json.dumps(entry)
-        same = dataset.score_answer(answer, json.loads(text)) == dataset.score_answer(answer, entry)
+        is_equal = dataset.score_answer(answer, json.loads(text)) == dataset.score_answer(answer, entry)
     except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"an entry of {task} cannot be serialized: {error}; choose another task") from error
-    if not same:
-        raise ConfigError(f"an entry of {task} is scored differently after serialization; choose another task")
+        raise ConfigError(f"an entry of {task} cannot be serialized as JSON: {error}; choose another task") from error
+    if not is_equal:
+        raise ConfigError(f"an entry of {task} scores differently after JSON serialization; choose another task")
     return text

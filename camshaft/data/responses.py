@@ -1,4 +1,4 @@
-"""Write generated responses: in parts during generation, finally as one parquet file with the prompt columns.
+"""Write generated responses to parts during generation and to one parquet file at the end.
 
     file = ResponseFile(Path("out.parquet"), "responses", settings)
     with file.parts() as parts:
@@ -6,9 +6,10 @@
         parts.add(num_prompts, {"": [["a", "b"], ...]})
         file.write(["in.parquet"], rows=range(100), parts=parts)
 
-Parts are folders in `out.parquet.parts`, written atomically with checksums (`storage.py`); the final file is atomic
-too. `settings` are the values that the responses depend on; a run with other settings rejects the parts and the file.
-Used by `camshaft generate`.
+The file contains the columns of the prompts and those of the responses. Parts are folders in `out.parquet.parts`, which
+are written atomically with checksums (`storage.py`). The file is written atomically as well. `settings` contains all
+values that affect the responses; a run with different settings rejects the existing parts and file. `camshaft generate`
+uses this module.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
-from camshaft.data.parquet import Paths, open_all
+from camshaft.data.parquet import Paths, open_files
 from camshaft.errors import BatchError, CheckpointError, ConfigError
 
 TYPES = {
@@ -36,10 +37,10 @@ TYPES = {
     "_score": pyarrow.float32(),
     "_pred": pyarrow.string(),
 }
-"""Column suffix -> element type; each row contains a list with one element per response."""
+"""Column suffix -> element type. Each row contains a list with one element per response."""
 
 _PROMOTE = "default"
-"""Fill columns that a file lacks with null; types of equal columns must agree."""
+"""Option of pyarrow: fill missing columns with null, and require compatible types for columns of the same name."""
 
 _KIND = "responses"
 _METADATA = b"camshaft"
@@ -48,33 +49,36 @@ _FILE = "responses.parquet"
 logger = logging.getLogger(__name__)
 
 Columns = Mapping[str, Sequence[Sequence[Any]]]
-"""Column suffix -> per prompt, the values of its responses."""
+"""Column suffix -> for each prompt, the list of values of its responses."""
 
 
 class ResponseFile:
     """Output file of a generation run."""
 
     def __init__(self, path: Path, name: str, settings: Mapping[str, Any]):
-        """`name` is the response column and the prefix of the other new columns."""
+        """`name` is the name of the response column and the prefix of the other new columns."""
         self.path = path.expanduser().absolute()
         self.name = name
-        self.settings = _plain(settings)
+        self.settings = _normalize(settings)
         self._folder = self.path.with_name(f"{self.path.name}.parts")
 
     def exists(self) -> bool:
-        """Return True if a run with these settings wrote the file; raise ConfigError if another program or run did."""
+        """Return True if the file exists. Raise ConfigError unless a run with the same settings wrote it."""
         if not self.path.exists():
             return False
-        saved = _settings_of(self.path)
+        saved = _read_settings(self.path)
         if saved is None:
-            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another name, or delete it")
-        self._compare(saved, "already exists", "use another name, or delete it")
+            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another path, or delete it")
+        self._compare(saved, "already exists", "use another path, or delete it")
         return True
 
     def check_columns(self, sources: Paths) -> None:
-        """Raise an error if the prompts have a column that `write` adds, or if the files have incompatible schemas."""
+        """Check the prompt files.
+
+        Raise ConfigError if a file has a column that `write` adds, and BatchError if the schemas are incompatible.
+        """
         schemas = []
-        for source in open_all(sources):
+        for source in open_files(sources):
             with source:
                 schemas.append(source.schema_arrow)
             conflicts = [f"{self.name}{ending}" for ending in TYPES if f"{self.name}{ending}" in schemas[-1].names]
@@ -87,12 +91,12 @@ class ResponseFile:
             pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
             raise BatchError(
-                f"the files of data.path have incompatible schemas: {error}. Generate for each file separately"
+                f"the files of data.path have incompatible schemas: {error}. Use a separate run for each file"
             ) from error
 
     @contextlib.contextmanager
     def parts(self) -> Iterator[Parts]:
-        """Open the existing parts for appending, with an exclusive lock."""
+        """Lock the folder of the parts and yield the existing parts, to which the caller appends."""
         folder = self._folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,13 +111,13 @@ class ResponseFile:
             )
         with lock:
             parts = Parts(folder, self.name, self.settings)
-            if parts.settings_found is not None:
+            if parts.saved_settings is not None:
                 fix = f"use another path, or delete {folder} to start again"
-                self._compare(parts.settings_found, "was started", fix)
+                self._compare(parts.saved_settings, "was started", fix)
             yield parts
 
     def write(self, sources: Paths, rows: Sequence[int], parts: Parts) -> None:
-        """Write the selected rows of all sources with the responses of all parts, then delete the parts."""
+        """Write the selected rows of the sources with the responses of all parts, then delete the parts."""
         responses = parts.table()
         table = read_table(sources).take(pyarrow.array(rows, pyarrow.int64()))
         for name in responses.column_names:
@@ -124,7 +128,7 @@ class ResponseFile:
         self.remove_parts()
 
     def remove_parts(self) -> None:
-        """Delete the parts, which are not needed after the file is written."""
+        """Delete the parts, which are unused once the file is written."""
         if self._folder.exists():
             shutil.rmtree(self._folder)
 
@@ -134,37 +138,39 @@ class ResponseFile:
             return source.read([column]).column(column).to_pylist()
 
     def _compare(self, saved: Mapping[str, Any], state: str, fix: str) -> None:
-        differing = [key for key in {**saved, **self.settings} if saved.get(key) != self.settings.get(key)]
-        if differing:
+        changed_keys = [key for key in {**saved, **self.settings} if saved.get(key) != self.settings.get(key)]
+        if changed_keys:
             changes = "; ".join(
-                f"{key}: {_short(saved, key)} then, {_short(self.settings, key)} now" for key in differing
+                f"{key}: {_abbreviate(saved, key)} before, {_abbreviate(self.settings, key)} now"
+                for key in changed_keys
             )
             raise ConfigError(
-                f"data.output_path={self.path} {state} with other settings ({changes}); use those settings, or {fix}"
+                f"data.output_path={self.path} {state} with different settings ({changes}); "
+                f"use the previous settings, or {fix}"
             )
 
 
 class Parts:
-    """Responses written so far, to a prefix of the prompts."""
+    """Responses that are already written; they belong to the first `num_done` prompts."""
 
     def __init__(self, folder: Path, name: str, settings: Mapping[str, Any]):
         self.folder, self.name, self._settings = folder, name, settings
-        self.settings_found: Mapping[str, Any] | None = None
-        """Settings stored in the first part, or None."""
+        self.saved_settings: Mapping[str, Any] | None = None
+        """Settings stored in the first part; None if there are no parts."""
         self.num_done = 0
-        """Number of prompts with responses."""
+        """Number of prompts whose responses are written."""
         self._folders: list[Path] = []
-        while (facts := self._facts(self._next())) is not None:
-            self._folders.append(self._next())
-            self.settings_found = self.settings_found or facts["settings"]
-            self.num_done = facts["stop"]
+        while (metadata := self._read_metadata(self._next_folder())) is not None:
+            self._folders.append(self._next_folder())
+            self.saved_settings = self.saved_settings or metadata["settings"]
+            self.num_done = metadata["stop"]
 
     def __len__(self) -> int:
         return len(self._folders)
 
     def add(self, num_prompts: int, columns: Columns) -> None:
-        """Append the responses to the next `num_prompts` prompts."""
-        target, stop = self._next(), self.num_done + num_prompts
+        """Write a part with the responses to the next `num_prompts` prompts."""
+        target, stop = self._next_folder(), self.num_done + num_prompts
         names = [f"{self.name}{ending}" for ending in columns]
         arrays = [pyarrow.array(values, pyarrow.list_(TYPES[ending])) for ending, values in columns.items()]
         with storage.new_folder(target, kind=_KIND, stop=stop, settings=self._settings) as folder:
@@ -173,34 +179,34 @@ class Parts:
         self.num_done = stop
 
     def table(self) -> pyarrow.Table:
-        """Return the responses of all parts."""
+        """Read the responses of all parts into one table."""
         return pyarrow.concat_tables([parquet.ParquetFile(folder / _FILE).read() for folder in self._folders])
 
-    def _next(self) -> Path:
+    def _next_folder(self) -> Path:
         """Return the folder of the next part, which is named after its first prompt."""
         return self.folder / f"from_{self.num_done:09}"
 
-    def _facts(self, folder: Path) -> dict[str, Any] | None:
-        """Return the metadata of a part, or None if it is missing or damaged; damaged parts are generated again."""
+    def _read_metadata(self, folder: Path) -> dict[str, Any] | None:
+        """Return the metadata of a part, or None if the part is missing or damaged, so that it is generated again."""
         try:
             return storage.verify(folder)
         except CheckpointError as error:
             if folder.exists():
-                logger.warning("%s; these responses are generated again", error)
+                logger.warning("%s; generating these responses again", error)
             return None
 
 
 def read_table(sources: Paths) -> pyarrow.Table:
-    """Read all rows and columns of the files into one table; `check_columns` verifies that the schemas agree."""
-    opened = open_all(sources)
-    tables = [source.read() for source in opened]
-    for source in opened:
+    """Read all rows and columns of the files into one table. The schemas must be compatible (`check_columns`)."""
+    opened_files = open_files(sources)
+    tables = [source.read() for source in opened_files]
+    for source in opened_files:
         source.close()
     return pyarrow.concat_tables(tables, promote_options=_PROMOTE)
 
 
-def _settings_of(path: Path) -> Mapping[str, Any] | None:
-    """Return the settings of the run that wrote a file; None if no such run wrote it."""
+def _read_settings(path: Path) -> Mapping[str, Any] | None:
+    """Return the settings in the metadata of a file; None if another program wrote the file."""
     try:
         metadata = parquet.read_metadata(path).metadata or {}
     except (pyarrow.ArrowInvalid, OSError):
@@ -208,11 +214,11 @@ def _settings_of(path: Path) -> Mapping[str, Any] | None:
     return json.loads(metadata[_METADATA]) if _METADATA in metadata else None
 
 
-def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Normalize settings through JSON, so that they compare equal to stored ones."""
+def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert settings to JSON and back, so that they are comparable with stored settings."""
     return json.loads(json.dumps(settings, default=str))
 
 
-def _short(settings: Mapping[str, Any], key: str) -> str:
+def _abbreviate(settings: Mapping[str, Any], key: str) -> str:
     text = json.dumps(settings.get(key))
     return text if len(text) <= 80 else f"{text[:80]}..."

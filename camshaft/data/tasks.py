@@ -2,10 +2,10 @@
 
     paths = write_arithmetic("data/sums", operations=("addition",), num_train=2000, num_heldout=200)
     paths.train           # prompt [{"role": "user", "content": "12+35="}], reward_model.ground_truth "47"
-    paths.sft_train       # the same problems with a column `response`, for a warm start
-    paths.preference_train    # the same with `chosen`, the result, and `rejected`, another number
+    paths.sft_train       # the same problems with a column `response`, for supervised fine-tuning before RL
+    paths.preference_train    # the same problems with columns `chosen`, the result, and `rejected`, a wrong number
 
-Used by the demo and the tests for runs that learn in minutes. The same arguments produce the same files.
+The demo and the tests use these data sets for runs that learn in minutes. The same arguments produce the same files.
 """
 
 import math
@@ -26,16 +26,16 @@ OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "subtraction": ("-", operator.sub),
     "multiplication": ("*", operator.mul),
 }
-"""Operation name -> (sign, function)."""
+"""Operation name -> (operator sign, function)."""
 
-_COMMUTES = {"addition", "multiplication"}
+_COMMUTATIVE = {"addition", "multiplication"}
 
 Problem = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
 class ArithmeticPaths:
-    """Files of a data set: prompts for RL, prompts with responses, and preference pairs."""
+    """Files of a data set: prompts for RL, prompts with responses for SFT, and preference pairs."""
 
     train: Path
     heldout: Path
@@ -56,16 +56,16 @@ def write_arithmetic(
     careless: float = 0.0,
     seed: int = 0,
 ) -> ArithmeticPaths:
-    """Write problems with operands in the inclusive ranges `left` and `right`.
+    """Write a training and a held-out split of problems with operands in the inclusive ranges `left` and `right`.
 
     The splits are disjoint up to commutation: if 12+35 is held out, 35+12 is not in the training split. `careless` is
-    the fraction of supervised responses that add without carrying (57+68=15), so that a model trained on them has an
-    error for RL to correct.
+    the fraction of SFT responses that add without carrying (57+68=15). A model trained on them makes this error, which
+    RL can then correct.
     """
     if careless and tuple(operations) != ("addition",):
-        raise ConfigError(f"careless={careless}: requires operations=('addition',), got {tuple(operations)}")
+        raise ConfigError(f"careless={careless} requires operations=('addition',), but operations={tuple(operations)}")
     train, heldout = _split(operations, left, right, (num_train, num_heldout), seed)
-    chance, slip = random.Random(f"careless {seed}"), random.Random(f"slip {seed}")
+    careless_rng, wrong_rng = random.Random(f"careless {seed}"), random.Random(f"slip {seed}")
     folder = Path(folder).expanduser()
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
@@ -76,14 +76,14 @@ def write_arithmetic(
                 "prompt": row["prompt"],
                 "response": (
                     str(_without_carry(left, right))
-                    if chance.random() < careless
+                    if careless_rng.random() < careless
                     else row["reward_model"]["ground_truth"]
                 ),
             }
             for row, (_, left, right) in zip(rows, problems, strict=True)
         ]
         pairs = [
-            {"prompt": row["prompt"], "chosen": str(result), "rejected": str(_wrong(result, slip))}
+            {"prompt": row["prompt"], "chosen": str(result), "rejected": str(_wrong_result(result, wrong_rng))}
             for row, result in zip(rows, map(_result, problems), strict=True)
         ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
@@ -104,19 +104,19 @@ def _split(
     num_train, num_heldout = sizes
     if min(sizes) < 1 or num_train + num_heldout > total:
         raise ConfigError(
-            f"num_train={num_train} + num_heldout={num_heldout} problems requested; {shape[0]} operations with "
-            f"{max(shape[1], 0)} x {max(shape[2], 0)} operands make {total}, and each split needs at least one"
+            f"num_train={num_train} and num_heldout={num_heldout} must be at least 1 and sum to at most {total}, the "
+            f"number of problems from {shape[0]} operations with {max(shape[1], 0)} x {max(shape[2], 0)} operands"
         )
-    # Each held-out problem excludes at most one commuted problem from training, so this sample is large enough.
-    drawn = random.Random(seed).sample(range(total), min(total, num_train + 2 * num_heldout))
-    problems = [_problem(number, operations, left[0], right[0], shape) for number in drawn]
+    # A held-out problem excludes at most one other problem from training, so this sample is large enough.
+    numbers = random.Random(seed).sample(range(total), min(total, num_train + 2 * num_heldout))
+    problems = [_problem(number, operations, left[0], right[0], shape) for number in numbers]
     heldout = problems[:num_heldout]
-    excluded = {_key(problem) for problem in heldout}
-    train = [problem for problem in problems[num_heldout:] if _key(problem) not in excluded][:num_train]
+    excluded = {_canonical_form(problem) for problem in heldout}
+    train = [problem for problem in problems[num_heldout:] if _canonical_form(problem) not in excluded][:num_train]
     if len(train) < num_train:
         raise ConfigError(
-            f"num_train={num_train} problems requested; of {total}, {num_heldout} and their commuted forms are held "
-            f"out and {len(train)} remain. Widen the operand ranges, or lower num_train or num_heldout"
+            f"num_train={num_train} exceeds the {len(train)} problems that remain of {total} without the {num_heldout} "
+            "held-out problems and their commuted forms. Widen the operand ranges, or lower num_train or num_heldout"
         )
     return train, heldout
 
@@ -141,15 +141,15 @@ def _result(problem: Problem) -> int:
     return OPERATIONS[name][1](a, b)
 
 
-def _wrong(result: int, chance: random.Random) -> int:
-    """Return a wrong result; the error is at most max(9, |result|)."""
-    error = chance.randint(1, max(9, abs(result)))
-    return result + chance.choice((-error, error))
+def _wrong_result(result: int, rng: random.Random) -> int:
+    """Return a wrong result that differs by at most max(9, |result|)."""
+    error = rng.randint(1, max(9, abs(result)))
+    return result + rng.choice((-error, error))
 
 
-def _key(problem: Problem) -> Problem:
+def _canonical_form(problem: Problem) -> Problem:
     name, a, b = problem
-    return (name, min(a, b), max(a, b)) if name in _COMMUTES else problem
+    return (name, min(a, b), max(a, b)) if name in _COMMUTATIVE else problem
 
 
 def _row(problem: Problem, split: str, index: int) -> dict[str, Any]:

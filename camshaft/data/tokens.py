@@ -1,10 +1,11 @@
 """Tokenize many prompts in parallel processes, with a cache on disk.
 
-    ids = tokenize(prompts, tokenizer, places, workers=None)       # Ragged, int32, one row per prompt
+    ids = tokenize(prompts, tokenizer, locations, workers=None)       # Ragged int32 with one row per prompt
 
-Data sets of `_MIN_PARALLEL_ROWS` rows or more are split over processes. Their ids are cached in
+Data sets with at least `_MIN_PARALLEL_ROWS` rows are tokenized in several processes. Their token ids are cached in
 `cache_folder("prompts")` under a checksum of the prompts, the tokenizer with its chat template, and the library
-versions. Length limits are not part of the checksum, so changing them does not tokenize again. Used by `prompts.py`.
+versions. The checksum does not cover length limits, so the cache stays valid when they change. `prompts.py` calls
+`tokenize`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from camshaft.data.chat import Prompt, encode_prompts, with_progress
+from camshaft.data.chat import Prompt, encode_prompts, track_progress
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
@@ -40,43 +41,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _MIN_PARALLEL_ROWS = 10_000
-"""Minimum number of rows for parallel processes and the cache (`benchmarks/results/tokenising.md`)."""
+"""Minimum number of rows for which processes and the cache are used (`benchmarks/results/tokenising.md`)."""
 _MAX_WORKERS = 16
 _CHUNK = 1000
 
 logger = logging.getLogger(__name__)
 
 
-class _Work(NamedTuple):
+class _Job(NamedTuple):
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
-    places: Sequence[str]
+    locations: Sequence[str]
 
-    def ids(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return flat ids and lengths of rows `start` to `stop`."""
-        rows = encode_prompts(self.prompts[start:stop], self.tokenizer, self.places[start:stop])
+    def tokenize(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the concatenated token ids and the lengths of rows `start` to `stop - 1`."""
+        rows = encode_prompts(self.prompts[start:stop], self.tokenizer, self.locations[start:stop])
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return np.fromiter((token for row in rows for token in row), np.int32, int(lengths.sum())), lengths
 
 
 def tokenize(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, places: Sequence[str], workers: int | None = None
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str], workers: int | None = None
 ) -> Ragged:
-    """Tokenize prompts with the chat template applied; errors report the row.
+    """Tokenize prompts; messages are formatted with the chat template. Errors report the row.
 
-    `workers` is the maximum number of processes; None: one per available CPU, at most 16.
+    `workers` is the maximum number of processes; None means one per available CPU, up to 16.
     """
-    work = _Work(prompts, tokenizer, places)
+    job = _Job(prompts, tokenizer, locations)
     if len(prompts) < _MIN_PARALLEL_ROWS:
-        return _concatenate([work.ids(0, len(prompts))])
-    cached = _cache_path(work)
-    ids = None if cached is None else _read(cached, len(prompts))
+        return _concatenate([job.tokenize(0, len(prompts))])
+    cache = _cache_path(job)
+    ids = None if cache is None else _read(cache, len(prompts))
     if ids is not None:
-        logger.info("read cached token ids of %d prompts (%s)", len(prompts), cached)
+        logger.info("read cached token ids of %d prompts from %s", len(prompts), cache)
         return ids
-    ids = _tokenize(work, workers or min(_MAX_WORKERS, _usable_cpus()))
-    if cached is not None:
-        _write(cached, ids)
+    ids = _tokenize(job, workers or min(_MAX_WORKERS, _usable_cpus()))
+    if cache is not None:
+        _write(cache, ids)
     return ids
 
 
@@ -92,58 +93,59 @@ def _usable_cpus() -> int:
     return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
 
 
-def _tokenize(work: _Work, workers: int) -> Ragged:
-    count = len(work.prompts)
+def _tokenize(job: _Job, workers: int) -> Ragged:
+    count = len(job.prompts)
     spans = [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
     if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
-        return _concatenate([work.ids(*span) for span in with_progress(spans, "tokenizing", count)])
-    # Forked processes inherit the prompts and the tokenizer. They use no device and no thread of this process.
+        return _concatenate([job.tokenize(*span) for span in track_progress(spans, "tokenizing", count)])
+    # Forking shares the prompts and the tokenizer. It is safe because the processes use neither devices nor threads
+    # of this process.
     context = multiprocessing.get_context("fork")
-    pool = ProcessPoolExecutor(min(workers, len(spans)), context, _begin, (work, os.getpid()))
+    pool = ProcessPoolExecutor(min(workers, len(spans)), context, _initialize_process, (job, os.getpid()))
     try:
-        futures = [pool.submit(_ids, *span) for span in spans]
-        return _concatenate([future.result() for future in with_progress(futures, "tokenizing", count)])
+        futures = [pool.submit(_tokenize_span, *span) for span in spans]
+        return _concatenate([future.result() for future in track_progress(futures, "tokenizing", count)])
     except BrokenProcessPool as error:
         raise BatchError(
-            f"a tokenizer process was killed, possibly because memory ran out ({error}); use fewer processes: "
-            "data.filter_overlong_prompts_workers=1"
+            f"a tokenizer process was killed, possibly because memory ran out ({error}); use fewer processes, for "
+            "example data.filter_overlong_prompts_workers=1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_WORK: _Work | None = None
-"""The work of a pool process, set by its initializer."""
+_JOB: _Job | None = None
+"""Job of a pool process, set by its initializer."""
 
 
-def _begin(work: _Work, driver: int) -> None:
-    global _WORK
-    _WORK = work
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already has one process per CPU
+def _initialize_process(job: _Job, driver: int) -> None:
+    global _JOB
+    _JOB = job
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already runs one process per CPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    end_with(driver, partial(os._exit, 1))  # the pool itself does not detect that the driver was killed
+    end_with(driver, partial(os._exit, 1))  # ProcessPoolExecutor does not end its processes if the driver is killed
 
 
-def _ids(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-    assert _WORK is not None
-    return _WORK.ids(start, stop)
+def _tokenize_span(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    assert _JOB is not None
+    return _JOB.tokenize(start, stop)
 
 
 # -- cache ----------------------------------------------------------------------------------------
 
 
-def _cache_path(work: _Work) -> Path | None:
-    """Return the cache file of the ids; None for slow tokenizers, whose state has no serialized form."""
-    tokenizer: Any = work.tokenizer
+def _cache_path(job: _Job) -> Path | None:
+    """Return the path of the cached ids; None for slow tokenizers, whose state cannot be serialized."""
+    tokenizer: Any = job.tokenizer
     if not tokenizer.is_fast:
         return None
     template = json.dumps(tokenizer.chat_template)
     today = str(date.today()) if "strftime_now" in template else ""
     versions = [transformers.__version__, tokenizers.__version__]
-    facts = [type(tokenizer).__name__, template, tokenizer.special_tokens_map, today, versions]
-    digest = hashlib.sha256(json.dumps(facts, default=str).encode())
+    metadata = [type(tokenizer).__name__, template, tokenizer.special_tokens_map, today, versions]
+    digest = hashlib.sha256(json.dumps(metadata, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for prompt in work.prompts:
+    for prompt in job.prompts:
         digest.update(json.dumps(prompt, default=repr).encode())
     return cache_folder("prompts") / f"{digest.hexdigest()}.safetensors"
 
@@ -164,4 +166,4 @@ def _write(path: Path, ids: Ragged) -> None:
         save_file({"values": ids.values, "lengths": ids.lengths}, temporary)
         os.replace(temporary, path)
     except OSError as error:
-        logger.warning("the token ids are not cached: %s (%s)", path.parent, error)
+        logger.warning("could not cache the token ids in %s: %s", path.parent, error)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from camshaft.data.chat import Message, encode, keep_end, render, without_padding
+from camshaft.data.chat import Message, encode, render, strip_padding, truncate_left
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 
@@ -47,9 +47,9 @@ class RewardInput(ABC):
         self.max_length, self.pad, self.bos = max_length, pad, bos
 
     def __call__(self, data: DataProto) -> RewardInputs:
-        rows = [without_padding(row, self.pad) for row in self.rows(data)]
+        rows = [strip_padding(row, self.pad) for row in self.rows(data)]
         truncated = torch.tensor([len(ids) > self.max_length for ids in rows], dtype=torch.bool)
-        kept = [keep_end(ids, self.max_length, self.bos) for ids in rows]
+        kept = [truncate_left(ids, self.max_length, self.bos) for ids in rows]
         return RewardInputs(Ragged.from_rows(kept, torch.int64), truncated)
 
     @abstractmethod

@@ -19,17 +19,17 @@ from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.data import (
     OPTIONAL,
     PromptOptions,
-    ReadPrompts,
     StatefulLoader,
-    arrange,
+    TokenizedPrompts,
+    build_prompt_set,
+    count_repeated,
+    count_shared,
     data_files,
-    file_facts,
-    length_facts,
-    num_repeated,
-    num_shared,
     read_prompts,
+    summarize_files,
+    summarize_lengths,
 )
-from camshaft.data.chat import as_text
+from camshaft.data.chat import render_prompt
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import load_tokenizer
@@ -74,7 +74,7 @@ def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
     """Print the report and yield problems; a fatal problem raises."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
     options = prompt_options(config)
-    read: dict[str, ReadPrompts] = {}
+    read: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
     for name, train in (("training", True), ("validation", False)):
         paths, max_rows = prompt_files(config, train)
@@ -85,11 +85,11 @@ def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
         _print_schema(files, options, say)
         prompts = read[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
-            text = as_text(prompts.prompts[0], tokenizer, prompts.table.place(0))
+            text = render_prompt(prompts.prompts[0], tokenizer, prompts.table.location(0))
             say(f"  the first prompt as the model reads it:\n{_shorten(text, _SHOWN)}\n  ({_summary(prompts)})")
         _print_lengths(prompts, options, say)
         try:
-            batches[name] = arrange(prompts, tokenizer, options).batch
+            batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
                 StatefulLoader(batches[name], config.data.train_batch_size)
             if config.needs_function():
@@ -107,26 +107,29 @@ def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
 
 
 def _print_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> None:
-    for facts in file_facts(files, [*options.columns(), *OPTIONAL]):
+    for facts in summarize_files(files, [*options.columns(), *OPTIONAL]):
         say(f"  {facts.path}: {facts.num_rows} rows")
         for column in facts.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
             say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
 
 
-def _summary(read: ReadPrompts) -> str:
+def _summary(read: TokenizedPrompts) -> str:
     kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in read.prompts})
     return f"{int(read.ids.lengths[0])} tokens; the prompts of this set are {' and '.join(kinds)}"
 
 
-def _print_lengths(read: ReadPrompts, options: PromptOptions, say: Say) -> None:
-    facts, count = length_facts(read.ids.lengths), len(read.ids)
+def _print_lengths(read: TokenizedPrompts, options: PromptOptions, say: Say) -> None:
+    facts, count = summarize_lengths(read.ids.lengths), len(read.ids)
     shown = ", ".join(f"p{percent} {length}" for percent, length in facts.percentiles.items())
-    say(f"  tokens of a prompt: {shown}, max {facts.longest}")
-    most, width = max(number for _, _, number in facts.bars), len(str(facts.longest))
+    say(f"  tokens of a prompt: {shown}, max {facts.max_length}")
+    most, width = max(number for _, _, number in facts.bars), len(str(facts.max_length))
     for first, last, number in facts.bars:
         say(f"    {first:>{width}}-{last:<{width}} {'#' * -(-_BAR * number // most):<{_BAR}} {number}")
-    long, limit = len(read.too_long(options.max_prompt_length)), f"{options.length_key}={options.max_prompt_length}"
+    long, limit = (
+        len(read.overlong_rows(options.max_prompt_length)),
+        f"{options.length_key}={options.max_prompt_length}",
+    )
     if options.filter_overlong:
         effect = "dropped by data.filter_overlong_prompts=true"
     else:
@@ -135,12 +138,12 @@ def _print_lengths(read: ReadPrompts, options: PromptOptions, say: Say) -> None:
     say(f"  longer than {limit}: {long} of {count} ({long / count:.1%})" + (f"; {effect}" if long else ""))
 
 
-def _print_duplicates(read: dict[str, ReadPrompts], say: Say) -> None:
+def _print_duplicates(read: dict[str, TokenizedPrompts], say: Say) -> None:
     say("")
     for name, prompts in read.items():
-        say(f"duplicate {name} prompts: {num_repeated(prompts.ids)} of {len(prompts.ids)}")
+        say(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
     if len(read) == 2:
-        shared = num_shared(read["validation"].ids, read["training"].ids)
+        shared = count_shared(read["validation"].ids, read["training"].ids)
         say(f"validation prompts that are also training prompts: {shared} of {len(read['validation'].ids)}")
 
 

@@ -56,7 +56,7 @@ def informative(
             break
         _check_progress(config, len(call_metrics), target - missing, drawn >= len(loader.data))
         prompts = loader.next_batch()
-    loader.give_back(unused)
+    loader.return_rows(unused)
     metrics.add(over_calls(call_metrics))
     metrics.add(
         {

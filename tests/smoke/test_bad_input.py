@@ -176,7 +176,7 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     ),
     "fewer rows than a batch": (
         lambda path: write_parquet(path, [ROW] * 5),
-        ["5 rows, one batch needs 8: 3 are missing", "data.train_batch_size to 5"],
+        ["5 rows, but one batch needs 8. Lower data.train_batch_size to at most 5", "add at least 3 rows"],
     ),
 }
 
@@ -203,11 +203,11 @@ SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     ),
     "a conversation without answer": (
         lambda path: write_parquet(path, [{"messages": [{"role": "user", "content": "1"}]}] * 9),
-        ["row 0", "no assistant turn", "['user']"],
+        ["row 0", "has the roles ['user']; it must contain an assistant message"],
     ),
     "fewer rows than a batch": (
         lambda path: write_parquet(path, [ANSWERED] * 5),
-        ["5 rows, one batch needs 8", "data.train_batch_size to 5"],
+        ["5 rows, but one batch needs 8", "data.train_batch_size to at most 5"],
     ),
     "no rows": (empty, ["rows.parquet has no rows"]),
 }

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from pyarrow import parquet
 
-from camshaft.data import PromptOptions, SFTOptions, StatefulLoader, file_facts, load_prompts, load_sft
+from camshaft.data import PromptOptions, SFTOptions, StatefulLoader, load_prompts, load_sft, summarize_files
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 
@@ -102,7 +102,7 @@ def test_any_rows_load_as_prompts_or_raise(table: Any, asked: PromptOptions, mos
     try:
         found = load_prompts(path, tokenizer, asked, most)
     except CamshaftError as error:
-        says_where(error, "drops every row")
+        says_where(error, "drops all rows")
         return
     assert 0 < len(found.batch) == found.num_read - found.num_dropped
     lengths = found.batch["prompts"].lengths
@@ -117,7 +117,7 @@ def test_any_rows_load_as_sequences_or_raise(table: Any, tokenizer, tmp_path):
     try:
         found = load_sft(path, tokenizer, SFTOptions(max_length=16, truncation="left"))
     except CamshaftError as error:
-        says_where(error, "leaves no row")
+        says_where(error, "truncates all trained tokens")
         return
     assert found.batch["loss_mask"].values.any()
 
@@ -127,7 +127,7 @@ def test_any_rows_load_as_sequences_or_raise(table: Any, tokenizer, tmp_path):
 def test_any_file_has_statistics_or_raises(table: Any, tmp_path):
     path = written(table, tmp_path)
     try:
-        (facts,) = file_facts([path], table.column_names)
+        (facts,) = summarize_files([path], table.column_names)
     except CamshaftError as error:
         says_where(error)
         return

@@ -67,7 +67,7 @@ def test_empty_folders_and_patterns_are_errors(tmp_path: Path, remote: str, what
         "folder elsewhere": "memory://bucket/empty",
         "pattern elsewhere": "memory://bucket/*.parq",
     }[what]
-    with pytest.raises(BatchError, match="name parquet files, a folder of them, or a pattern"):
+    with pytest.raises(BatchError, match="use parquet files, a folder of them, or a pattern"):
         data_files(path)
 
 

@@ -77,7 +77,7 @@ def test_resumed_loader_returns_the_remaining_batches(stop, drop_last):
 def test_returned_rows_start_the_next_batch():
     loader = StatefulLoader(rows(9), 4, shuffle=False)
     first = loader.next_batch()
-    loader.give_back(3)
+    loader.return_rows(3)
     assert loader.state_dict()["position"] == 1
     assert firsts([first, *loader]) == [[0, 1, 2, 3], [1, 2, 3, 4], [5, 6, 7, 8]]
 
@@ -87,7 +87,7 @@ def test_rows_of_a_finished_epoch_can_be_returned_during_iteration():
     for batch in loader:
         seen += firsts([batch])
         if len(seen) == 2:
-            loader.give_back(2)
+            loader.return_rows(2)
     whole = firsts(StatefulLoader(rows(4), 2, total_epochs=2, seed=1))
     assert seen == [*whole[:2], whole[1], *whole[2:]]
 
@@ -95,7 +95,7 @@ def test_rows_of_a_finished_epoch_can_be_returned_during_iteration():
 def test_returned_rows_that_fill_no_batch_are_dropped():
     loader = StatefulLoader(rows(4), 2, shuffle=False, total_epochs=2)
     loader.next_batch(), loader.next_batch()
-    loader.give_back(1)
+    loader.return_rows(1)
     assert (loader.epoch, loader.position) == (1, 0)
 
 
@@ -146,11 +146,11 @@ def test_resuming_with_a_larger_batch_size_starts_the_next_epoch():
 
 def test_resuming_with_other_data_or_seed_is_an_error():
     state = StatefulLoader(rows(6), 2, seed=1).state_dict()
-    with pytest.raises(BatchError, match=r"num_rows=6, this run has num_rows=7"):
+    with pytest.raises(BatchError, match=r"num_rows=6, but this run has num_rows=7"):
         StatefulLoader(rows(7), 2, seed=1).load_state_dict(state)
-    with pytest.raises(BatchError, match=r"tokens=[0-9a-f]{16}, this run has tokens=[0-9a-f]{16}: the tokens"):
+    with pytest.raises(BatchError, match=r"tokens=[0-9a-f]{16}, but this run has tokens=[0-9a-f]{16}: the tokens"):
         StatefulLoader(rows(7).reorder(slice(1, 7)), 2, seed=1).load_state_dict(state)
-    with pytest.raises(BatchError, match=r"seed=1, this run has seed=2.*trainer\.resume_mode=disable or another"):
+    with pytest.raises(BatchError, match=r"seed=1, but this run has seed=2.*trainer\.resume_mode=disable or another"):
         StatefulLoader(rows(6), 2, seed=2).load_state_dict(state)
 
 
@@ -168,7 +168,7 @@ def test_resuming_with_changed_rows_is_an_error(change):
     state = loader([[0], [1], [2]]).state_dict()
     loader([[0], [1], [2]]).load_state_dict(state)
     with pytest.raises(
-        BatchError, match=r"tokens=\w+, this run has tokens=\w+: the tokens or the order of the rows in the files"
+        BatchError, match=r"tokens=\w+, but this run has tokens=\w+: the tokens or the order of the rows in the files"
     ):
         loader(prompts[change]).load_state_dict(state)
 
@@ -180,7 +180,7 @@ def test_state_without_a_token_checksum_can_be_loaded():
 
 
 def test_fewer_rows_than_a_batch_is_an_error():
-    with pytest.raises(BatchError, match="the data has 3 rows, one batch needs 8: 5 are missing"):
+    with pytest.raises(BatchError, match=r"the data has 3 rows, but one batch needs 8\. .* add at least 5 rows"):
         StatefulLoader(rows(3), 8)
 
 

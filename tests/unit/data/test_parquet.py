@@ -22,8 +22,8 @@ def test_one_path_needs_no_list(files):
 
 def test_a_place_names_the_file_and_the_row_in_it(files):
     table = read_parquet(files, ["n"])
-    assert table.place(2) == f"{files[0]}, row 2"
-    assert table.place(3) == f"{files[1]}, row 0"
+    assert table.location(2) == f"{files[0]}, row 2"
+    assert table.location(3) == f"{files[1]}, row 0"
 
 
 def test_optional_columns_are_read_if_all_files_have_them(files):
@@ -44,7 +44,7 @@ def test_nested_values_come_back_as_plain_python(tmp_path):
 
 
 def test_a_missing_file_is_named_with_the_nearest_one(files, tmp_path):
-    with pytest.raises(BatchError, match=r"no data file .*aa\.parquet.*Did you mean .*a\.parquet"):
+    with pytest.raises(BatchError, match=r"the data file .*aa\.parquet does not exist.*Did you mean .*a\.parquet"):
         read_parquet(tmp_path / "aa.parquet", ["n"])
 
 
@@ -76,7 +76,7 @@ def test_a_missing_column_is_reported_with_the_nearest(files):
 
 
 def test_no_paths_at_all_is_an_error():
-    with pytest.raises(BatchError, match="no data files"):
+    with pytest.raises(BatchError, match="the list of data files is empty"):
         read_parquet([], ["n"])
 
 

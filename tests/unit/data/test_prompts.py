@@ -89,7 +89,7 @@ def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
     with pytest.raises(BatchError) as caught:
         load([row("ab"), row("abcdefg"), row("abcdefghi")], max_prompt_length=4)
     text = str(caught.value)
-    assert "train.parquet, row 1: the prompt has 7 tokens, data.max_prompt_length=4" in text
+    assert "train.parquet, row 1: the prompt has 7 tokens, but data.max_prompt_length=4" in text
     assert "2 of 3 prompts are too long, the longest has 9 tokens" in text
     assert "data.filter_overlong_prompts=true" in text
 
@@ -118,7 +118,7 @@ def test_filtered_prompts_are_logged_and_others_keep_their_uid(load, caplog):
 
 
 def test_filtering_everything_is_an_error(load):
-    with pytest.raises(BatchError, match=r"drops every row: all 2 prompts .*=1; the shortest has 3 tokens"):
+    with pytest.raises(BatchError, match=r"drops all rows: all 2 prompts .*=1\. Increase it; the shortest .* 3 tokens"):
         load([row("abc"), row("abcd")], max_prompt_length=1, filter_overlong=True)
 
 
@@ -138,7 +138,7 @@ def test_truncation_matches_slicing_of_the_ids(load, tokenizer, of, truncation, 
 
 
 def test_a_long_conversation_is_an_error_too(load):
-    with pytest.raises(BatchError, match=r"row 0: the prompt has \d+ tokens, data\.max_prompt_length=4"):
+    with pytest.raises(BatchError, match=r"row 0: the prompt has \d+ tokens, but data\.max_prompt_length=4"):
         load([row(user("abcdefg"))], max_prompt_length=4)
 
 
@@ -161,7 +161,7 @@ def test_an_overlong_id_is_an_error_with_its_length(load):
     rows = [row("x", index="a"), row("y", index="abcde")]
     assert load(rows, prompt_id_key="index", max_prompt_id_length=5).batch["prompt_id"].lengths.tolist() == [1, 5]
     with pytest.raises(
-        BatchError, match=r"row 1: the id 'abcde' of 'index' has 5 tokens, data\.max_prompt_id_length=4"
+        BatchError, match=r"row 1: the id 'abcde' of 'index' has 5 tokens, but data\.max_prompt_id_length=4"
     ):
         load(rows, prompt_id_key="index", max_prompt_id_length=4)
 
@@ -233,18 +233,20 @@ def test_a_message_without_role_or_content_names_the_row(load, message, told):
 
 
 def test_a_prompt_that_is_a_number_is_an_error(load):
-    with pytest.raises(BatchError, match="'prompt' must be a string or a list of messages, got int"):
+    with pytest.raises(BatchError, match="'prompt' has type int; it must be a string or a list of messages"):
         load([row(5)])
 
 
 def test_messages_that_are_not_messages_are_an_error(load):
-    with pytest.raises(BatchError, match="message 0 of 'prompt' must be a mapping with role and content, got str"):
+    with pytest.raises(
+        BatchError, match="message 0 of 'prompt' has type str; it must be a mapping with role and content"
+    ):
         load([row(["hello"])])
 
 
 def test_a_prompt_without_tokens_is_an_error(load, tokenizer):
     # The tiny tokenizer drops non-ASCII characters.
-    with pytest.raises(BatchError, match="row 0: the prompt has no tokens"):
+    with pytest.raises(BatchError, match=r"row 0: the prompt '.*' has no tokens"):
         load([row("\u00e9")])
 
 
@@ -252,7 +254,7 @@ def test_template_errors_name_the_row(load, tokenizer):
     picky = copy.deepcopy(tokenizer)
     picky.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(
-        BatchError, match=r"row 0: the chat template rejects the roles \['user'\]: roles must alternate"
+        BatchError, match=r"row 0: the chat template rejects messages with the roles \['user'\]: roles must alternate"
     ):
         load([row(user("x"))], tokenizer=picky)
 

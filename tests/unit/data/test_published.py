@@ -174,12 +174,12 @@ def test_consecutive_turns_of_one_role_are_merged() -> None:
 @pytest.mark.parametrize(
     ("script", "files", "said"),
     [
-        ("gsm8k.py", {}, "no folder"),
-        ("gsm8k.py", {"notes.txt": "hello"}, "has no files named train or test, such as train.jsonl"),
+        ("gsm8k.py", {}, "does not exist; use the folder"),
+        ("gsm8k.py", {"notes.txt": "hello"}, "contains no files of a split, such as train.jsonl"),
         (
             "gsm8k.py",
             {"train.jsonl": '{"question": "a"}\n'},
-            "train.jsonl, line 1: a row must have the strings question, answer; this",
+            "train.jsonl, line 1: the row contains question; it must contain the string fields question, answer",
         ),
         ("gsm8k.py", {"train.jsonl": '{"question": "a", "ans'}, "train.jsonl, line 1: invalid JSON"),
         (

@@ -78,7 +78,7 @@ def test_settings_are_compared_by_value_and_differences_reported(source: Path, t
         assert parts.num_done == 1
     with (
         pytest.raises(
-            ConfigError, match=r"was started with other settings \(seed: 1 then, 2 now; n: null then, 3 now\)"
+            ConfigError, match=r"was started with different settings \(seed: 1 before, 2 now; n: null before, 3 now\)"
         ),
         file(tmp_path, place="x", stop=["a", "b"], seed=2, n=3).parts(),
     ):
@@ -92,7 +92,7 @@ def test_files_with_other_settings_are_rejected(source: Path, tmp_path: Path) ->
         parts.add(5, {"": [["a"]] * 5})
         out.write(source, range(5), parts)
     assert file(tmp_path, seed=1).exists()
-    with pytest.raises(ConfigError, match="already exists with other settings"):
+    with pytest.raises(ConfigError, match="already exists with different settings"):
         file(tmp_path, seed=2).exists()
     with pytest.raises(ConfigError, match="the file already exists"):
         ResponseFile(source, "responses", {"seed": 1}).exists()

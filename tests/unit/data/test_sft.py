@@ -118,13 +118,13 @@ def test_sequences_without_trained_tokens_are_dropped_and_counted(load, tokenize
 
 
 def test_truncating_all_trained_tokens_is_an_error(load):
-    with pytest.raises(BatchError, match="max_length=3 leaves no row"):
+    with pytest.raises(BatchError, match="max_length=3 truncates all trained tokens"):
         load([{"prompt": chat("abcdefgh"), "response": "x"}], max_length=3, truncation="right")
 
 
 def test_a_long_sequence_error_names_row_and_limit(load):
     rows = [{"prompt": chat("a"), "response": "b"}, {"prompt": chat("a"), "response": "bcd"}]
-    with pytest.raises(BatchError, match=r"sft\.parquet, row 1: the sequence has 10 tokens, max_length=9"):
+    with pytest.raises(BatchError, match=r"sft\.parquet, row 1: the sequence has 10 tokens, but max_length=9"):
         load(rows, max_length=9)
 
 
@@ -136,7 +136,9 @@ def test_a_missing_response_is_an_error_that_names_the_row(load, bad):
 
 
 def test_a_conversation_without_an_answer_is_an_error(load):
-    with pytest.raises(BatchError, match=r"row 0: 'messages' has no assistant turn .*\['user'\]"):
+    with pytest.raises(
+        BatchError, match=r"row 0: 'messages' has the roles \['user'\]; it must contain an assistant message"
+    ):
         load([{"messages": chat("a")}])
 
 

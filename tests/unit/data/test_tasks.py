@@ -68,13 +68,13 @@ def test_a_built_in_reward_scores_the_data_set():
 
 
 def test_too_many_problems_is_an_error_with_the_total(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_train=90 \+ num_heldout=20 .*10 x 10 operands make 100"):
+    with pytest.raises(ConfigError, match=r"num_train=90 and num_heldout=20 must .* at most 100, .* 10 x 10 operands"):
         write_arithmetic(tmp_path, **{**SMALL, "num_train": 90})
 
 
 def test_too_many_problems_up_to_commutation_is_an_error(tmp_path):
     # 100 problems, 20 held out: up to 20 mirrored problems are excluded, so 80 are never available.
-    with pytest.raises(ConfigError, match=r"num_train=80 .*20 and their commuted forms are held"):
+    with pytest.raises(ConfigError, match=r"num_train=80 exceeds .* the 20 held-out problems and their commuted forms"):
         write_arithmetic(tmp_path, **{**SMALL, "num_train": 80})
 
 
@@ -86,7 +86,7 @@ def test_an_unknown_operation_is_an_error(tmp_path):
 
 
 def test_an_empty_range_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="make 0"):
+    with pytest.raises(ConfigError, match="at most 0"):
         write_arithmetic(tmp_path, left=(5, 3), right=(5, 3))
 
 

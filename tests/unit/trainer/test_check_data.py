@@ -92,13 +92,13 @@ def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, words,
     assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in said
     if status:
         assert "FAILED: " in said.splitlines()[-1]
-        assert "row 2: the prompt has 25 tokens, data.max_prompt_length=10" in said.splitlines()[-1]
+        assert "row 2: the prompt has 25 tokens, but data.max_prompt_length=10" in said.splitlines()[-1]
 
 
 BAD = {
     "a blank prompt": ([row("1"), {**row("2"), "prompt": None}], "row 1: 'prompt' is empty", {}),
     "a missing column": ([{"prompt": "x"}], "has no column 'data_source'", {}),
-    "too few rows": ([row("1")], "the data has 1 rows, one batch needs 2", {}),
+    "too few rows": ([row("1")], "the data has 1 rows, but one batch needs 2", {}),
     "a function that raises": ([row("1")] * 2, r"failed in 4 of 4 calls.*division by zero", {"reward": "return 1 / 0"}),
     "a function that returns text": ([row("1")] * 2, "failed in 4 of 4 calls", {"reward": "return 'good'"}),
     "a function that does not parse": ([row("1")] * 2, "could not be loaded", {"reward": "return ("}),
