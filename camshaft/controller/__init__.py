@@ -12,11 +12,10 @@
     shutdown(scaler)
 
     group.py           pools, worker groups, `spawn` and `submit`
-    dispatch.py        splits arguments and merges results, as pure functions of the ranks' seats
-    worker.py          the base class of roles, the placement of a rank, the process group
+    worker.py          the base class of roles, the placement of a rank, and the dispatch of calls to ranks
     resources.py       the resources of a pool, compared with those of the machines
     process_pool.py    base class of pools of processes: requests, answers, time limits, errors
-    executor.py        executes requests in a worker process
+    executor.py        executes requests in a worker process, and joins its process group
     local.py           the backend for one machine
     ray.py             the backend for a Ray cluster
     network.py         detects dead machines of a cluster; network interfaces
@@ -25,7 +24,6 @@
 Nothing in this package depends on reinforcement learning.
 """
 
-from camshaft.controller.dispatch import Dispatch, register
 from camshaft.controller.group import (
     Options,
     Pending,
@@ -40,7 +38,7 @@ from camshaft.controller.group import (
     workers,
 )
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import RankInfo, Worker
+from camshaft.controller.worker import Dispatch, RankInfo, Worker, register
 
 __all__ = [
     "Dispatch",

@@ -18,14 +18,17 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from datetime import timedelta
 from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from camshaft.controller.worker import RankInfo, Worker, build_worker, init_process_group, open_store
+from camshaft.controller.worker import RankInfo, Worker, build_worker
+from camshaft.device import backend_for
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, pack, unpack
 
@@ -174,3 +177,35 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch was imported earlier and has read the previous value.
     torch.set_num_threads(threads)
+
+
+# -- process group ---------------------------------------------------------------------------------
+
+
+def open_store(rank_info: RankInfo) -> tuple[TCPStore, str]:
+    """Start the rendezvous store of a pool in this process, on a free port; returns the store and its address."""
+    timeout = timedelta(seconds=rank_info.timeout)
+    store = TCPStore(rank_info.address, 0, rank_info.world, is_master=True, timeout=timeout, wait_for_workers=False)
+    return store, f"tcp://{rank_info.address}:{store.port}"
+
+
+def init_process_group(rank_info: RankInfo, rendezvous: str, store: TCPStore | None = None) -> None:
+    """Join the ranks of a pool in the default process group.
+
+    `rendezvous` is an init_method of torch.distributed; `store` is its store if that runs in this process.
+    """
+    device = torch.device(rank_info.device)
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)  # barriers run on the current device
+    timeout = timedelta(seconds=rank_info.timeout)
+    if store is None and rendezvous.startswith("tcp://"):
+        host, port = rendezvous.removeprefix("tcp://").rsplit(":", 1)
+        store = TCPStore(host, int(port), rank_info.world, is_master=False, timeout=timeout)
+    dist.init_process_group(
+        backend_for(device),
+        init_method=rendezvous if store is None else None,
+        store=store,
+        rank=rank_info.rank,
+        world_size=rank_info.world,
+        timeout=timeout,
+    )

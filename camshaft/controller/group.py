@@ -26,9 +26,18 @@ from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
-from camshaft.controller.dispatch import Call, Dispatch, gather, registered, result_slot, scatter
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import RankInfo, Worker, build_worker
+from camshaft.controller.worker import (
+    Call,
+    Dispatch,
+    RankInfo,
+    Worker,
+    build_worker,
+    gather,
+    registered,
+    result_slot,
+    scatter,
+)
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.plugins import import_attribute
 from camshaft.seat import Seat

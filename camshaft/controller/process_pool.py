@@ -25,11 +25,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from camshaft.controller.dispatch import Call
 from camshaft.controller.executor import Failure
 from camshaft.controller.group import Options, Pool, RoleSpec
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import Worker
+from camshaft.controller.worker import Call, Worker
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, pack, unpack

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TypeVar, cast
 
 from camshaft.controller import Worker
-from camshaft.controller.dispatch import registered
+from camshaft.controller.worker import registered
 from camshaft.errors import ConfigError
 from camshaft.plugins import load
 

@@ -20,7 +20,7 @@ from statistics import mean
 from torch import Tensor
 
 from camshaft import algorithms
-from camshaft.controller.dispatch import RANKS
+from camshaft.controller.worker import RANKS
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import COUNTS
 

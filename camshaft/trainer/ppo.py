@@ -184,7 +184,9 @@ class PPOTrainer:
 
     def _old_log_probs(self) -> Literal["actor", "update", "rollout"]:
         """Return the source of the old log-probs; a step without an actor update computes them with the actor."""
-        return self.old_log_probs if self.old_log_probs != "update" or self._updates_actor() else "actor"
+        if self.old_log_probs == "update" and not self._updates_actor():
+            return "actor"
+        return self.old_log_probs
 
     def _actor_rows(self, count: int) -> Tensor:
         """Return the order of rows that gives each rank its part of the actor's mini-batches."""

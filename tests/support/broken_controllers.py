@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from camshaft.controller import Options, Pool, PoolSpec
-from camshaft.controller.dispatch import Call
 from camshaft.controller.local import LocalPool
 from camshaft.controller.process_pool import Request
+from camshaft.controller.worker import Call
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
 

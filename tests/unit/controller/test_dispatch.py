@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.controller.dispatch import Dispatch, gather, register, registered, result_slot, scatter
+from camshaft.controller.worker import Dispatch, gather, register, registered, result_slot, scatter
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 from camshaft.seat import Seat
