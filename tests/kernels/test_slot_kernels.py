@@ -79,9 +79,9 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window:
 def split(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> str:
     """Force the number of splits per row, and fill new allocations with NaN."""
     processors, block = SPLITS[request.param]
-    monkeypatch.setattr(kernels, "processors_of", lambda device: processors)
-    real = kernels.shape_of
-    monkeypatch.setattr(kernels, "shape_of", lambda *of: real(*of) | ({} if block is None else {"BLOCK": block}))
+    monkeypatch.setattr(kernels, "count_multiprocessors", lambda device: processors)
+    real = kernels.block_config
+    monkeypatch.setattr(kernels, "block_config", lambda *of: real(*of) | ({} if block is None else {"BLOCK": block}))
     monkeypatch.setattr(torch, "empty", lambda *shape, **options: torch.full(shape, torch.nan, **options))
     return request.param
 
@@ -139,7 +139,7 @@ def check(
     for row, position in enumerate(POSITIONS):
         expected = attended(query[row, :, 0], *(block[row] for block in wanted), position, window)
         torch.testing.assert_close(found[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
-    block = kernels.shape_of(dtype, max(kernels._padded(size) for size in (dim, value_dim)))["BLOCK"]
+    block = kernels.block_config(dtype, max(kernels._tile_size(size) for size in (dim, value_dim)))["BLOCK"]
     return step._splits(rows * key_heads, block, window)
 
 
@@ -161,7 +161,7 @@ def test_a_model_generates_with_the_kernels_what_it_should(
             super().__init__(config)
             self.graphs = CUDAGraphDecoder(self.decoder, self.cache, EachTime(), kernels.TritonDecodeStep)
 
-    monkeypatch.setattr(kernels, "processors_of", lambda device: 8)
+    monkeypatch.setattr(kernels, "count_multiprocessors", lambda device: 8)
     harness = RolloutHarness(WithKernels, tmp_path)
     case, prompts = harness.case(family, sizes, max_num_seqs=3), harness.prompts(3, 60, 1).select([0, 0, 0, 1, 2])
     sampling = SamplingParams(16, stop_token_ids=(10, 11, 12))
@@ -175,17 +175,17 @@ def test_kernels_report_unsupported_inputs(kernels: ModuleType) -> None:
         cache.reserve(1, 1)
         key = torch.zeros(1, 1, 1, dim, dtype=dtype)
         cache.layer(LAYER, key, key)
-        assert kernels.supports(cache) == can
+        assert kernels.supports_cache(cache) == can
 
 
 def test_steps_on_a_gpu_use_the_kernels_if_supported(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "processors_of", lambda device: 3)
+    monkeypatch.setattr(kernels, "count_multiprocessors", lambda device: 3)
     monkeypatch.setattr(graphs, "full_length_step", lambda cache, positions: "whole")
     positions: Any = SimpleNamespace(is_cuda=True, device="cuda")
     cache = KVCache(Qwen2Config(num_hidden_layers=1), 300)
     assert isinstance(graphs.device_step(cache, positions), kernels.TritonDecodeStep)
     assert graphs.device_step(cache, SimpleNamespace(is_cuda=False)) == "whole"  # pyright: ignore
-    for name, value in (("supports", lambda cache: False), ("supports_triton", lambda tensor: False)):
+    for name, value in (("supports_cache", lambda cache: False), ("supports_triton", lambda tensor: False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"{(kernels if name == 'supports' else graphs).__name__}.{name}", value)
+            patch.setattr(f"{(kernels if name == 'supports_cache' else graphs).__name__}.{name}", value)
             assert graphs.device_step(cache, positions) == "whole"

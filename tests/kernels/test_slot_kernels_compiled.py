@@ -23,19 +23,19 @@ def test_kernels_compile_and_keep_to_registers(
     from camshaft.rollout.builtin.cuda import kernels
 
     some, sums = f"*{dtype}", "*fp32" if splits > 1 else f"*{dtype}"
-    padded = kernels._padded(dim)
+    padded = kernels._tile_size(dim)
     dims = {"DIM": dim, "VALUE_DIM": dim, "DIMS": padded}
-    shape = kernels.shape_of(DTYPES[dtype], padded)
+    shape = kernels.block_config(DTYPES[dtype], padded)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
     blocks = {"positions": "*i64", **dict.fromkeys(("query", "key", "value", "keys", "values"), some)}
     heads = {"WINDOW": 0, "GROUP": 6, "PADDED_GROUP": 16, "NUM_SPLITS": splits}
     cases: list[tuple[Any, dict[str, str], dict[str, int], dict[str, int]]] = [
         (kernels._store, blocks, dims, {}),
-        (kernels._attend, blocks | {"parts": sums, "sizes": sums, "scale": "fp32"}, heads | dims | shape, options),
+        (kernels._attend, blocks | {"parts": sums, "log_sums": sums, "scale": "fp32"}, heads | dims | shape, options),
     ]
     if splits > 1:
         merge = {"VALUE_DIM": dim, "VALUE_DIMS": padded, "NUM_SPLITS": splits, "PADDED_SPLITS": splits}
-        cases.append((kernels._merge, {"parts": "*fp32", "sizes": "*fp32", "out": some}, merge, {}))
+        cases.append((kernels._merge, {"parts": "*fp32", "log_sums": "*fp32", "out": some}, merge, {}))
     for kernel, types, constants, chosen in cases:
         used = resources(kernel, types, constants, chosen, capability, tmp_path)
         assert used["STACK"] == 0, used  # spilled registers

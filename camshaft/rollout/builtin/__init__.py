@@ -1,8 +1,8 @@
-"""The built-in generator: continuous batching with the transformers model itself.
+"""The built-in generator, which runs the transformers model itself with continuous batching.
 
-- `rollout`: `TorchRollout`, the rollout called `torch`
-- `scheduler`: continuous batching of one call
-- `kv_cache`: keys and values of unfinished rows, and attention over them
+- `rollout`: `TorchRollout`, which is registered as `torch`
+- `scheduler`: continuous batching of the rows of one call
+- `kv_cache`: KV cache of unfinished rows and attention over it
 - `cpu/`: traced forward and packed weights for decode steps on a CPU
-- `cuda/`: CUDA graphs and Triton kernels for decode steps
+- `cuda/`: CUDA graphs and Triton kernels for decode steps on a GPU
 """

@@ -1,13 +1,13 @@
-"""KV cache of unfinished rows: one slot per row, and attention over the slots.
+"""KV cache of unfinished rows, with one slot per row, and attention over the slots.
 
     cache = KVCache(hf.config, max_model_len=1024)
     cache.reserve(num_slots=65, length=128)
-    hf(..., slots=PrefillStep(cache, lengths, sources, targets, device))   # packed prompts -> slots
-    hf(..., slots=DecodeStep(cache, positions, length))                    # one token per row, slots 0..B-1
+    hf(..., slots=PrefillStep(cache, lengths, sources, targets, device))   # packed prompts, written to slots
+    hf(..., slots=DecodeStep(cache, positions, length))                    # one token per row in slots 0..B-1
     cache.copy(sources=[7], targets=[2], length=20)
 
-A model built with the "packed" attention calls `attend` of its `slots=` argument in each layer. The first call sets the
-shape of keys and values, so nothing here depends on the model's family.
+A model built with the "packed" attention calls `slots.attend` in each layer. The first call determines the shape of the
+keys and values, so this module contains no code for particular model families.
 """
 
 import itertools
@@ -26,23 +26,23 @@ from camshaft.models.attention import packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
 
 LENGTH_MULTIPLE = 64
-"""The number of positions per slot is a multiple of this."""
+"""Granularity of the number of positions per slot."""
 
 ATTENTION_MULTIPLE = 16
-"""Attention reads a multiple of this many positions: kernels prefer aligned masks."""
+"""Granularity of the number of positions that attention reads. Kernels prefer aligned masks."""
 
 PAGE = 2**21
-"""Size of a huge page."""
+"""Size of a huge page in bytes."""
 
 LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
-"""The madvise flag for huge pages, on systems that have them."""
+"""Flag of madvise for huge pages, or None if the system has none."""
 
 Layer = tuple[Tensor, Tensor]
-"""Keys and values, each (slots, heads, positions, dim)."""
+"""Keys and values of one layer, each of shape (slots, heads, positions, dim)."""
 
 
 class KVCache:
-    """Growable memory with one tensor for keys and one for values per layer; `clear` frees it."""
+    """Growable KV cache with one tensor of keys and one tensor of values per layer. `clear` frees the memory."""
 
     def __init__(self, config: PretrainedConfig, max_model_len: int):
         text_config = config.get_text_config()
@@ -52,38 +52,39 @@ class KVCache:
         self.max_length = -(-max_model_len // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         window = values.get("sliding_window")
         types = values.get("layer_types") or ["sliding_attention"] * self.num_layers
-        shorter = window is not None and window < max_model_len
-        self.windows = [window if shorter and kind == "sliding_attention" else None for kind in types]
+        has_effect = window is not None and window < max_model_len
+        self.windows = [window if has_effect and kind == "sliding_attention" else None for kind in types]
         self.layers: dict[int, Layer] = {}
         self.num_slots = self.length = 0
         self.reallocations = 0
-        """Number of reallocations; a CUDA graph is valid for one of them."""
+        """Number of reallocations so far. A CUDA graph is valid until the next reallocation."""
 
     def reserve(self, num_slots: int, length: int, live: int | None = None) -> None:
-        """Grow to at least `num_slots` slots of at least `length` positions.
+        """Grow to at least `num_slots` slots of at least `length` positions each.
 
-        Growing keeps the first `live` slots and slot `num_slots - 1`, or all slots without `live`. A CPU commits only
-        pages that are written, so growing late in a call, with few live rows, costs little.
+        Without `live`, growing copies all slots. With `live`, it copies only the first `live` slots and slot
+        `num_slots - 1`. A CPU commits only pages that are written, so growing late in a call, when few rows are live,
+        is cheap.
         """
         if num_slots <= self.num_slots and length <= self.length:
             return
         if length > self.length:
-            # Grow by half: each position is copied only a few times while responses grow.
+            # Growing by half limits the number of times that a position is copied while responses grow.
             self.length = min(-(-length * 3 // 2 // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.max_length)
         kept_slots = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
         self.num_slots = max(self.num_slots, num_slots)
         self.reallocations += 1
         for index, (keys, values) in self.layers.items():
-            self.layers[index] = self._grown(keys, kept_slots), self._grown(values, kept_slots)
+            self.layers[index] = self._grow(keys, kept_slots), self._grow(values, kept_slots)
 
-    def _grown(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
+    def _grow(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
         new = _zeros((self.num_slots, old.shape[1], self.length, old.shape[3]), old)
         for slots in kept_slots:
             new[: len(old)][slots, :, : old.shape[2]] = old[slots]
         return new
 
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:
-        """Return the tensors of `module`'s layer; the first call allocates them in the shape of `key` and `value`."""
+        """Return the keys and values of `module`'s layer. The first call allocates them to match `key` and `value`."""
         index: Any = module.layer_idx
         if index not in self.layers:
             self.layers[index] = (
@@ -93,26 +94,26 @@ class KVCache:
         return self.layers[index]
 
     def check_window(self, module: nn.Module, window: int | None) -> None:
-        """Reject a layer that does not pass on the sliding window of its config."""
+        """Reject a layer that does not pass the sliding window of its config to its attention."""
         index: Any = module.layer_idx
         if self.windows[index] is not None and self.windows[index] != window:
             raise RolloutError(
-                f"layer {index} of {self.name} has a sliding window of {self.windows[index]} tokens, but passes "
-                f"{window} to its attention; set max_model_len to at most the window, or generate with rollout.name=hf"
+                f"layer {index} of {self.name} has a sliding window of {self.windows[index]} tokens but passes "
+                f"{window} to its attention; set max_model_len to at most {self.windows[index]}, or set rollout.name=hf"
             )
 
     def check_layers(self) -> None:
-        """Reject a model with layers that do not use the cache: they would ignore earlier tokens."""
+        """Reject a model if a layer does not use the KV cache, because the layer would ignore earlier tokens."""
         if len(self.layers) != self.num_layers:
             raise RolloutError(
                 f"{self.name} has {self.num_layers} layers, of which {len(self.layers)} use the KV cache; "
-                "generate with rollout.name=hf"
+                "set rollout.name=hf"
             )
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `sources` to slots `targets`; no slot may be in both."""
+        """Copy the first `length` positions of slots `sources` to slots `targets`. No slot may be in both."""
         blocks = list(itertools.chain(*self.layers.values()))
-        if targets.device.type == "cpu":  # on a GPU, indexed copies of all slots need fewer kernels
+        if targets.device.type == "cpu":  # on a GPU, indexed copies launch fewer kernels
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
                 for block in blocks:
                     block[target].narrow(1, 0, length).copy_(block[source].narrow(1, 0, length))
@@ -128,9 +129,9 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate zeros, because masked positions must not hold NaN; large tensors on a CPU use huge pages.
+    """Allocate zeros, because masked positions must not contain NaN. Large tensors on a CPU use huge pages.
 
-    Attention reads the whole cache in each step, and with small pages it spends much of its time on TLB misses.
+    Attention reads the entire cache in each step and would spend much of its time on TLB misses with small pages.
     """
     count = math.prod(shape)
     size = count * like.element_size()
@@ -142,7 +143,7 @@ def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class PrefillStep:
-    """A model call on packed prompts; writes keys and values of prompt sources[i] to slot targets[i]."""
+    """A model call on packed prompts. It writes the keys and values of prompt sources[i] to slot targets[i]."""
 
     def __init__(
         self, cache: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
@@ -150,46 +151,46 @@ class PrefillStep:
         self.cache = cache
         self.kwargs = packed_kwargs(Packing(lengths), device)
         self.copies: list[tuple[slice, slice]] | None = None
-        if device.type == "cpu":  # on a GPU, indexed writes need fewer kernels
+        if device.type == "cpu":  # on a GPU, indexed writes launch fewer kernels
             stops = list(itertools.accumulate(lengths))
             self.copies = []
             for source, target in zip(sources, targets, strict=True):
                 span = slice(stops[source] - lengths[source], stops[source])
-                run, last = self.copies[-1] if self.copies else (slice(0, 0), None)
-                if span == last and run.stop == target:
-                    self.copies[-1] = slice(run.start, target + 1), span
+                slots, previous_span = self.copies[-1] if self.copies else (slice(0, 0), None)
+                if span == previous_span and slots.stop == target:
+                    self.copies[-1] = slice(slots.start, target + 1), span
                 else:
                     self.copies.append((slice(target, target + 1), span))
             return
         sizes = torch.tensor(lengths)
         starts = (sizes.cumsum(0) - sizes)[sources]
-        copied = sizes[sources]
-        positions = torch.arange(int(copied.sum())) - torch.repeat_interleave(copied.cumsum(0) - copied, copied)
+        counts = sizes[sources]
+        positions = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
         self.positions = positions.to(device)
-        self.tokens = (positions + torch.repeat_interleave(starts, copied)).to(device)
-        self.slots = torch.repeat_interleave(torch.tensor(targets), copied).to(device)
+        self.tokens = (positions + torch.repeat_interleave(starts, counts)).to(device)
+        self.slots = torch.repeat_interleave(torch.tensor(targets), counts).to(device)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Compute attention inside each prompt; see `camshaft.models.attention.Slots`."""
+        """Compute attention within each prompt; see `camshaft.models.attention.Slots`."""
         self.cache.check_window(module, sliding_window)
         keys, values = self.cache.layer(module, key, value)
         if self.copies is not None:
-            for run, span in self.copies:
-                keys[run, :, : span.stop - span.start] = key[0, :, span]
-                values[run, :, : span.stop - span.start] = value[0, :, span]
+            for slots, span in self.copies:
+                keys[slots, :, : span.stop - span.start] = key[0, :, span]
+                values[slots, :, : span.stop - span.start] = value[0, :, span]
         else:
             keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
             values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
-        mixed, _ = packed_attention(
+        output, _ = packed_attention(
             module, query, key, value, scaling=scaling, sliding_window=sliding_window, **self.kwargs
         )
-        return mixed
+        return output
 
 
 class DecodeStep:
-    """A model call on one token per row; the token of slot i has position positions[i]."""
+    """A model call on one token per row. The token of the row in slot i has position positions[i]."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int):
         self.cache = cache
@@ -201,9 +202,10 @@ class DecodeStep:
         self.indices: dict[int, Tensor] = {}
 
     def advance(self, length: int) -> bool:
-        """Advance to the next tokens of the same rows, whose `positions` the caller has incremented in place.
+        """Advance to the next token of the same rows. The caller has incremented `positions` in place.
 
-        Return False if a new step is needed: the mask is too short, a sliding window moves, or the cache has grown.
+        Return False if the caller must create a new step: if the mask is too short, a sliding window moves, or the
+        cache has grown.
         """
         if length > self.length or self.stride != self.cache.length or self.masks.keys() - {None}:
             return False
@@ -216,37 +218,38 @@ class DecodeStep:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Compute attention of each new token over its slot; see `camshaft.models.attention.Slots`."""
+        """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`."""
         keys, values = self.cache.layer(module, key, value)
         indices = self._indices(key.shape[1])
         keys.view(-1, keys.shape[3]).index_copy_(0, indices, key.reshape(-1, keys.shape[3]))
         values.view(-1, values.shape[3]).index_copy_(0, indices, value.reshape(-1, values.shape[3]))
         num_rows, num_heads, _, dim = query.shape
-        # Query heads that share a key head form a longer query, so keys are not repeated.
-        grouped = query.reshape(num_rows, key.shape[1], -1, dim)
-        mixed = F.scaled_dot_product_attention(
-            grouped,
+        # Query heads that share a key head form one longer query, so keys are not repeated.
+        grouped_query = query.reshape(num_rows, key.shape[1], -1, dim)
+        output = F.scaled_dot_product_attention(
+            grouped_query,
             keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride()),
             values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride()),
             attn_mask=self._mask(sliding_window, query.dtype),
             scale=scaling,
         )
-        return mixed.reshape(num_rows, 1, num_heads, -1)
+        return output.reshape(num_rows, 1, num_heads, -1)
 
     def _indices(self, num_heads: int) -> Tensor:
-        """Return (B * heads,) flat indices of the new keys in a layer's tensor, shared by all layers."""
+        """Return the flat indices (B * heads,) of the new keys in a layer's tensor. All layers share them."""
         if num_heads not in self.indices:
             heads = self.rows[:, None] * num_heads + torch.arange(num_heads, device=self.rows.device)
             self.indices[num_heads] = (heads * self.cache.length + self.positions[:, None]).flatten()
         return self.indices[num_heads]
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return (B, 1, 1, positions): 0 for visible positions, -inf for others; shared by all layers."""
+        """Return the mask (B, 1, 1, positions), 0 for visible and -inf for hidden positions. All layers share it."""
         if window not in self.masks:
             distance = self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
-            hidden = distance < 0
+            is_hidden = distance < 0
             if window is not None:
-                hidden |= distance >= window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+                is_hidden |= distance >= window
+            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
+            mask.masked_fill_(is_hidden, -torch.inf)
             self.masks[window] = mask[:, None, None]
         return self.masks[window]

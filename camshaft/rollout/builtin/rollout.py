@@ -1,12 +1,13 @@
-"""The built-in generator: continuous batching with the transformers model itself, on the training weights.
+"""The built-in generator, which runs the transformers model itself on the training weights with continuous batching.
 
     rollout = TorchRollout(RolloutEngineConfig(model_path="models/tiny"))
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-It contains no code for particular model families: the model's forward runs with the "packed" attention on the KV cache
-of `kv_cache.py`. Weights with the right dtype and device are shared with the engine, not copied. `scheduler.py` runs a
-call. `cpu/traced_decoder.py` computes decode steps, or `cuda/graphs.py` on a GPU with `enforce_eager=false`.
+This module contains no code for particular model families. The model's forward runs with the "packed" attention on the
+KV cache of `kv_cache.py`. Weights that have the right dtype and device are shared with the engine, not copied.
+`scheduler.py` schedules the rows of a call. `cpu/traced_decoder.py` computes decode steps; on a GPU with
+`enforce_eager=false`, `cuda/graphs.py` computes them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +32,7 @@ from camshaft.rollout.stop_strings import StopStrings
 
 
 class TorchRollout(BaseRollout):
-    """Generate with continuous batching; a row's samples depend on its seed and prompt, not on other rows."""
+    """Generate with continuous batching. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = TORCH
 
@@ -68,7 +69,7 @@ class TorchRollout(BaseRollout):
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config).generate()
         bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(bad):
-            self.cache.clear()  # masked positions must not hold NaN
+            self.cache.clear()  # masked positions must not contain NaN
             raise RolloutError(
                 f"the model's logits are not finite for row {int(bad[0])}; check the weights for NaN or infinite values"
             )
@@ -86,23 +87,25 @@ class TorchRollout(BaseRollout):
 
 
 def _reject_own_attention(hf: PreTrainedModel) -> None:
-    """Reject a model that would not read earlier tokens from the KV cache."""
+    """Reject a model that does not read earlier tokens from the KV cache."""
     if hf._is_stateful or not hf.is_backend_compatible():
         raise RolloutError(
-            f"{type(hf).__name__} has a recurrent state or its own attention code; generate with rollout.name=hf"
+            f"{type(hf).__name__} has a recurrent state or its own attention code, which rollout.name=torch does not "
+            "support; set rollout.name=hf"
         )
 
 
 def _reject_dynamic_rope(config: PretrainedConfig, max_model_len: int) -> None:
-    """Reject rotary frequencies that change with the longest row of a batch, if rows may get that long."""
+    """Reject rotary frequencies that depend on the longest row of a batch if rows may become long enough."""
     text_config = config.get_text_config()
     values = text_config.to_dict()
     parameters = values.get("rope_parameters") or {}
     for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
         kind = rope.get("rope_type")
-        longest = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
-        if kind in ("dynamic", "longrope") and longest is not None and max_model_len > longest:
+        max_length = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
+        if kind in ("dynamic", "longrope") and max_length is not None and max_model_len > max_length:
             raise RolloutError(
-                f"{text_config.model_type} has '{kind}' rotary frequencies, which change for all rows when one of them "
-                f"gets longer than {longest} tokens; set max_model_len={longest} or less, it is {max_model_len}"
+                f"max_model_len={max_model_len} is unsupported: {text_config.model_type} has '{kind}' rotary "
+                "frequencies, which change for all rows when one row exceeds "
+                f"{max_length} tokens; set max_model_len={max_length} or less"
             )

@@ -1,16 +1,17 @@
-"""Linear layers with packed copies of their weights: the layouts that CPU kernels multiply fastest.
+"""Linear layers with packed copies of their weights in the layouts that CPU kernels multiply fastest.
 
     use_packable_linears(hf)               # once, in the model that the generator has built
     with packed_linears(hf, num_rows=64, num_steps=128):
-        ...                                # linear layers multiply with packed copies of their present weights
+        ...                                # linear layers multiply with packed copies of their current weights
 
-A decode step multiplies a few rows with every weight, and a plain linear layer spends more time on reordering the
-weight than on the products. Each generation packs the weights anew, because an optimizer may write to a weight in
-place without a trace. Log-probs differ from those of plain layers by rounding.
+A decode step multiplies every weight with a few rows. `F.linear` then spends more time on reordering the weight than on
+the multiplication. Each generation packs the weights again, because an optimizer may update a weight in place without
+incrementing its version. Log-probs differ from those of `F.linear` by rounding.
 
 `benchmarks/rollout.py` measures which layout is fastest. `Transposed` and `SplitByThread` use public operators.
-`MKLPacked` and `OneDNNPacked` use operators of torch that are not public; layers do without them if they are missing
-or wrong. Plain layers serve other devices, other dtypes, and a few rows, which take no longer than reading the weights.
+`MKLPacked` and `OneDNNPacked` use private operators of torch, and are skipped if these are missing or give wrong
+results. Layers on other devices or with other dtypes use `F.linear` with the unpacked weight. So do products with very
+few rows, which take no longer than reading the weight.
 """
 
 from __future__ import annotations
@@ -27,54 +28,55 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MIN_ROWS = 4
-"""Fewer rows are multiplied with the plain weight."""
+"""Minimum number of rows to multiply with a packed weight."""
 
 MANY_INPUTS, MIN_ROWS_MANY_INPUTS = 512, 9
-"""On several threads, layers with `MANY_INPUTS` or more multiply fewer rows than this with the plain weight."""
+"""Minimum number of rows to multiply with a packed weight on several threads if a layer has `MANY_INPUTS` or more."""
 
 MIN_ROWS_SPLIT = 20
-"""Rows from which on a layer with fewer inputs is split among threads."""
+"""Minimum number of rows to split a layer with fewer than `MANY_INPUTS` inputs among threads."""
 
 ROW_THRESHOLDS = (1, MIN_ROWS, MIN_ROWS_MANY_INPUTS, MIN_ROWS_SPLIT)
 """Numbers of rows at which the fastest product may change."""
 
 MIN_SPLIT_SIZE = 2**17
-"""Smaller weights are transposed instead of split among threads."""
+"""Minimum size of a weight to split among threads. Smaller weights are transposed."""
 
 MIN_STEPS = 16
-"""A generation of fewer steps ends before packing has paid off."""
+"""Minimum number of decode steps for which packing the weights saves time."""
 
 MIN_MKL_SIZE = 2**18
-"""Smaller weights are transposed where MKL is fast; MKL's layout pays off for larger ones."""
+"""Minimum size of a weight for MKL's layout. If MKL is fast, smaller weights are transposed."""
 
 MIN_MKL_OUTPUTS = 768
-"""With several threads, weights with fewer outputs are split: MKL multiplies its own layout on one thread."""
+"""Minimum number of outputs for MKL's layout on several threads. MKL multiplies this layout on a single thread, so
+weights with fewer outputs are split among threads."""
 
 MAX_PLAIN_SIZE = 2**12
-"""Weights up to this size are not repacked where MKL is slow."""
+"""Maximum size of a weight that is not packed if MKL is slow."""
 
 ONEDNN_ROWS = 16
-"""The number of rows for which oneDNN chooses its layout; the layout is valid for other numbers."""
+"""Number of rows for which oneDNN chooses its layout. The layout is also valid for other numbers of rows."""
 
 MKL_ROWS = 512
-"""The number of rows for which MKL chooses its layout, and the most that it multiplies at once."""
+"""Number of rows for which MKL chooses its layout, and the maximum number that it multiplies at once."""
 
 MAX_TRIED_OUTPUTS = 8192
-"""The most outputs with which a layout is tried; all outputs of a large vocabulary would take seconds."""
+"""Maximum number of outputs in a test of a layout. Testing all outputs of a large vocabulary would take seconds."""
 
 Product = Callable[[Tensor], Tensor]
 
 
 class PackedWeight(Protocol):
-    """A copy of a layer's weight in some layout."""
+    """A packed copy of a layer's weight."""
 
     def product(self, rows: int) -> Product:
-        """Return the layer's function for at least `rows` rows."""
+        """Return a function that computes the layer for at least `rows` rows."""
         ...
 
 
 class Transposed:
-    """A copy with the memory layout (inputs, outputs)."""
+    """A copy of the weight with the memory layout (inputs, outputs)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
@@ -85,10 +87,11 @@ class Transposed:
 
 
 class SplitByThread:
-    """A copy with one block of outputs per thread, (threads, inputs, outputs of a thread).
+    """A copy of the weight with one block of outputs per thread, shape (threads, inputs, outputs per thread).
 
-    MKL multiplies a few rows on one thread; in a batch of products each thread takes one. That gains nothing with
-    fewer rows than `MIN_ROWS_SPLIT`, so there is a transposed copy too, unless `MANY_INPUTS` makes it slower.
+    MKL multiplies a few rows on a single thread. In a batched product, each thread computes one block instead. With
+    fewer than `MIN_ROWS_SPLIT` rows this is not faster, so a transposed copy is kept too, unless the layer has
+    `MANY_INPUTS` or more, for which the transposed copy is slower.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -114,7 +117,7 @@ class SplitByThread:
 
 
 class MKLPacked:
-    """A copy in MKL's layout."""
+    """A copy of the weight in MKL's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
@@ -130,7 +133,7 @@ class MKLPacked:
 
 
 class OneDNNPacked:
-    """A copy in oneDNN's layout."""
+    """A copy of the weight in oneDNN's layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
@@ -144,7 +147,7 @@ class OneDNNPacked:
 
 
 class PackableLinear(nn.Linear):
-    """A linear layer that multiplies with `packed` while a generation has packed its weight."""
+    """A linear layer that multiplies with `packed` inside the context of `packed_linears`."""
 
     packed: PackedWeight | None = None
 
@@ -155,17 +158,17 @@ class PackableLinear(nn.Linear):
 
 
 def use_packable_linears(model: nn.Module) -> None:
-    """Replace each plain `nn.Linear` inside `model`, which the generator has built, by a `PackableLinear`."""
-    replacements: dict[nn.Module, PackableLinear] = {}  # a layer may be in several places
+    """Replace each `nn.Linear` (but no subclass) of `model`, which the generator has built, by a `PackableLinear`."""
+    replacements: dict[nn.Module, PackableLinear] = {}  # several modules may share a layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if type(layer) is nn.Linear:
             if layer not in replacements:
-                replacements[layer] = _packable(layer)
+                replacements[layer] = _make_packable(layer)
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, replacements[layer])
 
 
-def _packable(layer: nn.Linear) -> PackableLinear:
+def _make_packable(layer: nn.Linear) -> PackableLinear:
     packable = PackableLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     packable.weight, packable.bias = layer.weight, layer.bias
     return packable.train(layer.training)
@@ -173,7 +176,7 @@ def _packable(layer: nn.Linear) -> PackableLinear:
 
 @contextmanager
 def packed_linears(model: nn.Module, num_rows: int, num_steps: int) -> Iterator[None]:
-    """Pack the weights of `model`'s linear layers inside the context, if that pays off."""
+    """Pack the weights of `model`'s linear layers inside the context if that saves time."""
     layers = [layer for layer in model.modules() if isinstance(layer, PackableLinear)]
     try:
         if num_rows >= MIN_ROWS and num_steps >= MIN_STEPS:
@@ -189,7 +192,7 @@ def packed_linears(model: nn.Module, num_rows: int, num_steps: int) -> Iterator[
 
 
 def product_of(layer: nn.Linear, rows: int) -> Product:
-    """Return the layer's function for at least `rows` rows, on its packed weight if it has one."""
+    """Return a function that computes `layer` for at least `rows` rows, with its packed weight if it has one."""
     if isinstance(layer, PackableLinear) and layer.packed is not None:
         return layer.packed.product(rows)
     return functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
@@ -199,7 +202,7 @@ Layout = Callable[[Tensor, Tensor | None], PackedWeight]
 
 
 def _layout_for(layer: PackableLinear) -> Layout | None:
-    """Return the fastest layout on this machine, or None if the plain weight is fastest or the layer has hooks."""
+    """Return the fastest layout on this machine, or None if the unpacked weight is fastest or the layer has hooks."""
     if layer._forward_hooks or layer._forward_pre_hooks:
         return None
     weight = layer.weight
@@ -209,24 +212,24 @@ def _layout_for(layer: PackableLinear) -> Layout | None:
     if _mkl_is_fast():
         threads = torch.get_num_threads()
         fits_mkl = weight.numel() >= MIN_MKL_SIZE and (len(weight) >= MIN_MKL_OUTPUTS or threads == 1)
-        if fits_mkl and _works(MKLPacked, *shape):
+        if fits_mkl and _is_layout_valid(MKLPacked, *shape):
             return MKLPacked
         return Transposed if threads == 1 or weight.numel() < MIN_SPLIT_SIZE or len(weight) % threads else SplitByThread
-    return OneDNNPacked if weight.numel() > MAX_PLAIN_SIZE and _works(OneDNNPacked, *shape) else None
+    return OneDNNPacked if weight.numel() > MAX_PLAIN_SIZE and _is_layout_valid(OneDNNPacked, *shape) else None
 
 
 @functools.cache
 def _mkl_is_fast() -> bool:
-    """Return whether MKL uses its best float32 kernels, which it does on Intel processors only."""
+    """Return True if MKL uses its best float32 kernels, which it does only on Intel processors."""
     cpuinfo = Path("/proc/cpuinfo")
     return torch.backends.mkl.is_available() and cpuinfo.is_file() and "GenuineIntel" in cpuinfo.read_text("utf-8")
 
 
 @functools.cache
-def _works(layout: type[MKLPacked] | type[OneDNNPacked], outputs: int, inputs: int) -> bool:
-    """Try a layout with a weight of this shape: is it there on this processor, and right for other numbers of rows?
+def _is_layout_valid(layout: type[MKLPacked] | type[OneDNNPacked], outputs: int, inputs: int) -> bool:
+    """Return True if the layout is available on this processor and gives correct products for a weight of this shape.
 
-    Neither library promises that a layout is valid for other numbers of rows than the one it was made for.
+    Neither library guarantees that a layout is valid for numbers of rows other than the one for which it was created.
     """
     available = torch.backends.mkl.is_available() if layout is MKLPacked else torch.backends.mkldnn.is_available()
     if not available or platform.machine().lower() not in ("x86_64", "amd64"):

@@ -1,14 +1,14 @@
-"""Decode steps: the model's forward as a traced operator graph, or the model's own forward.
+"""Run decode steps with a traced operator graph of the model's forward, or with the model's own forward.
 
     decoder = Decoder(hf)
     with decoder.prepare(num_rows=64, num_steps=128) as forward:
         logits = forward(tokens, positions, DecodeStep(cache, positions, length))     # (B, V)
 
-Half of a small model's decode step is the Python of its modules and many small operators. On a CPU in float32 the first
-call that is long enough traces the forward (`tracer.py`), fuses operators (`graph_fusions.py`), and compares the result
-with the model's own forward on other tokens and numbers of rows. If tracing fails or the logits differ, the model's own
-forward runs and `decoder.reason` gives the reason. Models with hooks run their own forward too. The graph contains no
-weights: each call binds the model's present ones.
+A small model spends half of a decode step in Python code and in many small operators. For a float32 model on a CPU, the
+first generation that is long enough traces the forward (`tracer.py`), fuses operators (`graph_fusions.py`), and
+compares the result with the model's own forward on other tokens and batch sizes. If tracing fails or the logits differ,
+generation uses the model's own forward and `decoder.reason` contains the reason. Models with hooks also use their own
+forward. The graph contains no weights; each generation binds the model's current weights.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from camshaft.rollout.builtin.cpu.linears import (
 from camshaft.rollout.builtin.cpu.tracer import TracedSlots, TraceError, named_members, trace
 
 Forward = Callable[[Tensor, Tensor, Slots], Tensor]
-"""A function of (B,) tokens, (B,) positions and the KV cache; returns (B, V) logits."""
+"""Function of tokens (B,), positions (B,) and the slots of the KV cache that returns logits (B, V)."""
 
 CHECKED_ROWS = (1, 2, 7)
-"""Numbers of rows on which the traced forward is compared with the model's own."""
+"""Batch sizes for which the traced forward is compared with the model's own forward."""
 
 TOLERANCE = 1e-4
-"""Maximum difference of logits, relative to the largest logit."""
+"""Maximum difference of logits, relative to the largest absolute logit."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class Decoder:
-    """Run decode steps of one model."""
+    """Decode steps of one model."""
 
     def __init__(self, hf: PreTrainedModel):
         self.hf = hf
@@ -61,12 +61,12 @@ class Decoder:
 
     @contextmanager
     def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
-        """Yield a forward with the present weights; packed copies are freed on exit."""
+        """Yield a forward that uses the current weights. On exit, packed copies of the weights are freed."""
         use_trace = num_rows >= MIN_ROWS and num_steps >= MIN_STEPS and not has_hooks(self.hf)
         if use_trace:
             self._trace_once()
         with packed_linears(self.hf, num_rows, num_steps):
-            yield self._traced.bound(self.hf) if use_trace and self._traced is not None else self.eager
+            yield self._traced.bind(self.hf) if use_trace and self._traced is not None else self.eager
 
     def eager(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
         """Run the model's own forward."""
@@ -83,10 +83,13 @@ class Decoder:
             self._traced = self._trace_checked()
         except TraceError as error:
             self.reason = str(error)
-            logger.info("%s generates with its own forward: %s", type(self.hf).__name__, error)
+            logger.info("%s generates with its own forward, which cannot be traced: %s", type(self.hf).__name__, error)
 
     def _trace_checked(self) -> _TracedForward | None:
-        """Trace, fuse and compare with the model; None if its logits are not finite, which decides nothing."""
+        """Trace the forward, fuse operators and compare the result with the model.
+
+        Return None if the model's logits are not finite, because the comparison then shows nothing.
+        """
         names = ("tokens", "positions", "mask", "slots")
 
         def inputs(rows: int) -> dict[str, Any]:
@@ -100,13 +103,13 @@ class Decoder:
         fuse(graph)
         traced = _TracedForward(graph, self.hf)
         with torch.inference_mode():
-            forward = traced.bound(self.hf)
+            forward = traced.bind(self.hf)
             for rows in CHECKED_ROWS:
                 expected, logits = (f(*_sample_inputs(rows), _NoCache()) for f in (self.eager, forward))
                 if not expected.isfinite().all():
                     return None
-                difference, largest = float((expected - logits).abs().max()), float(expected.abs().max())
-                if expected.shape != logits.shape or not difference <= TOLERANCE * largest:
+                difference, scale = float((expected - logits).abs().max()), float(expected.abs().max())
+                if expected.shape != logits.shape or not difference <= TOLERANCE * scale:
                     raise TraceError(
                         f"traced logits differ by {difference:.1e} from those of the model for {rows} rows"
                     )
@@ -119,7 +122,7 @@ def has_hooks(hf: nn.Module) -> bool:
 
 
 class _TracedForward:
-    """An operator graph compiled to a Python function; weights are looked up when it is bound."""
+    """An operator graph compiled to a Python function. `bind` looks up the weights."""
 
     def __init__(self, graph: Graph, hf: nn.Module):
         self.members: dict[str, str] = {}
@@ -147,8 +150,8 @@ class _TracedForward:
         exec(code.src, scope)
         self.function: Any = scope["forward"]
 
-    def bound(self, hf: nn.Module) -> Forward:
-        """Bind the present weights of `hf` and their packed copies."""
+    def bind(self, hf: nn.Module) -> Forward:
+        """Return a forward that uses the current weights of `hf` and their packed copies."""
         members, mask = named_members(hf), no_mask("cpu")
         common = {short: members[name] for short, name in self.members.items()}
         layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
@@ -166,16 +169,16 @@ class _TracedForward:
 
 
 class _NoCache:
-    """A stand-in for the KV cache: each token attends to itself with a weight from its query and key."""
+    """Substitute for the KV cache in which each token attends only to itself, weighted by its query and key."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        share = (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True).mul(scaling).sigmoid()
-        return (share * value.repeat_interleave(groups, 1)).transpose(1, 2)
+        weight = (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True).mul(scaling).sigmoid()
+        return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
 def _sample_inputs(rows: int) -> tuple[Tensor, Tensor]:
-    """Return distinct tokens and positions."""
+    """Return tokens (rows,) and positions (rows,), each without duplicates."""
     return torch.arange(rows) + 1, torch.arange(rows).flip(0)

@@ -1,11 +1,11 @@
 """Trace a model's forward pass into a flat operator graph.
 
-    graph = trace(hf, inputs, run)     # of run(**inputs(rows)); raises TraceError with the reason
+    graph = trace(hf, inputs, run)     # traces run(**inputs(rows)); raises TraceError with the reason
 
-A `TorchFunctionMode` sees each call of torch in the order of the model's own code, so the graph computes what the
-forward computes, bit for bit. The forward runs twice, with two numbers of rows: an integer argument that is
-proportional to the number of rows becomes a product with it. Tracing fails if Python reads tensor values, if a tensor
-is neither an input nor a weight, or on in-place writes. Used by `traced_decoder.py`, which also checks the result.
+A `TorchFunctionMode` intercepts each torch call of the forward in order, so the graph and the forward compute bitwise
+equal results. The forward runs with two batch sizes. An integer argument that is proportional to the batch size becomes
+a product with the batch size in the graph. Tracing fails if Python code reads tensor values, if a tensor is neither an
+input nor a weight, or if an operator writes in place. `traced_decoder.py` uses this module and verifies the result.
 """
 
 from __future__ import annotations
@@ -24,43 +24,44 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 from camshaft.models.attention import Slots
 
 TRACED_ROWS = (3, 5)
-"""Numbers of rows of the two runs."""
+"""Batch sizes of the two runs of the forward."""
 
 METADATA = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point"}
-"""Methods that return no tensor and depend only on shapes and types."""
+"""Tensor methods that return no tensor and depend only on the shape, the strides and the dtype."""
 
 
 class TraceError(Exception):
-    """The forward cannot be traced; the message gives the reason."""
+    """The forward cannot be traced. The message contains the reason."""
 
 
 class Inputs(Protocol):
-    """Arguments of a run by name; each run has the same names."""
+    """Function that returns the keyword arguments of a run for a batch size. The names must not depend on it."""
 
     def __call__(self, rows: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class Ref:
-    """A reference to an input, weight or module by name, or to the result of a call by number."""
+    """A reference to an input, weight or module by name, or to the result of a call by its number."""
 
     source: str | int
     item: int | None = None
-    """Index into the results of a call that returns several."""
+    """Index into the results of a call that returns several tensors."""
 
 
 @dataclass(frozen=True)
 class Call:
+    """A recorded call of torch. In its arguments, a `Ref` replaces each tensor and module."""
+
     func: Any
     args: Any
     kwargs: Any
-    """Arguments with a `Ref` in place of each tensor and module."""
     shape: tuple[int, ...] | None
-    """Shape of the returned tensor."""
+    """Shape of the returned tensor, or None if the call returns several tensors."""
 
 
 def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-    """Call `slots.attend` as one operator that a function mode sees."""
+    """Call `slots.attend` as one operator that a `TorchFunctionMode` can intercept."""
     if has_torch_function((query, key, value)):
         return handle_torch_function(attend, (query, key, value), slots, module, query, key, value, *rest)
     return slots.attend(module, query, key, value, *rest)
@@ -76,14 +77,14 @@ class TracedSlots:
         return attend(self.slots, module, query, key, value, *rest)
 
 
-class CallTrace(TorchFunctionMode):
-    """Record the calls of one run; `named` maps names to inputs, weights and modules."""
+class CallRecorder(TorchFunctionMode):
+    """Record the torch calls of one run. `named` maps names to inputs, weights and modules."""
 
     def __init__(self, named: Mapping[str, Any]):
         super().__init__()
         self.calls: list[Call] = []
         self.refs = {id(value): Ref(name) for name, value in reversed(list(named.items()))}
-        self.alive: list[Any] = list(named.values())  # ids are unique only among living objects
+        self.alive: list[Any] = list(named.values())  # keeps objects alive, because the id of a freed one is reused
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -100,8 +101,8 @@ class CallTrace(TorchFunctionMode):
         new = [tensor for tensor in results if id(tensor) not in self.refs]
         if not new:
             return out  # returns its input: to() without a change, contiguous(), dropout()
-        if not isinstance(out, Tensor) and not all(isinstance(one, Tensor) for one in out):
-            raise TraceError(f"{_name(func)} returns more than tensors")
+        if not isinstance(out, Tensor) and not all(isinstance(item, Tensor) for item in out):
+            raise TraceError(f"{_name(func)} returns values other than tensors")
         shape = tuple(out.shape) if isinstance(out, Tensor) else None
         self.calls.append(Call(func, self._replace_with_refs(args), self._replace_with_refs(kwargs), shape))
         self.alive += results
@@ -109,7 +110,7 @@ class CallTrace(TorchFunctionMode):
         if isinstance(out, Tensor):
             self.refs[id(out)] = Ref(number)
         else:
-            self.refs.update({id(one): Ref(number, item) for item, one in enumerate(out)})
+            self.refs.update({id(tensor): Ref(number, item) for item, tensor in enumerate(out)})
         return out
 
     def ref(self, tensor: Tensor) -> Ref:
@@ -118,7 +119,7 @@ class CallTrace(TorchFunctionMode):
         return self.refs[id(tensor)]
 
     def _replace_with_refs(self, arguments: Any) -> Any:
-        """Return arguments with a `Ref` in place of each tensor and module."""
+        """Replace each tensor and module in `arguments` by a `Ref`."""
 
         def replace(leaf: Any) -> Any:
             return self.ref(leaf) if isinstance(leaf, Tensor) else self.refs.get(id(leaf), leaf)
@@ -127,19 +128,22 @@ class CallTrace(TorchFunctionMode):
 
 
 def trace(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
-    """Trace `run(**inputs(rows))`; placeholders are the inputs and `rows`, attributes are names in `hf`."""
+    """Trace `run(**inputs(rows))` into a graph.
+
+    The placeholders of the graph are the inputs and `rows`. Its attributes are names of modules and weights of `hf`.
+    """
     recorders, outputs = [], []
     for rows in TRACED_ROWS:
         arguments = dict(inputs(rows))
-        recorder = CallTrace(arguments | named_members(hf))
+        recorder = CallRecorder(arguments | named_members(hf))
         with torch.inference_mode(False), torch.no_grad(), recorder:
             outputs.append(recorder.ref(run(**arguments)))
         recorders.append(recorder)
-    return _Join(list(arguments)).graph(recorders[0].calls, recorders[1].calls, *outputs)
+    return _GraphMerger(list(arguments)).merge(recorders[0].calls, recorders[1].calls, *outputs)
 
 
 def named_members(hf: nn.Module) -> dict[str, Any]:
-    """Return the modules, weights and buffers that a graph may refer to."""
+    """Return the modules, weights and buffers to which a graph may refer, by name."""
     return {
         **{name: module for name, module in hf.named_modules() if name},
         **dict(hf.named_parameters(remove_duplicate=False)),
@@ -147,22 +151,25 @@ def named_members(hf: nn.Module) -> dict[str, Any]:
     }
 
 
-class _Join:
-    """Merge two runs into one graph."""
+class _GraphMerger:
+    """Merge the recorded calls of two runs into one graph."""
 
     def __init__(self, inputs: list[str]):
         self.fx = Graph()
         self.nodes: dict[Any, Node] = {name: self.fx.placeholder(name) for name in [*inputs, "rows"]}
 
-    def graph(self, first: list[Call], second: list[Call], output: Ref, second_output: Ref) -> Graph:
+    def merge(self, first: list[Call], second: list[Call], output: Ref, second_output: Ref) -> Graph:
         if len(first) != len(second) or output != second_output:
-            raise TraceError("the calls differ with the number of rows")
-        for number, (one, other) in enumerate(zip(first, second, strict=True)):
-            if one.func != other.func:
-                raise TraceError(f"{_name(one.func)} and {_name(other.func)}, depending on the number of rows")
-            args, kwargs = self._merge_arguments((one.args, one.kwargs), (other.args, other.kwargs))
-            node = self._call(one.func, args, kwargs)
-            node.meta["shape"] = one.shape
+            raise TraceError("the traced operators depend on the batch size, so one graph cannot serve all batch sizes")
+        for number, (call, second_call) in enumerate(zip(first, second, strict=True)):
+            if call.func != second_call.func:
+                raise TraceError(
+                    f"an operator is {_name(call.func)} or {_name(second_call.func)}, depending on the batch size"
+                )
+            arguments = (call.args, call.kwargs), (second_call.args, second_call.kwargs)
+            args, kwargs = self._merge_arguments(*arguments)
+            node = self._call(call.func, args, kwargs)
+            node.meta["shape"] = call.shape
             self.nodes[Ref(number)] = node
         self.fx.output(self._node(output))
         return self.fx
@@ -182,30 +189,23 @@ class _Join:
                 self.nodes[ref] = self.fx.create_node("get_attr", str(ref.source))
         return self.nodes[ref]
 
-    def _merge_arguments(self, one: Any, other: Any) -> Any:
-        if type(one) is not type(other):
-            raise TraceError(f"{one} and {other}, depending on the number of rows")
-        if isinstance(one, Ref) and one == other:
-            return self._node(one)
-        if isinstance(one, tuple | list) and len(one) == len(other):
-            joined = [self._merge_arguments(a, b) for a, b in zip(one, other, strict=True)]
-            return joined if isinstance(one, list) else tuple(joined)
-        if isinstance(one, dict) and list(one) == list(other):
-            return {key: self._merge_arguments(one[key], other[key]) for key in one}
-        if isinstance(one, slice):
-            return slice(
-                *(self._merge_arguments(getattr(one, k), getattr(other, k)) for k in ("start", "stop", "step"))
-            )
-        if (
-            type(one) is int
-            and one != other
-            and one * TRACED_ROWS[1] == other * TRACED_ROWS[0]
-            and not one % TRACED_ROWS[0]
-        ):
-            return self.fx.call_function(operator.mul, (self.nodes["rows"], one // TRACED_ROWS[0]))
-        if one != other:
-            raise TraceError(f"{one} and {other}, depending on the number of rows")
-        return one
+    def _merge_arguments(self, a: Any, b: Any) -> Any:
+        if type(a) is not type(b):
+            raise TraceError(f"an argument is {a} or {b}, depending on the batch size")
+        if isinstance(a, Ref) and a == b:
+            return self._node(a)
+        if isinstance(a, tuple | list) and len(a) == len(b):
+            items = [self._merge_arguments(x, y) for x, y in zip(a, b, strict=True)]
+            return items if isinstance(a, list) else tuple(items)
+        if isinstance(a, dict) and list(a) == list(b):
+            return {key: self._merge_arguments(a[key], b[key]) for key in a}
+        if isinstance(a, slice):
+            return slice(*(self._merge_arguments(getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step")))
+        if type(a) is int and a != b and a * TRACED_ROWS[1] == b * TRACED_ROWS[0] and not a % TRACED_ROWS[0]:
+            return self.fx.call_function(operator.mul, (self.nodes["rows"], a // TRACED_ROWS[0]))
+        if a != b:
+            raise TraceError(f"an argument is {a} or {b}, depending on the batch size")
+        return a
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""Decode steps on a GPU.
+"""Fast decode steps on a GPU.
 
 - `graphs`: CUDA graphs of decode steps
-- `kernels`: attention over the KV cache in Triton
+- `kernels`: Triton kernels for attention over the KV cache
 """

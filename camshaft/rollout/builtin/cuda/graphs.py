@@ -1,15 +1,15 @@
-"""CUDA graphs of decode steps: capture the kernels of a step once and replay them without Python.
+"""Capture the kernels of a decode step in a CUDA graph once and replay them without Python.
 
-    decoder = build_graph_decoder(decoder, cache, config)             # None if graphs are off or unsupported
+    decoder = build_graph_decoder(decoder, cache, config)             # None if graphs are disabled or unsupported
     with decoder.prepare(num_rows=64, num_steps=128) as forward:
         logits = forward(tokens, positions, slots)                    # (B, V), valid until the next call
     decoder.release()                                                 # frees the graphs
 
 A decode step on a GPU consists of a few hundred small kernels whose Python launch overhead exceeds their run time.
 Steps are captured for a fixed set of batch sizes; other batch sizes are padded to the next one. A graph reads and
-writes fixed memory. Each generation checks the weights' addresses, and each step checks whether the KV cache was
-reallocated; a change captures all graphs again. Row lengths are read on the device, by `kernels.py`, or without Triton
-by masks over whole slots.
+writes memory at fixed addresses. Each generation compares the addresses of the weights, and each step checks whether
+the KV cache was reallocated. After a change, all graphs are captured again. Row lengths are read on the device, by the
+kernels of `kernels.py` or, without Triton, through masks over entire slots.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, has_ho
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache
 
 MIN_STEPS = 16
-"""Calls with fewer steps run eagerly: a capture takes as long as several steps."""
+"""Minimum number of decode steps for which graphs are captured. A capture takes as long as several eager steps."""
 
 Replay = Callable[[], None]
 
 MakeStep = Callable[[KVCache, Tensor], Slots]
-"""Builds the decode step of rows at these positions, whose values it must not read on the host."""
+"""Function that builds the decode step of rows at the given positions. It must not read their values on the host."""
 
 
 class GraphCapture(Protocol):
-    """Captures the work that a function enqueues on the device."""
+    """Interface for capturing the kernels that a function launches."""
 
     def capture(self, function: Callable[[], None]) -> Replay:
-        """Return a replay of `function` on the same memory; `function` runs once or more."""
+        """Call `function` once or more and return a function that replays its kernels on the same memory."""
         ...
 
     def release(self) -> None:
-        """Free the memory that captures share; none may be replayed afterwards."""
+        """Free the memory that the captures share. None of them may be replayed afterwards."""
         ...
 
 
 class CUDAGraphCapture:
-    """CUDA graphs whose intermediate tensors share one memory pool."""
+    """Capture in CUDA graphs whose intermediate tensors share one memory pool."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -67,7 +67,7 @@ class CUDAGraphCapture:
             graph, stream = backend.CUDAGraph(), backend.current_stream()
             self._stream.wait_stream(stream)
             with backend.stream(self._stream):
-                function()  # warm-up: compilation and allocation are not allowed during a capture
+                function()  # warm up, because compilation and allocation are not allowed during a capture
                 # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
                 with backend.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                     function()
@@ -76,7 +76,7 @@ class CUDAGraphCapture:
 
     def release(self) -> None:
         if self._pool is not None:
-            self._pool = self._stream = None  # a pool without graphs cannot be reused
+            self._pool = self._stream = None  # a pool cannot be reused once all of its graphs are freed
             self._backend.empty_cache()
 
 
@@ -87,18 +87,18 @@ class CUDAGraphDecoder:
         self.hf, self.eager = decoder.hf, decoder.eager
         self.decoder, self.cache, self.graph_capture, self.make_step = decoder, cache, capture, make_step
         self.replays: dict[int, Replay] = {}
-        """Replays by number of rows."""
-        self._capacity = self._filled = 0
+        """Map from batch size to the replay of its graph."""
+        self._capacity = self._num_filled = 0
         self._inputs: Tensor | None = None  # (2, capacity) tokens and positions, zero-padded
         self._logits: Tensor | None = None  # (capacity, V)
         self._weights: tuple[Any, ...] = ()
-        self._captured_for: tuple[Any, ...] = ()
+        self._capture_key: tuple[Any, ...] = ()
 
     @contextmanager
     def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
-        """Yield a forward for at most `num_rows` rows with the present weights.
+        """Yield a forward that uses the current weights, for at most `num_rows` rows.
 
-        Padding rows write to the unused slots between the live rows and `num_rows`.
+        Padding rows write to the unused slots between the live rows and slot `num_rows`.
         """
         if num_steps < MIN_STEPS or has_hooks(self.hf):
             with self.decoder.prepare(num_rows, num_steps) as forward:
@@ -106,7 +106,7 @@ class CUDAGraphDecoder:
             return
         self._capacity = max(self._capacity, num_rows)
         weights = tensor_layouts(self.hf)
-        if weights != self._weights:  # keep the same object, because each step compares it
+        if weights != self._weights:  # if equal, keep the old object, which makes the comparison in each step fast
             self._weights = weights
         yield functools.partial(self._forward, num_rows)
 
@@ -114,45 +114,45 @@ class CUDAGraphDecoder:
         """Free all graphs and their memory."""
         self.replays.clear()
         self._inputs = self._logits = None
-        self._captured_for = ()
+        self._capture_key = ()
         self.graph_capture.release()
 
     def _forward(self, num_rows: int, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-        """Replay a step; `slots` is unused, because a graph has its own view of the cache."""
-        captured_for = self._weights, self.cache.reallocations, self._capacity
-        if captured_for != self._captured_for:
+        """Replay the graph of a step, capturing it if necessary. `slots` is unused: the graph has captured its own."""
+        capture_key = self._weights, self.cache.reallocations, self._capacity
+        if capture_key != self._capture_key:
             self.release()
-            self._captured_for = captured_for
-        inputs, rows = self._filled_inputs(tokens, positions), len(tokens)
-        filled_up = min(padded_rows(rows), num_rows)
-        if filled_up not in self.replays:
-            self.replays[filled_up] = self._capture(inputs[:, :filled_up])
-        self.replays[filled_up]()
+            self._capture_key = capture_key
+        inputs, rows = self._fill_inputs(tokens, positions), len(tokens)
+        batch_size = min(padded_rows(rows), num_rows)
+        if batch_size not in self.replays:
+            self.replays[batch_size] = self._capture(inputs[:, :batch_size])
+        self.replays[batch_size]()
         assert self._logits is not None
         return self._logits[:rows]
 
-    def _filled_inputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Copy tokens and positions into the inputs of the graphs."""
+    def _fill_inputs(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Copy tokens and positions into the input tensor of the graphs and return it."""
         if self._inputs is None:
             self._inputs = torch.zeros(2, self._capacity, dtype=torch.int64, device=tokens.device)
-            self._filled = 0
+            self._num_filled = 0
         rows = len(tokens)
-        if rows < self._filled:
-            self._inputs[:, rows : self._filled].zero_()
-        self._filled = rows
+        if rows < self._num_filled:
+            self._inputs[:, rows : self._num_filled].zero_()
+        self._num_filled = rows
         self._inputs[0, :rows].copy_(tokens)
         self._inputs[1, :rows].copy_(positions)
         return self._inputs
 
     def _capture(self, inputs: Tensor) -> Replay:
         tokens, positions = inputs
-        if self._logits is None:  # an eager call gives the shape and dtype of the logits
+        if self._logits is None:  # an eager call determines the shape and dtype of the logits
             logits = self.eager(tokens, positions, self.make_step(self.cache, positions))
             self._logits = logits.new_empty(self._capacity, logits.shape[1])
         out = self._logits[: len(tokens)]
 
         def step() -> None:
-            # Copied, because graphs share intermediate memory and the next one may overwrite it.
+            # The logits are copied because graphs share intermediate memory, which the next graph may overwrite.
             out.copy_(self.eager(tokens, positions, self.make_step(self.cache, positions)))
 
         try:
@@ -162,12 +162,12 @@ class CUDAGraphDecoder:
         except RuntimeError as error:
             raise RolloutError(
                 f"cannot capture a decode step of {type(self.hf).__name__}: {str(error).partition(chr(10))[0]}; "
-                "generate with rollout.enforce_eager=true"
+                "set rollout.enforce_eager=true"
             ) from error
 
 
 def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineConfig) -> CUDAGraphDecoder | None:
-    """Return None if `enforce_eager` is true or the device has no graphs."""
+    """Build a decoder that uses CUDA graphs, or return None if `enforce_eager` is set or the device has no graphs."""
     device = torch.device(config.device)
     if config.enforce_eager or device.type == "cpu" or not hasattr(torch.get_device_module(device), "CUDAGraph"):
         return None
@@ -175,28 +175,28 @@ def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineC
 
 
 def device_step(cache: KVCache, positions: Tensor) -> Slots:
-    """Use the Triton kernels if they support the cache, else `full_length_step`."""
+    """Return a decode step with the Triton kernels if they support the cache, else `full_length_step`."""
     if supports_triton(positions):
-        from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep, supports
+        from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep, supports_cache
 
-        if supports(cache):
+        if supports_cache(cache):
             return TritonDecodeStep(cache, positions)
     return full_length_step(cache, positions)
 
 
 def full_length_step(cache: KVCache, positions: Tensor) -> Slots:
-    """Attend to all positions of a slot, with a mask computed on the device."""
+    """Return a decode step that attends to all positions of each slot with a mask computed on the device."""
     return DecodeStep(cache, positions, cache.length)
 
 
 def padded_rows(rows: int) -> int:
-    """Return the captured number of rows for `rows`: 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ..."""
+    """Return the smallest captured batch size for `rows`: one of 1, 2, 4, 8, 16, 24, ... 64, 80, ... 128, 160, ..."""
     power = (rows - 1).bit_length()
     grain = 1 << power if rows <= 4 else max(8, 1 << (power - 3))
     return -(-rows // grain) * grain
 
 
 def tensor_layouts(hf: nn.Module) -> tuple[Any, ...]:
-    """Return address, shape, strides and dtype of each weight and buffer."""
+    """Return the name, address, shape, strides and dtype of each weight and buffer."""
     tensors = (*hf.named_parameters(), *hf.named_buffers())
     return tuple((name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in tensors)

@@ -37,8 +37,10 @@ from camshaft.rollout.builtin.cpu.linears import (
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SHAPE = (160, 96)
-needs_onednn = pytest.mark.skipif(not linears._works(OneDNNPacked, *SHAPE), reason="this torch has no oneDNN here")
-needs_mkl = pytest.mark.skipif(not linears._works(MKLPacked, *SHAPE), reason="this torch has no MKL here")
+needs_onednn = pytest.mark.skipif(
+    not linears._is_layout_valid(OneDNNPacked, *SHAPE), reason="this torch has no oneDNN here"
+)
+needs_mkl = pytest.mark.skipif(not linears._is_layout_valid(MKLPacked, *SHAPE), reason="this torch has no MKL here")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -152,7 +154,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
 
 
 def test_without_private_operators_layers_are_transposed_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "_works", lambda *of: False)
+    monkeypatch.setattr(linears, "_is_layout_valid", lambda *of: False)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, MIN_ROWS, MIN_STEPS):
         assert layouts(layers) == [Transposed if fast else None] * 2
@@ -168,7 +170,7 @@ def test_a_missing_or_wrong_operator_is_detected() -> None:
             super().__init__(weight + 1, bias)
 
     for layout in (Missing, Wrong):
-        assert not linears._works.__wrapped__(layout, *SHAPE)  # pyright: ignore[reportArgumentType]
+        assert not linears._is_layout_valid.__wrapped__(layout, *SHAPE)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)])

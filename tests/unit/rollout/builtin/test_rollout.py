@@ -17,7 +17,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE
 from camshaft.rollout.builtin.rollout import TorchRollout
-from camshaft.rollout.builtin.scheduler import AHEAD
+from camshaft.rollout.builtin.scheduler import UNIFORM_STEPS
 from camshaft.rollout.sampling import draw, uniform_numbers
 
 
@@ -61,10 +61,10 @@ def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(harness: RolloutHarne
 def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarness) -> None:
     case = harness.case(max_num_seqs=3)
     prompts = harness.prompts(3, 7, 1, 5).select([0, 1, 1, 2, 3])
-    sampling = SamplingParams(2 * AHEAD + 8, stop_token_ids=tuple(range(10, 13)))
+    sampling = SamplingParams(2 * UNIFORM_STEPS + 8, stop_token_ids=tuple(range(10, 13)))
     responses = case.rollout.generate_sequences(prompts, sampling, torch.arange(5)).responses
     assert len(set(responses.lengths.tolist())) > 2  # rows join and leave in between
-    assert int(responses.lengths.max()) > AHEAD
+    assert int(responses.lengths.max()) > UNIFORM_STEPS
     for seed, (prompt, response) in enumerate(zip(prompts.rows(), responses.rows(), strict=True)):
         row = torch.cat([prompt, response])
         logits = case.oracle(row[None]).logits[0, len(prompt) - 1 : -1]
@@ -250,7 +250,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (RolloutError, "recurrent state or its own attention code", "jamba", {}),
     (
         RolloutError,
-        "'dynamic' rotary frequencies, .* max_model_len=32 or less, it is 64",
+        "max_model_len=64 .* 'dynamic' rotary frequencies, .* set max_model_len=32 or less",
         "llama",
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 32},
     ),

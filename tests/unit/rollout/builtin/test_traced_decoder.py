@@ -122,7 +122,7 @@ def test_a_graph_with_different_logits_is_not_used(harness: RolloutHarness, monk
     def wrong(x: Tensor, eps: float) -> Tensor:
         return x * 1.001
 
-    monkeypatch.setattr(graph_fusions, "scaled_by_rms", wrong)
+    monkeypatch.setattr(graph_fusions, "scale_by_rms", wrong)
     case = harness.case("llama")
     right(harness, case)
     assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
@@ -177,9 +177,9 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "in place": (lambda x: x.add_(1), "add_ writes in place"),
     "assignment": (lambda x: [x, x.__setitem__(0, 1.0)][0], "__setitem__ writes in place"),  # pyright: ignore
     "foreign": (lambda x: x * HELD, r"a tensor of shape \(4,\) is neither"),
-    "number": (lambda x: x * (x.shape[0] + 1), "4 and 6, depending on the number of rows"),
-    "path": (lambda x: x * 2 if x.shape[0] > 3 else x.sin(), "depending on the number of rows"),
-    "loop": (lambda x: torch.cat([row[None] for row in x.unbind(0)]), "depending on the number of rows|calls differ"),
+    "number": (lambda x: x * (x.shape[0] + 1), "4 or 6, depending on the batch size"),
+    "path": (lambda x: x * 2 if x.shape[0] > 3 else x.sin(), "depending on the batch size"),
+    "loop": (lambda x: torch.cat([row[None] for row in x.unbind(0)]), "depending on the batch size|operators depend"),
 }
 
 
@@ -210,9 +210,9 @@ def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
         decoder._trace_once()
     before, after = found
     layers, norms = 2, 2 * 4 + 1  # each layer has two norms, and one each for queries and keys
-    assert before.count("rsqrt") == after.count("scaled_by_rms") == norms
-    assert before.count("neg") == after.count("rotated") == 2 * layers
-    assert after.count("signed_sin") == 1
+    assert before.count("rsqrt") == after.count("scale_by_rms") == norms
+    assert before.count("neg") == after.count("rotate") == 2 * layers
+    assert after.count("negate_first_half") == 1
     assert before.count("transpose") - after.count("transpose") == layers  # query and key norms are in between
     assert not {"rsqrt", "pow", "mean", "neg"} & set(after)
 
@@ -221,9 +221,9 @@ def test_the_shorter_forms_are_the_formulas() -> None:
     random = torch.Generator().manual_seed(0)
     x, cos, sin = (torch.randn(3, 5, 1, 8, generator=random, dtype=torch.float64) for _ in range(3))
     unit = x / (x.pow(2).mean(-1, keepdim=True) + 0.25).sqrt()
-    torch.testing.assert_close(graph_fusions.scaled_by_rms(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(graph_fusions.scale_by_rms(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
     wanted = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
-    found = graph_fusions.rotated(x, cos, graph_fusions.signed_sin(sin))
+    found = graph_fusions.rotate(x, cos, graph_fusions.negate_first_half(sin))
     torch.testing.assert_close(found, wanted)
 
 
@@ -234,7 +234,7 @@ def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
     model = Model(odd)
     graph = trace(model, inputs, model)
     graph_fusions.fuse(graph)
-    assert "rotated" not in [getattr(node.target, "__name__", "") for node in graph.nodes]
+    assert "rotate" not in [getattr(node.target, "__name__", "") for node in graph.nodes]
 
 
 def test_rows_in_a_few_and_in_many_are_the_same(tmp_path: Path) -> None:
