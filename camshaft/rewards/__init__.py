@@ -1,26 +1,28 @@
-"""Rewards: run scoring functions in isolated processes with time limits.
+"""Rewards: score responses with functions that run in isolated processes with time limits.
 
     from camshaft.rewards.manager import RewardManager
     with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0) as rewards:
         result = rewards.score(batch, tokenizer.batch_decode)
 
-A reward function is `compute_score(data_source, solution_str, ground_truth, extra_info)`, sync or async. It returns a
-number or a dict with `score`, further numbers that are averaged into metrics, and `pred`, the extracted answer. A
-function with the parameters `data_sources, solution_strs, ground_truths, extra_infos` is called once per batch and
-returns a list of results. `@register_reward("name")` registers a function under another name.
+A reward function is a sync or async function `compute_score(data_source, solution_str, ground_truth, extra_info)`. It
+returns a number or a dict. The dict contains `score`, optionally `pred`, the extracted answer, and other numbers, which
+are averaged and logged as metrics. A batched reward function has the parameters `data_sources, solution_strs,
+ground_truths, extra_infos`; it is called once per batch and returns a list of results. `@register_reward("name")`
+registers a function under a different name.
 
 Modules:
 
-    manager.py      score batches; the interface of the trainer
-    combined.py     add the scores of a reward model
-    overlong.py     penalty for long responses
-    pool.py         worker processes
+    manager.py      scores batches; the interface to the trainer
+    combined.py     adds the scores of a reward model
+    overlong.py     subtracts a penalty for long responses
+    pool.py         starts worker processes and sends them calls
     worker.py       main program of a worker process
-    loading.py      load a function by path and name
-    messages.py     messages between manager and workers
-    auto.py, arithmetic.py, exact_match.py, format.py, gsm8k.py, math_answer.py, reasoning_gym.py: built-in functions
+    loading.py      loads a function by path and name
+    messages.py     messages between pool and workers
+    auto.py         selects a built-in function by the data source of a row
+    arithmetic.py, exact_match.py, format.py, gsm8k.py, math_answer.py, reasoning_gym.py    built-in functions
 
-This file is imported in each worker and must not import torch.
+Every worker process imports this file, so it must not import torch.
 """
 
 from collections.abc import Callable
@@ -33,7 +35,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 GROUP = "camshaft.rewards"
 
 REGISTERED: dict[str, Callable[..., Any]] = {}
-"""Functions registered by `register_reward` in this process."""
+"""Functions that `register_reward` has registered in this process, by name."""
 
 
 def register_reward(name: str) -> Callable[[Function], Function]:
@@ -43,8 +45,8 @@ def register_reward(name: str) -> Callable[[Function], Function]:
         registered = REGISTERED.setdefault(name, function)
         if registered is not function:
             raise RewardError(
-                f"two functions are registered as '{name}': {registered.__qualname__} of {registered.__module__} and "
-                f"{function.__qualname__} of {function.__module__}. Rename one of them"
+                f"two functions are registered as '{name}': {registered.__qualname__} in {registered.__module__} and "
+                f"{function.__qualname__} in {function.__module__}; rename one of them"
             )
         return function
 

@@ -1,4 +1,4 @@
-"""Default reward: select the built-in function by the `data_source` of a row.
+"""Default reward: score each row with the built-in function for its `data_source`.
 
 compute_score("openai/gsm8k", "#### 42", "42")      # calls gsm8k.py
 reward_for("reasoning_gym/gcd")                     # "reasoning_gym"
@@ -19,23 +19,23 @@ SOURCES = {
     "reasoning_gym/*": "reasoning_gym",
     "camshaft/arithmetic": "arithmetic",
 }
-"""Data source pattern (with wildcard *) -> name in `REWARDS`."""
+"""Pattern of data sources (with the wildcard *) -> name in `REWARDS`."""
 
 
 def reward_for(data_source: Any) -> str | None:
-    """Return the name in `REWARDS` for a data source, or None."""
+    """Return the name in `REWARDS` of the function for a data source, or None."""
     return next((name for source, name in SOURCES.items() if fnmatchcase(str(data_source), source)), None)
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **kwargs: Any
 ) -> float | dict[str, Any]:
-    """Score a response with the function of its data source; raise ValueError for an unknown data source."""
+    """Score a response with the function for its data source. Raise ValueError for an unknown data source."""
     name = reward_for(data_source)
     if name is None:
         raise ValueError(
-            f"no built-in scoring function for data_source={data_source!r} (known: {', '.join(SOURCES)}); "
-            "set custom_reward_function.path and name"
+            f"no built-in scoring function for data_source={data_source!r}; use one of {', '.join(SOURCES)}, or set "
+            "custom_reward_function.path and name"
         )
-    function = import_attribute(REWARDS[name])  # imported on use, because some need optional libraries
+    function = import_attribute(REWARDS[name])  # imported on first use, because some functions need optional libraries
     return function(data_source, solution_str, ground_truth, extra_info, **kwargs)

@@ -1,12 +1,13 @@
-"""Combine the scores of a reward model with those of an optional scoring function.
+"""Add the scores of a reward model to those of an optional scoring function.
 
-    with CombinedRewards(manager, weight=1.0) as rewards:       # manager=None: reward model only
-        result = rewards.score(batch, decode)                   # the batch has a column `rm_scores`
+    with CombinedRewards(manager, weight=1.0) as rewards:       # manager=None uses only the reward model
+        result = rewards.score(batch, decode)                   # requires column `rm_scores`
 
     score = function score + weight * model score
 
-The interface equals that of `RewardManager`. The unweighted contributions are logged as `reward/function/mean` and
-`reward/model/mean`, and are `function` and `model` in the parts of each row for validation.
+`CombinedRewards` has the interface of `RewardManager`. The mean scores of the function and of the model, without
+weight, are the metrics `reward/function/mean` and `reward/model/mean`. For validation, `RewardResult.parts` contains
+both scores of each row as `function` and `model`.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ FUNCTION, MODEL = "function", "model"
 
 
 class CombinedRewards:
-    """Scores of a reward model plus those of an optional scoring function."""
+    """Scoring with a reward model and an optional scoring function."""
 
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
         self.function, self.weight = function, weight
 
     def begin(self, rows: DataProto) -> Begun | None:
-        """Start scoring with the function before the model scores are available; see `RewardManager.begin`."""
+        """Start the calls of the scoring function before model scores are available; see `RewardManager.begin`."""
         return None if self.function is None else self.function.begin(rows)
 
-    def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
-        """Score a batch as `RewardManager.score` and add the weighted `rm_scores` of the batch."""
+    def score(self, batch: DataProto, decode: Decode, pending: Begun | None = None) -> RewardResult:
+        """Score a batch with the function as `RewardManager.score` does, and add the weighted column `rm_scores`."""
         model_scores = batch.ragged("rm_scores").map(Tensor.float)
-        scores = _finite(model_scores)
+        scores = _finite_scores(model_scores)
         metrics = {f"reward/{MODEL}/mean": float(scores.mean())}
-        if "rm_truncated" in batch:  # optional for custom reward workers
+        if "rm_truncated" in batch:  # custom reward workers may omit it
             metrics[f"reward/{MODEL}/truncated"] = float(batch["rm_truncated"].sum())
         weighted = model_scores.map(lambda values: self.weight * values)
         if self.function is None:
-            none = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
+            counts = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
-            return RewardResult(self.weight * scores, none | metrics, (), parts, (None,) * len(batch), weighted)
-        result = self.function.score(batch, decode, begun)
+            return RewardResult(self.weight * scores, counts | metrics, (), parts, (None,) * len(batch), weighted)
+        result = self.function.score(batch, decode, pending)
         metrics[f"reward/{FUNCTION}/mean"] = float(result.scores.mean())
         return replace(
             result,
@@ -60,7 +61,7 @@ class CombinedRewards:
         )
 
     def close(self) -> None:
-        """Stop the processes of the scoring function."""
+        """Stop the worker processes of the scoring function."""
         if self.function is not None:
             self.function.close()
 
@@ -71,14 +72,15 @@ class CombinedRewards:
         self.close()
 
 
-def _finite(model_scores: Ragged) -> Tensor:
-    """Return the model score of each row (B,); raise RewardError if one is not finite."""
+def _finite_scores(model_scores: Ragged) -> Tensor:
+    """Return the model score of each row, (B,). Raise RewardError if a score is not finite."""
     scores = model_scores.sum()
     rows = (~scores.isfinite()).nonzero().flatten().tolist()
     if rows:
         raise RewardError(
-            f"the reward model returned {float(scores[rows[0]])} for row {rows[0]} ({len(rows)} of {len(scores)} rows "
-            "have no finite score). Check its weights; if it computes in a lower precision, use "
+            f"the score of the reward model for row {rows[0]} is {float(scores[rows[0]])} ({len(rows)} of "
+            f"{len(scores)} "
+            "scores are not finite). Check the weights of the model; if it computes in low precision, use "
             "reward_model.model.fsdp_config.model_dtype=float32 "
             "reward_model.model.fsdp_config.mixed_precision.param_dtype=null"
         )
@@ -89,7 +91,7 @@ def _reject_reserved_names(components: dict[str, float]) -> dict[str, float]:
     for name in (FUNCTION, MODEL):
         if name in components:
             raise RewardError(
-                f"the reward function's result has a number '{name}', which is reserved for the score of the {name} "
-                "when a reward model is used; rename it"
+                f"the result of the reward function contains '{name}', which is reserved for the score of the {name} "
+                "if a reward model is used; rename it"
             )
     return components

@@ -1,4 +1,4 @@
-"""Exact match: score 1 if the response or its last line equals the ground truth, else 0.
+"""Exact-match reward: score 1 if the response or its last line equals the ground truth, otherwise 0.
 
 compute_score("any", "Let me think.\\n42\\n", "42", {})      # {"score": 1.0, "pred": "42"}
 """

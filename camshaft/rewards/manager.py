@@ -1,17 +1,18 @@
-"""Score a batch with the user's reward function, in isolated processes with time limits.
+"""Score batches with the reward function of the user, in isolated processes with time limits.
 
     with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0, num_workers=8) as rewards:
         result = rewards.score(batch, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
         batch = batch.with_columns(token_level_scores=result.token_level_scores)
         metrics |= result.metrics
 
-        begun = rewards.begin(rows)                         # score responses as they are generated
-        begun.add(0, texts)                                 # starts the calls of these rows
-        result = rewards.score(batch, decode, begun)        # waits for the remaining calls
+        pending = rewards.begin(rows)                       # score responses while others are generated
+        pending.add(0, texts)                               # start the calls for these rows
+        result = rewards.score(batch, decode, pending)      # wait for the remaining calls
 
-A call that raises, hangs, crashes or returns a non-finite value affects only its sample. The failure is counted and
-logged, and the sample is scored 0 (`on_error="zero"`), dropped from the update (`on_error="drop"`; the result lists the
-row and the trainer clears its mask) or raises an error (`on_error="raise"`). Scores do not depend on `num_workers`.
+A call that raises, hangs, crashes or returns a non-finite value affects only its own sample. The failure is counted and
+logged. With `on_error="zero"`, the sample is scored 0. With `on_error="drop"`, it is also excluded from the update: the
+result lists the row, and the trainer clears its mask. With `on_error="raise"`, an error is raised. Scores do not depend
+on `num_workers`.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from camshaft.rewards.pool import Job, Outcome, WorkerPool
 Decode = Callable[[list[list[int]]], list[str]]
 
 COUNTS = {"error": "errors", "invalid": "invalid", "timeout": "timeouts", "crash": "crashes"}
-"""Kind of failure -> metric that counts it."""
+"""Kind of failure -> name of the metric that counts it."""
 
 SLOW = 0.5
-"""Fraction of the time limit above which a call is reported as slow."""
+"""Calls that take longer than this fraction of the time limit are reported as slow."""
 
 _NUM_SHOWN = 3
 _NUM_LISTED = 100
@@ -57,13 +58,13 @@ class RewardFailure:
 
     row: int
     kind: str
-    """`error`, `invalid`, `timeout`, `crash`; or `slow`."""
+    """`error`, `invalid`, `timeout`, `crash` or `slow`."""
     data_source: Any
     message: str
     trace: str
     seconds: float
     response: str
-    """End of the response text."""
+    """Last characters of the response text."""
 
     def __str__(self) -> str:
         head = f"row {self.row} (data_source {self.data_source!r}): {self.kind}: {self.message}"
@@ -72,27 +73,27 @@ class RewardFailure:
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of responses, one per row."""
+    """Scores and metrics of a batch of responses."""
 
     scores: Tensor
-    """(B,) float32, without reward shaping (`overlong.py`)."""
+    """(B,) float32 without the overlong penalty (`overlong.py`)."""
     metrics: dict[str, float]
-    """`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`, and the mean of each part of dict results."""
+    """Counts (`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`) and the mean of each number in `parts`."""
     failures: tuple[RewardFailure, ...]
-    """Failed samples, then slow ones; truncated to a maximum number."""
+    """Failed samples followed by slow ones, up to a maximum number."""
     parts: tuple[dict[str, float], ...]
-    """Further numbers of each row's dict result; empty for failed rows and plain numbers."""
+    """For each row, the numbers besides `score` in a dict result. Empty for other results and failed rows."""
     answers: tuple[str | None, ...]
-    """`pred` of each row's dict result."""
+    """For each row, the extracted answer: `pred` of a dict result, or None."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
-    """Failed rows that are excluded from the update."""
+    """Indices of failed rows that are excluded from the update."""
 
     @property
     def kept(self) -> Tensor:
         """(B,) bool mask of the rows that are not dropped."""
-        kept = torch.ones(len(self.scores), dtype=torch.bool)
-        kept[list(self.dropped)] = False
-        return kept
+        mask = torch.ones(len(self.scores), dtype=torch.bool)
+        mask[list(self.dropped)] = False
+        return mask
 
     @property
     def num_failed(self) -> int:
@@ -101,16 +102,16 @@ class Scores:
 
 @dataclass(frozen=True)
 class RewardResult(Scores):
-    """Scores of a batch, with token-level scores."""
+    """Scores of a batch, including token-level scores."""
 
     token_level_scores: Ragged
-    """float32, aligned with `responses`: the score on the last token of the response mask, 0 elsewhere."""
+    """float32, aligned with `responses`. The last token in the response mask has the score, other tokens have 0."""
 
 
 class Begun:
-    """Reward calls that start while responses are still being generated, run by a thread.
+    """Reward calls that run in a background thread while other responses are still being generated.
 
-    Either `RewardManager.score` collects the results or `RewardManager.close` cancels the calls.
+    `RewardManager.score` collects the results. `RewardManager.close` cancels calls whose results were not collected.
     """
 
     def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
@@ -120,23 +121,25 @@ class Begun:
         threading.Thread(target=self._run, args=(pool,), name="rewards", daemon=True).start()
 
     def add(self, first: int, texts: Sequence[str]) -> None:
-        """Add the responses to the rows from `first` on; add each row once, in any order."""
+        """Start the calls for consecutive rows from `first` on. Add each row once; the order does not matter."""
         self._num_missing -= len(texts)
         self._job.put(first, _samples(self._rows.reorder(slice(first, first + len(texts))), texts))
 
-    def finished(self) -> Job:
-        """Wait for all calls and return the finished job."""
+    def wait(self) -> Job:
+        """Wait for all calls and return the job with their outcomes."""
         if self._num_missing:
-            raise RewardError(f"{self._num_missing} of {len(self._rows)} responses are missing")
+            raise RewardError(
+                f"{self._num_missing} of {len(self._rows)} responses are missing; add them before `score`"
+            )
         try:
             self._done.result()
-        except BaseException:  # an error of the thread, or KeyboardInterrupt while waiting
+        except BaseException:  # an error from the thread, or KeyboardInterrupt while waiting
             self.cancel()
             raise
         return self._job
 
     def cancel(self) -> None:
-        """Cancel unfinished calls."""
+        """Cancel unfinished calls and wait for the thread to end."""
         self._job.cancel()
         self._done.exception()
 
@@ -150,7 +153,7 @@ class Begun:
 
 
 class RewardManager:
-    """A reward function and its worker processes. Call `close`, or use it as a context manager."""
+    """A reward function and its worker processes. Use it as a context manager or call `close`."""
 
     def __init__(
         self,
@@ -163,59 +166,66 @@ class RewardManager:
         on_error: Literal["zero", "drop", "raise"] = "zero",
         batched: bool | None = None,
     ):
-        """Load the function in a worker process and raise RewardError if that fails.
+        """Load the function in a worker process. Raise RewardError on failure.
 
         Args:
-            path: Python file or module with the function; None selects a registered function.
-            name: Function in `path` (default "compute_score"); without `path` a name in `REWARDS`, an entry point or
-                `module:function`. With neither, each row is scored by its `data_source`.
+            path: Python file or module that contains the function.
+            name: Name of the function in `path`, by default "compute_score". Without `path`, a name in `REWARDS`, an
+            entry
+                point or `module:function`. With neither, `data_source` selects the function of each row.
             reward_kwargs: Additional keyword arguments of every call.
             timeout: Time limit of one call in seconds.
-            num_workers: Number of worker processes.
-            on_error: Handling of failed samples.
-            batched: Call the function with lists of samples; None detects it from the parameter names.
+            num_workers: Maximum number of worker processes.
+            on_error: Handling of failed samples: "zero", "drop" or "raise".
+            batched: Call the function with lists of samples. None means detect it from the parameter names.
         """
         if num_workers < 1 or timeout <= 0:
-            raise RewardError(f"num_workers={num_workers} must be at least 1 and timeout={timeout} above 0")
+            raise RewardError(
+                f"num_workers={num_workers} must be at least 1 and timeout={timeout} must be greater than 0"
+            )
         self.on_error = on_error
         function = name or ("compute_score" if path else "auto")
         spec = Spec(path, function, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
-        self._begun: Begun | None = None
+        self._pending: Begun | None = None
 
     def begin(self, rows: DataProto) -> Begun | None:
-        """Start scoring responses to `rows` (data_source, ground_truth, extra_info) as they are added.
+        """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.
 
-        Return None for batched functions, which need all responses. Cancel calls that were begun before.
+        `rows` has the columns data_source, ground_truth and optionally extra_info. Return None for batched functions,
+        which require all responses at once.
         """
         rows.require("data_source", "ground_truth")
-        self._cancel_begun()
+        self._cancel_pending()
         if not self._pool.batched:
-            self._begun = Begun(self._pool, rows, self.on_error == "raise")
-        return self._begun
+            self._pending = Begun(self._pool, rows, self.on_error == "raise")
+        return self._pending
 
-    def score(self, batch: DataProto, decode: Decode, begun: Begun | None = None) -> RewardResult:
-        """Score each row of `batch` (responses, data_source, ground_truth, extra_info).
+    def score(self, batch: DataProto, decode: Decode, pending: Begun | None = None) -> RewardResult:
+        """Score each row of `batch`.
 
-        `decode` converts the token ids of all responses to texts. With `begun`, wait for its calls instead.
+        The batch has the columns responses, data_source, ground_truth and optionally extra_info. `decode` converts the
+        token ids of all responses to texts. If `pending` is given, wait for its calls instead of making new ones.
         """
         batch.require("data_source", "ground_truth")
         responses = batch.ragged("responses")
         all_tokens = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
         mask = batch.ragged("response_mask") if "response_mask" in batch else all_tokens
-        if begun is not None:
-            scores, self._begun = self._collect(begun.finished()), None
+        if pending is not None:
+            scores, self._pending = self._collect(pending.wait()), None
         else:
             texts = decode([row.tolist() for row in responses.rows()])
             if len(texts) != len(responses):
-                raise RewardError(f"decode returned {len(texts)} texts for {len(responses)} responses")
+                raise RewardError(
+                    f"decode returned {len(texts)} texts for {len(responses)} responses; return one per response"
+                )
             scores = self.score_texts(batch, texts)
         return RewardResult(**vars(scores), token_level_scores=on_last_token(scores.scores, mask))
 
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
-        """Score texts, one per row of `batch` (data_source, ground_truth, extra_info)."""
-        self._cancel_begun()
+        """Score texts, one for each row of `batch` (columns data_source, ground_truth, optionally extra_info)."""
+        self._cancel_pending()
         job = Job(len(batch), stop_at_failure=self.on_error == "raise")
         job.put(0, _samples(batch, texts))
         self._pool.run(job)
@@ -225,7 +235,7 @@ class RewardManager:
         samples, outcomes = job.samples, job.outcomes
         failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if failures and self.on_error == "raise":
-            raise RewardError(f"the reward function failed at {failures[0]}")
+            raise RewardError(f"the reward function failed for {failures[0]}")
         finished = [outcome for outcome in outcomes if outcome is not None]
         limit = SLOW * self._pool.spec.timeout
         slow = [row for row, outcome in enumerate(finished) if outcome.kind == "ok" and outcome.seconds > limit]
@@ -243,14 +253,14 @@ class RewardManager:
 
     def close(self) -> None:
         """Stop the worker processes."""
-        self._cancel_begun()
+        self._cancel_pending()
         self._pool.close()
 
-    def _cancel_begun(self) -> None:
-        """Cancel calls whose results are not needed, to free the workers."""
-        if self._begun is not None:
-            self._begun.cancel()
-            self._begun = None
+    def _cancel_pending(self) -> None:
+        """Cancel calls whose results were not collected, which frees the workers."""
+        if self._pending is not None:
+            self._pending.cancel()
+            self._pending = None
 
     def __enter__(self) -> RewardManager:
         return self
@@ -283,7 +293,7 @@ def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
     for outcome in outcomes:
         for name, value in outcome.parts.items():
             parts.setdefault(name, []).append(value)
-    # fsum makes the mean independent of the order of the samples, to the last bit.
+    # fsum rounds only once, so the mean does not depend on the order of the samples.
     return metrics | {f"reward/{name}/mean": math.fsum(parts[name]) / len(parts[name]) for name in sorted(parts)}
 
 
@@ -291,7 +301,7 @@ def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) ->
     if failures:
         shown = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
         logger.warning(
-            "%d of %d samples could not be scored and %s; first failures:\n%s",
+            "%d of %d samples could not be scored and %s. First failures:\n%s",
             *(len(failures), num_rows, consequence, shown),
         )
 
@@ -299,7 +309,7 @@ def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) ->
 # -- log of failed samples ------------------------------------------------------------------------
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Size at which the file is rotated."""
+"""Size in bytes at which the log file is rotated."""
 
 
 class FailedSamples:
@@ -307,15 +317,15 @@ class FailedSamples:
 
         FailedSamples(folder / "rewards" / "failed.jsonl").add(result.failures, "step 12")
 
-    The file is created with the first failure. A full file replaces `failed.1.jsonl`.
+    The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which replaces an older one.
     """
 
     def __init__(self, path: Path):
         self.path = path.expanduser()
 
     def add(self, failures: Iterable[RewardFailure], when: str) -> None:
-        """Append a line per failure."""
-        lines = [json.dumps({"when": when} | asdict(one), default=str) + "\n" for one in failures]
+        """Append one line per failure; `when` describes the step."""
+        lines = [json.dumps({"when": when} | asdict(failure), default=str) + "\n" for failure in failures]
         if not lines:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)

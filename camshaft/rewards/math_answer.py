@@ -1,16 +1,16 @@
-r"""Math reward: compare expressions with the `math-verify` package.
+r"""Math reward: compare the answer with the ground truth by the `math-verify` package.
 
     compute_score("HuggingFaceH4/MATH-500", r"so \boxed{\frac12}", "0.5")    # {"score": 1.0, "pred": r"\frac{1}{2}"}
     compute_score("aime_2024", "the answer is $204$", "204")    # {"score": 1.0, "pred": "204"}
     compute_score("aime_2024", "the answer is $204$", "204", method="strict")    # {"score": 0.0, "pred": None}
 
-The answer is the content of the last \boxed{}. Without one, `flexible` uses the expression that math-verify extracts,
-and `strict` has no answer. The ground truth is the answer in LaTeX, or a solution with a \boxed{}. Requires
-`pip install 'camshaft[math]'`.
+The answer is the content of the last \boxed{} of the response. If there is none, `method="flexible"` uses the
+expression that math-verify extracts from the text, and `method="strict"` gives score 0. The ground truth is the answer
+in LaTeX, or a solution with a \boxed{}. This function requires `pip install 'camshaft[math]'`.
 
-A response that takes longer than `seconds` to parse or compare scores 0 and is not a failure, because a policy can
-write 9^{9^{9^{9}}}. math-verify enforces this limit with alarms in whole seconds; the time limit of all reward calls
-covers code that alarms cannot interrupt.
+If an answer takes longer than `seconds` to parse or compare, the response scores 0. This does not count as a failure of
+the reward function, because a policy can write 9^{9^{9^{9}}}. math-verify enforces the limit with alarms in whole
+seconds. Code that alarms cannot interrupt is ended by the time limit of all reward calls.
 """
 
 import logging
@@ -20,12 +20,12 @@ from typing import Any, Literal
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
 _BOX = "\\boxed"
-_IN_A_BOX = (LatexExtractionConfig(boxed_match_priority=0),)
-_ANYWHERE = (*_IN_A_BOX, ExprExtractionConfig())
+_BOXED = (LatexExtractionConfig(boxed_match_priority=0),)
+_ANYWHERE = (*_BOXED, ExprExtractionConfig())
 _WINDOW = 3000
-"""Characters at the end of a response that are searched, which bounds the time."""
+"""Number of characters at the end of a response that are searched. It bounds the search time."""
 
-logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs every text that it cannot parse
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # math_verify logs every text that it cannot parse
 
 
 def compute_score(
@@ -36,14 +36,14 @@ def compute_score(
     method: Literal["strict", "flexible"] = "flexible",
     seconds: int = 5,
 ) -> dict[str, Any]:
-    """Score 1 if the expressions are equal, else 0; `pred` is the answer in math-verify's LaTeX."""
+    """Return score 1 if the expressions are equal, otherwise 0; `pred` is the answer as LaTeX of math-verify."""
     if method not in ("strict", "flexible"):
         raise ValueError(f"method={method!r}; use strict or flexible")
-    truth, end = _truth(str(ground_truth), seconds), _last_box(solution_str[-_WINDOW:])
+    truth, end = _parse_truth(str(ground_truth), seconds), _last_box(solution_str[-_WINDOW:])
     boxed = end.startswith(_BOX)
     answers: list[Any] = []
     if boxed or method == "flexible":
-        answers = parse(end, _IN_A_BOX if boxed else _ANYWHERE, parsing_timeout=seconds)
+        answers = parse(end, _BOXED if boxed else _ANYWHERE, parsing_timeout=seconds)
     if not answers:
         return {"score": 0.0, "pred": None}
     correct = verify(truth, answers, timeout_seconds=seconds)
@@ -51,15 +51,15 @@ def compute_score(
 
 
 @lru_cache(maxsize=4096)
-def _truth(text: str, seconds: int) -> list[Any]:
-    """Parse the ground truth."""
+def _parse_truth(text: str, seconds: int) -> list[Any]:
+    """Parse the ground truth into expressions of math-verify."""
     boxed = _last_box(text) if _BOX in text else f"{_BOX}{{{text}}}"
-    expressions = parse(boxed, _IN_A_BOX, parsing_timeout=seconds)
+    expressions = parse(boxed, _BOXED, parsing_timeout=seconds)
     if not expressions:
         raise ValueError(f"math-verify cannot parse the ground truth {text!r}; provide a LaTeX expression")
     return expressions
 
 
 def _last_box(text: str) -> str:
-    """Return the text from the last \\boxed on, or the whole text without one."""
+    """Return the text from the last \\boxed to the end, or the whole text if it contains none."""
     return text[max(text.rfind(_BOX), 0) :]

@@ -1,10 +1,11 @@
 """Messages between the reward pool and its workers.
 
-To a worker: one `Spec`, then lists of calls. A call is a list of pickled `Sample`s: one sample, or a batch for batched
-functions. From a worker: `Loaded`, then one `Answer` per call, in order. Each sample is pickled separately, so that a
-sample that cannot be unpickled fails without affecting others. Both ends belong to camshaft and run as the same user,
-so pickle adds no risk beyond the reward function itself. Only the standard library is imported, because each worker
-imports this module.
+The pool sends a worker one `Spec` and then lists of calls. A call is a list of pickled `Sample`s: a single sample, or a
+batch for batched functions. The worker replies with `LoadResult` and then with one `CallResult` per call, in order.
+
+Each sample is pickled separately, so a sample that cannot be unpickled does not affect the others. Both processes run
+camshaft as the same user, so pickle adds no risk to that of running the reward function. Every worker process imports
+this module, so it uses only the standard library.
 """
 
 from typing import Any, NamedTuple
@@ -14,18 +15,18 @@ class Spec(NamedTuple):
     """Reward function to load, with its settings."""
 
     path: str | None
-    """A .py file or a module; None: `name` is a built-in, an entry point or `module:function`."""
+    """A .py file or a module. If None, `name` is a built-in function, an entry point or `module:function`."""
     name: str
     kwargs: dict[str, Any]
     timeout: float
     sys_path: list[str]
-    """Module search path of the driver, added to that of the worker."""
+    """Module search path of the driver, which is appended to that of the worker."""
     batched: bool | None = None
-    """True if the function takes lists of samples; None: detect from its parameter names."""
+    """True if the function takes lists of samples; None means detect it from the parameter names."""
 
 
 class Sample(NamedTuple):
-    """The arguments of one call."""
+    """The arguments of a reward function for one response."""
 
     data_source: Any
     solution_str: str
@@ -33,10 +34,10 @@ class Sample(NamedTuple):
     extra_info: Any
 
 
-class Loaded(NamedTuple):
-    """Result of loading the function; `problem` is the error, or None."""
+class LoadResult(NamedTuple):
+    """Result of loading the function. `error` is None on success."""
 
-    problem: str | None
+    error: str | None
     batched: bool = False
 
 
@@ -44,17 +45,17 @@ class Reply(NamedTuple):
     """Result of one sample."""
 
     kind: str
-    """`ok`, `error` (it raised) or `invalid` (not a finite number)."""
+    """`ok`, `error` (the function raised) or `invalid` (the result is not a finite number)."""
     score: float
     parts: dict[str, float]
     message: str = ""
     trace: str = ""
     answer: str | None = None
-    """`pred` of a dict result as a string: the extracted answer."""
+    """Extracted answer, the entry `pred` of a dict result, as a string."""
 
 
-class Answer(NamedTuple):
-    """Result of one call: a reply per sample, or a single reply if the call failed as a whole."""
+class CallResult(NamedTuple):
+    """Result of one call: one reply per sample, or a single reply if the whole call failed."""
 
     replies: list[Reply]
     seconds: float

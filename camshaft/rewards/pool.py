@@ -1,15 +1,16 @@
-"""Worker processes for reward functions: started on demand, killed on timeout, replaced after a crash.
+"""Pool of worker processes for reward functions: starts them on demand and replaces them after a timeout or crash.
 
     pool = WorkerPool(spec, num_workers=8)
     job = Job(len(samples))
-    job.put(0, samples)                  # or in parts from another thread while the job runs
-    pool.run(job)                        # job.outcomes: one per sample, in order
+    job.put(0, samples)                  # another thread may add samples while the job runs
+    pool.run(job)                        # fills job.outcomes, one per sample
     pool.close()
 
-A single thread sends each worker several calls at a time and waits on the pipes of all workers and on the pipe that
-announces new samples. Workers answer each call separately, so the time limit applies per call and a hanging call is
-identified. A call contains one sample, or all samples for a batched function. A batch that fails as a whole is retried
-in halves until the failing sample is isolated. Used only by `manager.py`.
+A single thread sends each worker several calls at a time. It waits on the pipes of all workers and on a pipe that
+becomes readable when samples are added. Workers answer each call separately, so the time limit applies to each call,
+and the pool detects which call hangs. A call contains one sample, or all samples for a batched function. If the call of
+a batched function fails, each half of its samples is retried until the failing samples are isolated. Only `manager.py`
+uses this module.
 """
 
 import contextlib
@@ -29,15 +30,15 @@ from multiprocessing.connection import Pipe, wait
 from typing import Any, Literal
 
 from camshaft.errors import RewardError
-from camshaft.rewards.messages import Answer, Loaded, Sample, Spec
+from camshaft.rewards.messages import CallResult, LoadResult, Sample, Spec
 from camshaft.subprocesses import MessageReader, kill_group, pack, send, start_python
 
 Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
 Rows = tuple[int, ...]
-"""Row numbers of the samples of one call."""
+"""Row indices of the samples of one call."""
 
 LOAD_SECONDS = 120.0
-"""Time limit for loading the function in a worker."""
+"""Time limit in seconds for loading the function in a worker."""
 
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
@@ -47,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of one sample. `score`, `parts` and `answer` are valid if `kind` is "ok"."""
+    """Result of one sample. `score`, `parts` and `answer` are valid only if `kind` is "ok"."""
 
     kind: Kind
     score: float = 0.0
@@ -56,24 +57,24 @@ class Outcome:
     trace: str = ""
     answer: str | None = None
     seconds: float = 0.0
-    """Duration of the call that produced this outcome."""
+    """Duration in seconds of the call that produced this outcome."""
 
 
 class WorkerPool:
-    """Up to `num_workers` processes, each with the function of `spec` loaded."""
+    """Pool of up to `num_workers` processes, each of which loads the function of `spec`."""
 
     def __init__(self, spec: Spec, num_workers: int):
         self.spec = spec
         self.num_workers = num_workers
         self.batched = False
-        """True if the function takes batches; set by `check`."""
+        """True if the function takes batches of samples. `check` sets this attribute."""
         self._workers: list[_Worker] = []
-        # Also runs at interpreter exit. A forked child inherits these objects but must not close them.
+        # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
-        """Stop all workers permanently. Called automatically when the pool is deleted or the interpreter exits."""
+        """Stop all workers permanently. This also happens when the pool is deleted or the interpreter exits."""
 
     def check(self) -> None:
-        """Start one worker; raise RewardError if it cannot load the function."""
+        """Start one worker. Raise RewardError if it cannot load the function."""
         with self._all_stopped_on_error():
             worker = _Worker(self.spec)
             self._workers.append(worker)
@@ -82,7 +83,7 @@ class WorkerPool:
             self.batched = worker.batched
 
     def run(self, job: "Job") -> None:
-        """Run the calls of a job, including samples that are added later, until all have an outcome."""
+        """Run the calls of a job until all samples have an outcome, including samples that are added during the run."""
         if not self.close.alive:
             raise RewardError("the reward workers are closed; create a new RewardManager")
         self._stop([worker for worker in self._workers if worker.is_dead])
@@ -93,13 +94,13 @@ class WorkerPool:
                     self._workers.append(_Worker(self.spec))
                 for worker in self._workers:
                     if worker.ready and not worker.calls and job.num_queued:
-                        worker.assign(job, job.take(self.num_workers))
+                        worker.assign(job, job.pop_calls(self.num_workers))
                 self._wait(job)
         self._stop([worker for worker in self._workers if worker.calls])
 
     @contextlib.contextmanager
     def _all_stopped_on_error(self) -> Iterator[None]:
-        """Stop all workers on an exception, so that none keeps a call whose answer is not read."""
+        """Stop all workers if an exception occurs, because they may still run calls whose results will not be read."""
         try:
             yield
         except BaseException:
@@ -107,7 +108,7 @@ class WorkerPool:
             raise
 
     def _wait(self, job: "Job") -> None:
-        """Wait for messages or the next deadline, and handle them."""
+        """Wait for messages or the next deadline, and process messages and exceeded deadlines."""
         busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
         limits = [max(0.0, worker.deadline - time.monotonic()) for worker in busy.values()]
         for source in wait([job.wakeup_receiver, *busy], timeout=min(limits, default=None)):
@@ -117,21 +118,23 @@ class WorkerPool:
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
             if not worker.receive(job):
-                self._lost(worker, job, "crash")
+                self._handle_failure(worker, job, "crash")
         for worker in busy.values():
             if time.monotonic() >= worker.deadline:
-                self._lost(worker, job, "timeout")
+                self._handle_failure(worker, job, "timeout")
 
-    def _lost(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
-        """Handle a crashed or late worker: fail its current call and requeue the others."""
+    def _handle_failure(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
+        """Stop a worker that crashed or exceeded its deadline, fail its current call and requeue its other calls."""
         self._stop([worker])
         if not worker.ready:
-            outcome = worker.fate() if kind == "crash" else f"did not finish within {LOAD_SECONDS:g} s"
-            raise RewardError(f"loading the reward function {self.spec.path or ''} '{self.spec.name}' {outcome}")
-        timeout = f"no answer within {self.spec.timeout:g} s; the process was killed"
-        message = timeout if kind == "timeout" else f"it {worker.fate()}"
+            reason = worker.describe_exit() if kind == "crash" else f"did not load it within {LOAD_SECONDS:g} s"
+            raise RewardError(
+                f"the process that loads the reward function {self.spec.path or ''} '{self.spec.name}' {reason}"
+            )
+        timeout = f"no result within {self.spec.timeout:g} s; the process was killed"
+        message = timeout if kind == "timeout" else f"the process {worker.describe_exit()}"
         rows = worker.calls.popleft()
-        job.put_back(worker.calls)
+        job.requeue(worker.calls)
         job.fail(rows, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
 
     def _stop(self, workers: "Sequence[_Worker]") -> None:
@@ -141,31 +144,31 @@ class WorkerPool:
 
 
 class Job:
-    """Samples, queued calls and outcomes of one `run`.
+    """Samples, queued calls and outcomes of one `WorkerPool.run`.
 
-    `put` and `cancel` can be called from any thread, the other methods only from the thread that runs the job.
+    Any thread may call `put` and `cancel`. Only the thread that runs the job may call the other methods.
     """
 
     def __init__(self, num_rows: int, stop_at_failure: bool = False):
-        """With `stop_at_failure`, outcomes after the first failed sample may be None."""
+        """Create a job. With `stop_at_failure`, outcomes after the first failed sample may be None."""
         self.samples: dict[int, Sample] = {}
         self.outcomes: list[Outcome | None] = [None] * num_rows
         self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
         self.wakeup_receiver, self._wakeup_sender = Pipe(duplex=False)
-        """Pipe that becomes readable when samples were added."""
+        """Pipe that becomes readable when samples are added or the job is cancelled."""
         self._queue: deque[Rows] = deque()
         self._stop_at_failure = stop_at_failure
         self._end = num_rows
-        """Rows from here on are ignored."""
+        """Index of the first row that is ignored; all later rows are ignored as well."""
         self._num_open = num_rows
-        """Number of rows before `_end` without an outcome."""
+        """Number of rows before `_end` that have no outcome yet."""
 
     def put(self, first: int, samples: Sequence[Sample]) -> None:
-        """Add the samples of the rows from `first` on; for batched functions, of all rows."""
+        """Add the samples of consecutive rows from `first` on. Batched functions require all rows in one `put`."""
         self._notify((first, samples))
 
     def cancel(self) -> None:
-        """Cancel the job."""
+        """Cancel the job; the thread that runs it raises RewardError."""
         self._notify(None)
 
     def _notify(self, item: tuple[int, Sequence[Sample]] | None) -> None:
@@ -173,7 +176,7 @@ class Job:
         self._wakeup_sender.send_bytes(b"1")
 
     def receive(self, batched: bool) -> None:
-        """Move one `put` into the queue; raise RewardError if the job was cancelled."""
+        """Queue the calls for the samples of one `put`. Raise RewardError if the job was cancelled."""
         self.wakeup_receiver.recv_bytes()
         item = self._put.get()
         if item is None:
@@ -191,37 +194,42 @@ class Job:
     def num_queued(self) -> int:
         return len(self._queue)
 
-    def take(self, num_workers: int) -> list[Rows]:
-        """Return the next calls for a worker: large chunks first, single calls last, to balance the workers."""
+    def pop_calls(self, num_workers: int) -> list[Rows]:
+        """Remove and return the next calls for a worker.
+
+        The number of calls decreases towards the end of the queue, which balances the workers.
+        """
         count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
         return [self._queue.popleft() for _ in range(count)]
 
-    def put_back(self, calls: Iterable[Rows]) -> None:
-        """Requeue calls at the head of the queue, in order, without ignored rows."""
+    def requeue(self, calls: Iterable[Rows]) -> None:
+        """Insert calls at the head of the queue in the given order, without ignored rows."""
         self._queue.extendleft(reversed(self._drop_ignored_rows(calls)))
 
-    def answer(self, rows: Rows, answer: Answer) -> None:
-        """Record the answer of a call."""
-        outcomes = [Outcome(**reply._asdict(), seconds=answer.seconds) for reply in answer.replies]
+    def record_result(self, rows: Rows, result: CallResult) -> None:
+        """Record the result of a call."""
+        outcomes = [Outcome(**reply._asdict(), seconds=result.seconds) for reply in result.replies]
         if len(outcomes) == len(rows):
             for row, outcome in zip(rows, outcomes, strict=True):
-                self.settle(row, outcome)
+                self.record_outcome(row, outcome)
         else:
             self.fail(rows, outcomes[0])
 
     def fail(self, rows: Rows, outcome: Outcome) -> None:
-        """Record a failed call: settle a single sample, or requeue each half of several samples."""
+        """Record a failed call: store the outcome of a single sample, or requeue each half of a batch."""
         if len(rows) == 1:
-            self.settle(rows[0], outcome)
+            self.record_outcome(rows[0], outcome)
             return
-        logger.warning("a call with %d samples failed and is retried in halves: %s", len(rows), outcome.message)
+        logger.warning(
+            "a batched reward call with %d samples failed; retrying each half: %s", len(rows), outcome.message
+        )
         middle = len(rows) // 2
-        self.put_back([rows[:middle], rows[middle:]])
+        self.requeue([rows[:middle], rows[middle:]])
 
-    def settle(self, row: int, outcome: Outcome) -> None:
+    def record_outcome(self, row: int, outcome: Outcome) -> None:
         self.outcomes[row] = outcome
         if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
-            # Earlier rows may still fail, so their calls continue; they determine the first failure.
+            # The first failure is reported. Calls for earlier rows continue, because these rows may fail too.
             self._end = row
             self._queue = deque(self._drop_ignored_rows(self._queue))
             self._num_open = self.outcomes[:row].count(None)
@@ -229,21 +237,21 @@ class Job:
             self._num_open -= 1
 
     def _drop_ignored_rows(self, calls: Iterable[Rows]) -> list[Rows]:
-        kept = (tuple(row for row in rows if row < self._end) for rows in calls)
-        return [rows for rows in kept if rows]
+        active_calls = (tuple(row for row in rows if row < self._end) for rows in calls)
+        return [rows for rows in active_calls if rows]
 
 
 class _Worker:
-    """One worker process with its pending calls."""
+    """A worker process and its pending calls."""
 
     def __init__(self, spec: Spec):
         self._timeout = spec.timeout
         self._reader = MessageReader()
         self.calls: deque[Rows] = deque()
-        """Calls without an answer; the first one is running."""
+        """Calls without a result, of which the first one is running."""
         self.ready = self.batched = False
         self.since = time.monotonic()
-        """Start time of the current call."""
+        """Start time of the current call, or of the process while it loads the function."""
         self.deadline = self.since + LOAD_SECONDS
         pipe = subprocess.PIPE
         self._process = start_python(["-u", "-m", "camshaft.rewards.worker"], stdin=pipe, stdout=pipe, bufsize=0)
@@ -259,19 +267,19 @@ class _Worker:
         self._next_call()
 
     def receive(self, job: Job) -> bool:
-        """Read and handle messages; return False if the process closed its pipe."""
+        """Read and process messages. Return False if the process has closed its pipe."""
         data = os.read(self.outbox, 1 << 20)
         for message in self._reader.feed(data):
-            self._take(message, job)
+            self._process_message(message, job)
         return bool(data)
 
-    def _take(self, message: Loaded | Answer, job: Job) -> None:
-        if isinstance(message, Loaded):
-            if message.problem is not None:
-                raise RewardError(message.problem)
+    def _process_message(self, message: LoadResult | CallResult, job: Job) -> None:
+        if isinstance(message, LoadResult):
+            if message.error is not None:
+                raise RewardError(message.error)
             self.ready, self.batched = True, message.batched
             return
-        job.answer(self.calls.popleft(), message)
+        job.record_result(self.calls.popleft(), message)
         self._next_call()
 
     def _next_call(self) -> None:
@@ -279,7 +287,7 @@ class _Worker:
         self.deadline = self.since + self._timeout
 
     def _send(self, message: Any) -> None:
-        # The process died while it was idle; the next wait detects the end of its output.
+        # A broken pipe means that the process died while idle. The next `_wait` detects the end of its output.
         with contextlib.suppress(BrokenPipeError):
             send(self._stdin.fileno(), pack(message))
 
@@ -288,25 +296,25 @@ class _Worker:
         return self._process.poll() is not None
 
     def close_input(self) -> None:
-        """Close the input of the process; an idle process exits."""
+        """Close the standard input of the process, which makes an idle process exit."""
         self._stdin.close()
 
-    def kill(self, patience: float = 0.0) -> None:
-        """Kill the process and its children, after waiting up to `patience` seconds for it to exit."""
-        if patience:
+    def kill(self, timeout: float = 0.0) -> None:
+        """Wait up to `timeout` seconds for the process to exit, then kill it and its children."""
+        if timeout:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(patience)
+                self._process.wait(timeout)
         kill_group(self._process.pid)
         self._process.wait()
         self._stdin.close()
         self._stdout.close()
 
-    def fate(self) -> str:
+    def describe_exit(self) -> str:
         """Describe how the process ended, for error messages."""
         code = self._process.returncode
         if code is not None and code < 0:
             return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"ended its process (exit code {code})"
+        return f"exited with code {code}"
 
 
 def _close_all(workers: list[_Worker], owner: int) -> None:
@@ -315,5 +323,5 @@ def _close_all(workers: list[_Worker], owner: int) -> None:
     for worker in workers:
         worker.close_input()
     for worker in workers:
-        worker.kill(patience=_EXIT_SECONDS)
+        worker.kill(timeout=_EXIT_SECONDS)
     workers.clear()

@@ -250,7 +250,7 @@ def parts_of(out: Path) -> Path:
 
 def test_changed_settings_do_not_resume_existing_parts(begun: Path, home: Path) -> None:
     run = generate(home, begun, rollout__name=holding.NAME, rollout__temperature=0.5)
-    refused(run, "rollout.temperature: 1.0 then, 0.5 now", f"delete {parts_of(begun)} to start again")
+    refused(run, "rollout.temperature: 1.0 before, 0.5 now", f"delete {parts_of(begun)} to start again")
     assert parts_of(begun).is_dir()
 
 
@@ -315,7 +315,7 @@ def test_a_file_that_is_there_is_not_replaced(home: Path, tmp_path: Path) -> Non
     out.unlink()
     assert generate(home, out).status == 0
     before = out.read_bytes()
-    refused(generate(home, out, trainer__seed=2), "already exists", "trainer.seed: 1 then, 2 now")
+    refused(generate(home, out, trainer__seed=2), "already exists", "trainer.seed: 1 before, 2 now")
     assert out.read_bytes() == before
 
 

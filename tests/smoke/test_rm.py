@@ -205,7 +205,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_pa
         ),
         ({"strategy": "fsdp", "trainer.n_gpus_per_node": 3}, 2, ["data.train_batch_size = 8", "8 = 3 ranks x 2 + 2"]),
         ({"data.rejected_key": "worse"}, 1, ["has no column 'worse'", "prompt, chosen, rejected"]),
-        ({"data.max_length": 8}, 1, ["row 0: with 'chosen' the sequence has", "data.truncation=left"]),
+        ({"data.max_length": 8}, 1, ["row 0: the sequence with 'chosen' has", "data.truncation=left"]),
         ({"data.train_batch_size": 100}, 1, ["the data has 64 rows, but one batch needs 100"]),
     ],
     ids=["keys", "bounds", "token budget", "ranks", "column", "length", "batch"],

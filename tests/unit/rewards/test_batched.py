@@ -76,7 +76,7 @@ return [1 / (text != '5') for text in solution_strs]
     with caplog.at_level(logging.WARNING):
         score(batched(body, num_workers=1), [str(i) for i in range(8)])
     assert sorted((tmp_path / "calls").read_text().split()) == sorted("8442211")
-    assert "a call with 8 samples failed and is retried in halves: ZeroDivisionError" in caplog.text
+    assert "a batched reward call with 8 samples failed; retrying each half: ZeroDivisionError" in caplog.text
 
 
 def test_one_invalid_result_of_a_batch_affects_only_its_sample(batched, score, caplog):
@@ -112,5 +112,5 @@ def test_config_and_parameters_are_compared(batched):
         RewardError, match=r"cannot be called with data_source, .*\(custom_reward_function\.batched=false"
     ):
         batched("return []", batched=False)
-    with pytest.raises(RewardError, match=r"\['solution_strs'\], which come from the data"):
+    with pytest.raises(RewardError, match=r"contains solution_strs, already passed from the dataset"):
         batched("return []", reward_kwargs={"solution_strs": 1})

@@ -64,7 +64,7 @@ def test_a_model_scores_alone():
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_score_that_is_no_number_is_an_error(wrong):
-    with pytest.raises(RewardError, match=rf"returned {wrong} for row 1 \(1 of 2 rows.*model_dtype=float32"):
+    with pytest.raises(RewardError, match=rf"for row 1 is {wrong} \(1 of 2 scores.*model_dtype=float32"):
         CombinedRewards(None).score(batch_of([2.0], [0, 0, wrong]), decode)
 
 

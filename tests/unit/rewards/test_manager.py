@@ -199,7 +199,7 @@ def test_loading_does_not_count_against_the_limit(file, score):
 @pytest.mark.parametrize(
     ("death", "told"),
     [
-        ("__import__('os')._exit(7)", "exit code 7"),
+        ("__import__('os')._exit(7)", "exited with code 7"),
         ("__import__('ctypes').string_at(0)", "signal 11"),
         ("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9"),
     ],

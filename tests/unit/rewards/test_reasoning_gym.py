@@ -83,14 +83,14 @@ def test_answer_is_the_last_tag_or_the_whole_response(text: str, tmp_path: Path)
 
 
 def test_rows_without_an_entry_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"no 'entry' and 'config'.*examples/data/reasoning_gym_task\.py"):
+    with pytest.raises(ValueError, match=r"must contain 'entry' and 'config'.*examples/data/reasoning_gym_task\.py"):
         reasoning_gym.compute_score("reasoning_gym/gcd", "6", "6", {})
 
 
 @pytest.mark.parametrize(
     ("task", "more", "said"),
     [
-        ("gdc", {"settings": {}}, "no task 'gdc'; known: .*gcd"),
+        ("gdc", {"settings": {}}, "no task 'gdc'; use one of .*gcd"),
         ("gcd", {"settings": {"max_vale": 3}}, "invalid settings for gcd: .*max_vale.*max_value="),
         ("gcd", {"settings": {"min_value": 9, "max_value": 3}}, "invalid settings for gcd"),
         ("gcd", {"settings": TINY["gcd"] | {"max_value": 2}}, r"unique questions in 500 draws.*Request fewer"),
