@@ -88,15 +88,15 @@ def find_role(path: Path) -> RoleCheckpoint:
     A role's folder names itself, a checkpoint its actor (or its only role), a run the newest complete checkpoint.
     Nothing is loaded; the engine verifies the checksums when it reads the files.
     """
-    from camshaft.engine.checkpoint import FACTS, facts_of
+    from camshaft.engine.checkpoint import STATE_FILE, read_state_file
 
     path = path.expanduser().absolute()
-    is_role = (path / FACTS).is_file() and not (path / TRAINER).is_dir()
+    is_role = (path / STATE_FILE).is_file() and not (path / TRAINER).is_dir()
     folder = path if is_role else _role_folder(_checkpoint_folder(path))
     storage.read_manifest(folder)  # raises for a folder without a manifest, which is incomplete
-    facts: dict[str, Any] = facts_of(folder).get("engine", {})
+    facts: dict[str, Any] = read_state_file(folder).get("engine", {})
     if "model" not in facts:
-        raise CheckpointError(f"{folder} does not record its model: {FACTS} has no entry 'model' from the engine")
+        raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} has no entry 'model' from the engine")
     return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], _tokenizer_of_run(folder.parent))
 
 

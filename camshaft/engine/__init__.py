@@ -3,17 +3,17 @@
     from camshaft.engine import build_engine
     engine = build_engine("reference", EngineConfig(...))
 
-    base.py             the interface; written for roles, which import from this package and never from a backend
-    torch_engine.py     a transformers model and a torch optimizer, without a layout over devices
+    base.py             the interface; roles import from this package, never from a backend
+    torch_engine.py     base class of the built-in engines: a transformers model and a torch optimizer
     single.py           `TorchEngine` on one device (`reference`)
     fsdp/               `TorchEngine` sharded over ranks (`fsdp`, `fsdp1`)
     micro_batches.py    splits a mini-batch into micro-batches
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases
-    checkpoint.py       saves and loads checkpoints at any number of ranks
+    checkpoint.py       saves checkpoints, and loads them at any world size
     collectives.py      broadcasts and gathers Python results and errors
 
-`contracts/engine` holds every engine to the same rules.
+`contracts/engine` tests every engine against the same rules.
 """
 
 from camshaft.config import backends
@@ -41,10 +41,10 @@ ENGINES = targets(backends.ENGINES)
 
 
 def engine_class(strategy: str) -> type[BaseEngine]:
-    """Return the class of `strategy`: a name in `ENGINES`, an entry point, or `package.module:Class`."""
+    """Resolve an engine class from a name in `ENGINES`, an entry point, or an import path `package.module:Class`."""
     return load(strategy, ENGINES, "camshaft.engines", BaseEngine)
 
 
 def build_engine(strategy: str, config: EngineConfig) -> BaseEngine:
-    """Construct the engine of `strategy`; its `init_model` builds the model."""
+    """Construct an engine from the name of its strategy. Call its `init_model` to build the model."""
     return engine_class(strategy)(config)

@@ -6,9 +6,10 @@
     with engine.train_mode():
         result = engine.train_batch(batch) # zero_grad, forward and backward, optimizer step
 
-A batch is a `DataProto` with `input_ids` (complete sequences) and `loss_mask` (the tokens that outputs are computed
-for and losses count). Predictions are `Ragged` columns aligned with `input_ids`, zero outside `loss_mask`: the entry of
-token j is about token j given the tokens before it. `scores` hold one value per sequence.
+A batch is a `DataProto` with two ragged columns: `input_ids` holds complete sequences, and `loss_mask` selects the
+tokens that outputs are computed for and that the loss counts. Predictions are `Ragged` columns aligned with
+`input_ids` and zero outside `loss_mask`. Entry j describes token j given the tokens before it: `log_probs[j]` is the
+log-prob of token j. `scores` hold one value per sequence.
 
 `contracts/engine/suite.py` tests every engine against the rules of this interface:
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
@@ -38,34 +39,34 @@ OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
     "value": ("values",),
     "reward": ("scores",),
 }
-"""Outputs of a model by its head; the first is the default.
+"""Outputs that a model supports, by its head; the first is the default.
 
-`distribution` holds the log-probs over the vocabulary for each token, without gradient. `full_kl` is the divergence
-sum_v p(v) (log p(v) - log q(v)) from the distribution q in the batch's column `log_q`, which is another model's
-`distribution` (a `preprocess_fn` may add it); its gradient is that of p.
+`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is the KL
+divergence sum_v p(v) (log p(v) - log q(v)) from p, the model's own distribution, to q. The batch's column `log_q` holds
+log q, the `distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
 """
 
 Batch = DataProto | Mapping[str, Any]
 Predictions = Mapping[str, Any]
-"""Names to `Ragged` (one value per token), or to a tensor or list (one value per row)."""
+"""Maps names to `Ragged` columns (one value per token), or to tensors or lists (one value per row)."""
 
 
 class StepContext(TypedDict, total=False):
-    """Control keys of one `forward_backward_step`, and its results.
+    """Control keys and results of one `forward_backward_step`.
 
-    Keys of hooks and callers are allowed beside these. The engine returns them, and accepts them in the next call.
+    Hooks and callers may add keys. The engine returns these keys unchanged and accepts them in the next call.
     """
 
     outputs: tuple[Output, ...]
-    """Predictions to compute; by default the first output of the head."""
+    """Predictions to compute; defaults to the first output of the head."""
     temperature: float
-    """Divisor of the logits before log-probs and entropy; 1.0 by default."""
+    """The engine divides the logits by it before it computes log-probs and entropy; defaults to 1.0."""
     num_tokens: float
-    """Set by the engine: number of `loss_mask` tokens of the mini-batch, over all data-parallel ranks."""
+    """Number of `loss_mask` tokens in the mini-batch, summed over all data-parallel ranks. Set by the engine."""
     num_sequences: float
-    """Set by the engine: number of rows with at least one such token, over all data-parallel ranks."""
+    """Number of rows with at least one `loss_mask` token, summed over all data-parallel ranks. Set by the engine."""
     metrics: dict[str, Tensor]
-    """Set by the loss: each micro-batch's share, already divided by the counts. The engine sums the shares."""
+    """Metrics of one micro-batch, divided by the counts of the mini-batch. Set by the loss; the engine sums them."""
 
 
 PreprocessFn = Callable[[Any, StepContext], tuple[Any, StepContext]]
@@ -75,7 +76,7 @@ LossFn = Callable[[DataProto, Any, StepContext], tuple[Tensor, StepContext]]
 
 @dataclass(frozen=True)
 class StepResult:
-    """One optimizer step. `grad_norm` is the norm before clipping; a skipped step changes no weight."""
+    """Results of one optimizer step. `grad_norm` is the norm before clipping. A skipped step changes no weight."""
 
     loss: float
     grad_norm: float
@@ -88,7 +89,7 @@ COUNTS = frozenset({"num_tokens", "num_sequences"})
 
 
 class CallContext(dict[str, Any]):
-    """The context during one call; records reads of the counts."""
+    """Context of one `forward_backward_step` that records if the loss reads a count."""
 
     counts_read = False
 
@@ -102,69 +103,73 @@ class CallContext(dict[str, Any]):
 
 
 def call_context(ctx: Mapping[str, Any] | None, head: str) -> CallContext:
-    """Return a new context for one call: control keys checked, other keys kept, metrics empty."""
+    """Check the control keys of `ctx` and return a copy with defaults filled in and empty metrics."""
     values = CallContext(ctx or {})
     control = StepContext.__annotations__
     for key in values.keys() - control.keys():
         nearest = difflib.get_close_matches(key, control, n=1, cutoff=0.8) if isinstance(key, str) else []
         if nearest:
             raise EngineError(
-                f"ctx['{key}'] is not a control key; did you mean '{nearest[0]}'? Choose a less similar name for a key "
-                f"of your own. Control keys: {', '.join(control)}"
+                f"ctx['{key}'] is not a control key; did you mean '{nearest[0]}'? If '{key}' is a custom key, choose a "
+                f"name that is less similar to a control key. Control keys: {', '.join(control)}"
             )
     supported = OUTPUTS_OF_HEAD[head]
     outputs = tuple(values.get("outputs", supported[:1]))
     unsupported = [name for name in outputs if name not in supported]
     if unsupported:
         raise EngineError(
-            f"ctx['outputs'] contains {', '.join(unsupported)}, but a {head} engine supports {', '.join(supported)}"
+            f"ctx['outputs'] contains {', '.join(unsupported)}, but an engine with head={head} supports only "
+            f"{', '.join(supported)}"
         )
     temperature = float(values.get("temperature", 1.0))
     if temperature <= 0:
-        raise EngineError(f"ctx['temperature']={temperature} must be above 0")
+        raise EngineError(f"ctx['temperature']={temperature} is not above 0; use 1.0 for unscaled logits")
     values.update(outputs=outputs, temperature=temperature, metrics={})
     return values
 
 
 class BaseEngine(ABC):
-    """One model, its optimizer and its layout over devices."""
+    """One model, its optimizer, and the placement of both on devices."""
 
     _initialized = False
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
-    """What the engine supports, and the schema of its options. Readable without an instance."""
+    """Supported features and the schema of the options. A class attribute, readable without an instance."""
 
     def __init__(self, config: EngineConfig):
         self.config = config
         self.options: Any = self.capabilities.validate(config)
-        """`config.options` as an instance of `capabilities.options`."""
+        """`config.options`, validated and parsed as an instance of `capabilities.options`."""
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if "init_model" in vars(cls):
-            cls.init_model = _marking_initialized(cls.init_model)  # pyright: ignore[reportAttributeAccessIssue]
+            cls.init_model = _mark_initialized(cls.init_model)  # pyright: ignore[reportAttributeAccessIssue]
 
     if not TYPE_CHECKING:  # a type checker would accept every attribute name
 
         def __getattribute__(self, name: str) -> Any:
-            """Reject the interface's methods and properties before `init_model`."""
+            """Raise `EngineError` if a method or property of the interface is used before `init_model`."""
             if name in _NEEDS_MODEL and not object.__getattribute__(self, "_initialized"):
-                raise EngineError(f"{name} needs the model: call init_model() first")
+                raise EngineError(f"{name} requires the model; call init_model() first")
             return object.__getattribute__(self, name)
 
     # -- implemented by an engine -----------------------------------------------------------------
 
     @abstractmethod
     def init_model(self) -> None:
-        """Build the model, and the optimizer and its schedule unless the config is forward-only."""
+        """Build the model. Unless the config is forward-only, also build the optimizer and its schedule."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[Any]:
-        """Enter training mode: load offloaded parts, call `module.train()`; undo both on exit."""
+        """Move offloaded parameters, gradients and optimizer state to the device and call `module.train()`.
+
+        Exiting the context undoes both.
+        """
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[Any]:
-        """Enter evaluation mode: load the parameters, call `module.eval()`; undo both on exit."""
+        """Move offloaded parameters to the device and call `module.eval()`; undo both on exit."""
 
     @abstractmethod
     def forward_backward_step(
@@ -175,7 +180,7 @@ class BaseEngine(ABC):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> tuple[Any, ...]:
-        """Run this rank's rows, of any number, in micro-batches, and accumulate gradients.
+        """Run this rank's rows in micro-batches and accumulate gradients. Ranks may hold different numbers of rows.
 
         Args:
             batch: A `DataProto` with `input_ids`, or a mapping with `input_ids` and `attention_mask` of shape (B, S).
@@ -183,12 +188,12 @@ class BaseEngine(ABC):
             ctx: Control keys (`StepContext`) and keys of the caller. It is not modified.
             forward_only: Compute no gradient.
             preprocess_fn: `(batch, ctx) -> (inputs, ctx)`, called once per micro-batch before the model. For a batch
-                without `input_ids` it is called once, with the whole batch, before the split.
+                without `input_ids` it is called once with the whole batch, before the split into micro-batches.
             postprocess_fn: `(outputs, ctx) -> (predictions, ctx)`, called once per micro-batch after the model.
 
         Returns:
-            `(predictions, ctx)` if `forward_only`, else `(predictions, loss, ctx)`: predictions in the order of the
-            rows, and the loss of the whole mini-batch over all data-parallel ranks.
+            `(predictions, ctx)` if `forward_only`, else `(predictions, loss, ctx)`. Predictions are in the order of
+            this rank's rows; the loss is that of the whole mini-batch, over all data-parallel ranks.
         """
 
     @abstractmethod
@@ -199,12 +204,12 @@ class BaseEngine(ABC):
     def optimizer_step(self) -> float:
         """Clip the gradient norm and apply one update; return the norm before clipping.
 
-        A norm that is not finite applies no update and is counted in `skipped_steps`.
+        If the norm is not finite, the update is skipped and `skipped_steps` increases by one.
         """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one step; return the learning rate of the next update."""
+        """Advance the learning-rate schedule by one step; return the learning rate of the next update."""
 
     @property
     @abstractmethod
@@ -213,58 +218,58 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def shard_data(self, data: DataProto) -> DataProto:
-        """Return this rank's tokens of `data` under sequence parallelism; else `data`."""
+        """Return this rank's chunk of the tokens under sequence parallelism; otherwise return `data` unchanged."""
 
     @abstractmethod
     def unshard_data(self, data: DataProto) -> DataProto:
-        """Gather the complete rows from what `shard_data` returned on each rank."""
+        """Invert `shard_data`: gather the chunks of all sequence-parallel ranks into complete rows."""
 
     @abstractmethod
     def set_loss_fn(self, loss_fn: LossFn) -> None:
-        """Set the loss of the next steps: `loss_fn(data, predictions, ctx) -> (loss, ctx)`, once per micro-batch."""
+        """Set the loss function `(data, predictions, ctx) -> (loss, ctx)`, which is called once per micro-batch."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move the parameters, the optimizer state, or both."""
+        """Move the parameters (`model`), the optimizer state (`optimizer`), or both to `device`."""
 
     @abstractmethod
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Write all state to the folder `local_path`, atomically, and a copy to `hdfs_path`.
+        """Write the complete state atomically to the folder `local_path`, and copy the folder to `hdfs_path` if given.
 
-        `max_ckpt_to_keep` removes the oldest folders whose path differs from `local_path` only in the number of its
-        `global_step_<n>` part.
+        `max_ckpt_to_keep` limits the number of checkpoints: the oldest folders are removed whose path differs from
+        `local_path` only in the number n of `global_step_<n>`.
         """
 
     @abstractmethod
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """Load a checkpoint of `save_checkpoint`, written at any world size.
+        """Load a checkpoint that `save_checkpoint` wrote, at any world size.
 
-        With `hdfs_path` the folder is first copied from there to `local_path`; `del_local_after_load` removes that
-        copy afterwards, never a checkpoint that was local before the call.
+        With `hdfs_path` the folder is first copied from there to `local_path`, and `del_local_after_load` removes that
+        copy after the load. A checkpoint that was local before the call is never removed.
         """
 
     @property
     @abstractmethod
     def seat(self) -> Seat:
-        """Rank and size of this process, overall and in data parallelism."""
+        """Rank and world size of this process, and its data-parallel rank and size."""
 
     @abstractmethod
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield Hugging Face names with full tensors, one at a time, in the same order on every rank.
+        """Yield (Hugging Face name, full tensor) pairs one at a time, in the same order on every rank.
 
-        An adapter is merged into the weights (not inside `disable_adapter`), which have the names of the model without
-        adapter. `adapter_only` yields the adapter, and a value or reward head trained with it, under the names of
-        PEFT's files; it raises an error without an adapter. The receiver may keep a tensor: it is the live weight or a
-        copy, never a reused buffer.
+        By default an adapter is merged into the weights, under the names of the model without adapter; inside
+        `disable_adapter` the base weights are yielded. `adapter_only` yields the adapter, and a value or reward head
+        trained with it, under the names that PEFT uses in its files; it raises an error if the model has no adapter.
+        The caller may keep a tensor: it is the live weight or a copy, never a reused buffer.
         """
 
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[Any]:
-        """Run the base model without its adapter inside the context; raise an error without an adapter.
+        """Disable the adapter inside the context; raise an error if the model has no adapter.
 
-        A value or reward head is not part of the adapter and is unchanged.
+        A value or reward head is not part of the adapter and stays as trained.
         """
 
     @property
@@ -273,9 +278,9 @@ class BaseEngine(ABC):
         """Number of optimizer steps skipped because the gradient was not finite."""
 
     def wait_for_checkpoint(self) -> None:  # noqa: B027 - only engines that write in the background override it
-        """Return when no checkpoint is being written."""
+        """Wait until the checkpoint in progress is written."""
 
-    # -- the same for all engines -----------------------------------------------------------------
+    # -- implemented here for all engines ---------------------------------------------------------
 
     def train_batch(
         self,
@@ -285,7 +290,7 @@ class BaseEngine(ABC):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> StepResult:
-        """Run one optimizer step on one mini-batch, inside `train_mode`; does not advance the schedule."""
+        """Run one optimizer step on one mini-batch. Call it inside `train_mode`. The schedule does not advance."""
         if loss_fn is not None:
             self.set_loss_fn(loss_fn)
         self.optimizer_zero_grad()
@@ -305,7 +310,7 @@ class BaseEngine(ABC):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> Predictions:
-        """Compute predictions without gradients, inside `eval_mode` or `train_mode`."""
+        """Compute predictions without gradients. Call it inside `eval_mode` or `train_mode`."""
         predictions, _ = self.forward_backward_step(batch, ctx, True, preprocess_fn, postprocess_fn)
         return predictions
 
@@ -317,19 +322,21 @@ _NEEDS_MODEL = frozenset(
 ) - {
     "init_model",
     "capabilities",
-    "wait_for_checkpoint",  # part of the cleanup after a failed start
+    "wait_for_checkpoint",  # the cleanup after a failed start calls it
 }
-"""Methods and properties of the interface that are an error before `init_model`."""
+"""Methods and properties of the interface that raise `EngineError` before `init_model`."""
 
 
-def _marking_initialized(init_model: Callable[[Any], None]) -> Callable[[Any], None]:
+def _mark_initialized(init_model: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap `init_model` so that it enables the interface; if it fails, the interface stays disabled."""
+
     @functools.wraps(init_model)
-    def marking(self: BaseEngine) -> None:
-        self._initialized = True  # before the call, which may use the interface
+    def wrapper(self: BaseEngine) -> None:
+        self._initialized = True  # set before the call, because init_model may use the interface
         try:
             init_model(self)
         except BaseException:
             self._initialized = False
             raise
 
-    return marking
+    return wrapper

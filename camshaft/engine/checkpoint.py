@@ -1,25 +1,25 @@
-"""Checkpoints of engines: one folder, written by one or many processes, loaded at any world size.
+"""Engine checkpoints: one folder, written by one or several processes, and loaded at any world size.
 
-    state = State.of(weights, optimizer, parameters, facts={"update": 20}, random=random_states(device))
+    state = State.collect(weights, optimizer, parameters, metadata={"update": 20}, random=random_states(device))
     save(state, "ckpt/global_step_20/actor", group=group, global_step=20)
     loaded = load_into("ckpt/global_step_20/actor", weights, optimizer, parameters, group=group)
 
     model/*.safetensors       weights by Hugging Face names
-    optimizer/*.safetensors   `<parameter>/<key>`: model.norm.weight/exp_avg
-    random/rank_0.safetensors random state of each rank (dropout); loaded at the same world size only
-    state.json                world size, class of the optimizer, facts of the engine
-    manifest.json             every file with size and checksum (camshaft/storage.py)
+    optimizer/*.safetensors   optimizer tensors by `<parameter>/<key>`, for example model.norm.weight/exp_avg
+    random/rank_0.safetensors random state of each rank (for dropout); loaded only at the same world size
+    state.json                world size, optimizer class, metadata of the engine
+    manifest.json             size and checksum of every file (camshaft/storage.py)
 
-Tensors may be DTensors over any mesh, and ranks may hold different tensors (the stages of a pipeline). Each rank writes
-its shards into a folder that all ranks share, and torch.distributed.checkpoint assembles the shards for the layout that
-loads them. One process without torch.distributed (`group=None`) writes unsharded files of the same names and loads both
-kinds.
+Tensors may be DTensors over any mesh. Ranks may hold different tensors, as the stages of a pipeline do. Each rank
+writes its shards into a folder that all ranks share. On load, torch.distributed.checkpoint assembles the shards for the
+layout of the loading engine. A single process without torch.distributed (`group=None`) writes unsharded files under the
+same names, and loads both sharded and unsharded files.
 
-`group` is a process group with a CPU backend (gloo); its timeout must exceed the time of a copy to `hdfs_path`. An
-error on one rank is raised on all ranks, and the folder then never gets its final name.
+`group` is a process group with a CPU backend (gloo). Its timeout must exceed the duration of a copy to `hdfs_path`. An
+error on one rank is raised on all ranks, and the folder is then not renamed to its final name.
 
-Tensors of an optimizer are stored under the Hugging Face names of its parameters, bitwise. Numbers that an optimizer
-keeps as Python objects go to `state.json`. Settings of the config (lr, betas, weight decay) are not stored.
+Optimizer tensors are stored bitwise, under the Hugging Face names of their parameters. Optimizer state that consists
+of Python numbers or strings goes to `state.json`. Config settings (lr, betas, weight decay) are not stored.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from camshaft import storage
-from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, seat_in
+from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, rank_and_size
 from camshaft.errors import CheckpointError
 
-FACTS = "state.json"
+STATE_FILE = "state.json"
 _FILE_BYTES = 2 << 30
 
 T = TypeVar("T")
@@ -59,54 +59,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class State:
-    """Everything a resume needs. The tensors are the live ones until `staged` copies them."""
+    """State that a checkpoint stores. The tensors are the engine's live tensors until `copy_to_cpu` copies them."""
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     random: Mapping[str, Tensor]
-    facts: Mapping[str, Any]
-    """Schedule position and model description of the engine; JSON, like the values below."""
+    metadata: Mapping[str, Any]
+    """Schedule position and model description of the engine. JSON, as are the `optimizer_values`."""
     optimizer_class: str | None = None
     optimizer_values: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(
+    def collect(
         cls,
         model: Mapping[str, Tensor],
         optimizer: torch.optim.Optimizer | None,
         parameters: Mapping[str, Tensor],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         random: Mapping[str, Tensor],
     ) -> State:
-        """Collect the state; `parameters` are the optimizer's, by the names they have in `model`."""
+        """Collect the state of an engine; `parameters` maps the names of `model` to the optimizer's parameters."""
         tensors, values = ({}, {}) if optimizer is None else optimizer_state(optimizer, parameters)
         name = None if optimizer is None else type(optimizer).__name__
-        return cls(model, tensors, random, facts, name, values)
+        return cls(model, tensors, random, metadata, name, values)
 
-    def staged(self) -> State:
-        """Copy all tensors to host memory, where training does not change them."""
+    def copy_to_cpu(self) -> State:
+        """Return a copy with all tensors in host memory, which further training does not change."""
 
-        def copied(part: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in part.items()}
+        def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
-        model, optimizer, random = map(copied, (self.model, self.optimizer, self.random))
-        return replace(self, model=model, optimizer=optimizer, random=random, facts=copy.deepcopy(self.facts))
+        model, optimizer, random = map(copy_tensors, (self.model, self.optimizer, self.random))
+        return replace(self, model=model, optimizer=optimizer, random=random, metadata=copy.deepcopy(self.metadata))
 
     def as_json(self, world_size: int) -> dict[str, Any]:
-        """Return everything but the tensors, for `state.json`."""
+        """Return the content of `state.json`: everything except the tensors."""
         return {
             "world_size": world_size,
             "optimizer": self.optimizer_class,
             "optimizer_values": dict(self.optimizer_values),
-            "engine": dict(self.facts),
+            "engine": dict(self.metadata),
         }
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """Parts of a checkpoint that the engine restores itself."""
+    """State of a checkpoint that `load_into` does not restore; the engine restores it."""
 
-    facts: dict[str, Any]
+    metadata: dict[str, Any]
     random: dict[str, Tensor]
     """Random state of this rank; empty if the checkpoint was written at another world size."""
 
@@ -123,16 +123,19 @@ def save(
     global_step: int = 0,
     max_ckpt_to_keep: int | None = None,
 ) -> None:
-    """Write `state` atomically to the folder `local_path`; collective over `group`."""
+    """Write `state` atomically to the folder `local_path`. This is a collective over `group`.
+
+    `hdfs_path` and `max_ckpt_to_keep` are those of `BaseEngine.save_checkpoint`.
+    """
     target = Path(local_path).expanduser().absolute()
-    rank, world_size = seat_in(group)
+    rank, world_size = rank_and_size(group)
     with _checkpoint_errors(rank, f"{target} could not be written"):
         work = on_rank_zero(group, lambda: _begin(target, state))
         _write(state.model, work / "model", group)
         _write(state.optimizer, work / "optimizer", group)
         fingerprints = on_every_rank(group, lambda: _finish_rank(state, work, group))
-        files = {name: fingerprint for of_rank in fingerprints for name, fingerprint in of_rank.items()}
-        state = replace(state, optimizer_values=_of_all_ranks(group, state.optimizer_values))
+        files = {name: entry for entries in fingerprints for name, entry in entries.items()}
+        state = replace(state, optimizer_values=_merge_over_ranks(group, state.optimizer_values))
         on_rank_zero(group, lambda: _finish(target, work, files, state.as_json(world_size), global_step))
         if hdfs_path is not None:
             on_rank_zero(group, lambda: storage.copy_folder(str(target), hdfs_path))
@@ -141,6 +144,7 @@ def save(
 
 
 def _begin(target: Path, state: State) -> Path:
+    """Create the temporary folder of the checkpoint `target`, with its subfolders."""
     with _checkpoint_errors(0, f"{target} could not be written"):
         work = storage.begin(target)
         for part, tensors in (("model", state.model), ("optimizer", state.optimizer), ("random", state.random)):
@@ -150,43 +154,46 @@ def _begin(target: Path, state: State) -> Path:
 
 
 def _write(tensors: Mapping[str, Tensor], folder: Path, group: Group) -> None:
-    """Write this rank's shards of `tensors`; one rank writes a tensor that several ranks hold."""
+    """Write this rank's shards of `tensors`. Only one rank writes a tensor that several ranks hold."""
     if not tensors:
         return
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     if group is None:
         save_file(contiguous, folder / f"{folder.name}.safetensors")
         return
-    _, world_size = seat_in(group)
-    sizes = _of_all_ranks(group, {name: t.numel() * t.element_size() for name, t in contiguous.items()})
+    _, world_size = rank_and_size(group)
+    sizes = _merge_over_ranks(group, {name: t.numel() * t.element_size() for name, t in contiguous.items()})
     writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_numbers(sizes, world_size), save_distributed=True
+        str(folder), fqn_to_index_mapping=_assign_files(sizes, world_size), save_distributed=True
     )
     state_dict_saver.save(dict(contiguous), storage_writer=writer, process_group=group)
 
 
-def _of_all_ranks(group: Group, entries: Mapping[str, T]) -> dict[str, T]:
-    """Merge the mappings of all ranks: a rank may hold only some of the tensors, as a pipeline stage does."""
+def _merge_over_ranks(group: Group, entries: Mapping[str, T]) -> dict[str, T]:
+    """Merge the mappings of all ranks; a rank may hold only some of the tensors, as a pipeline stage does."""
     merged: dict[str, T] = {}
     for entries_of_rank in on_every_rank(group, lambda: dict(entries)):
         merged.update(entries_of_rank)
     return merged
 
 
-def _file_numbers(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
-    """Assign each tensor to a file, numbered from 1. A file is assembled in memory, so its size is limited."""
-    numbers, number, filled = {}, 1, 0.0
+def _assign_files(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:
+    """Return the file number of each tensor, counted from 1.
+
+    torch.distributed.checkpoint assembles a file in memory, so the size of a rank's file is limited to `_FILE_BYTES`.
+    """
+    numbers, number, file_size = {}, 1, 0.0
     for name, size in sizes.items():
         share = size / world_size
-        if filled and filled + share > _FILE_BYTES:
-            number, filled = number + 1, 0.0
-        numbers[name], filled = number, filled + share
+        if file_size and file_size + share > _FILE_BYTES:
+            number, file_size = number + 1, 0.0
+        numbers[name], file_size = number, file_size + share
     return numbers
 
 
 def _finish_rank(state: State, work: Path, group: Group) -> dict[str, Any]:
-    """Write this rank's random state, read all files of this rank again, and return their fingerprints."""
-    rank, _ = seat_in(group)
+    """Write this rank's random state; return the fingerprints of all files of this rank, read back from disk."""
+    rank, _ = rank_and_size(group)
     # torch.distributed.checkpoint numbers ranks from 1 in file names.
     pattern = "*.safetensors" if group is None else f"shard-{rank + 1:05d}-*.safetensors"
     with _checkpoint_errors(rank, f"{work} could not be written"):
@@ -197,25 +204,27 @@ def _finish_rank(state: State, work: Path, group: Group) -> dict[str, Any]:
         return storage.fingerprints(work, paths)
 
 
-def _finish(target: Path, work: Path, files: dict[str, Any], facts: Mapping[str, Any], global_step: int) -> None:
+def _finish(target: Path, work: Path, files: dict[str, Any], state: Mapping[str, Any], global_step: int) -> None:
+    """Write `state.json` and the manifest, and rename the folder to `target`."""
     with _checkpoint_errors(0, f"{target} could not be written"):
         visible = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
         if missing := sorted(files.keys() - visible):
             raise CheckpointError(
-                f"{target}: rank 0 does not see '{missing[0]}', which another rank has written; "
-                "use a folder on a file system that all nodes share"
+                f"rank 0 cannot see '{missing[0]}' of {target}, which another rank has written; use a folder on a file "
+                "system that all nodes share"
             )
         assert visible == files.keys(), f"no checksum of {sorted(visible - files.keys())}"
-        (work / FACTS).write_text(json.dumps(facts), encoding="utf-8")
-        files |= storage.fingerprints(work, [work / FACTS])
+        (work / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        files |= storage.fingerprints(work, [work / STATE_FILE])
         storage.finish(target, files, {"kind": "engine", "global_step": global_step})
 
 
 class BackgroundSave:
-    """Runs `save` in a thread, from copies in host memory; training continues once `start` has made the copies.
+    """Runs `save` in a background thread.
 
-    `group` must not be used elsewhere: collectives of training would mix with those of the thread. Call `wait` before
-    the process ends, before a load, and to raise the error of a save; `start` waits for the previous save.
+    `start` copies the state to host memory and returns, so that training continues while the thread writes the copy. It
+    waits for the previous save first. `wait` waits for the save in progress and raises its error; call it before a load
+    and before the process exits. Nothing else may use `group`, because collectives of two threads would interleave.
     """
 
     def __init__(self, group: Group = None):
@@ -232,13 +241,13 @@ class BackgroundSave:
         global_step: int = 0,
         max_ckpt_to_keep: int | None = None,
     ) -> None:
-        """Copy `state` and write the copy in the background; arguments as for `save`."""
+        """Copy `state` and write the copy in the background. The arguments are those of `save`."""
         self.wait()
         copies: list[State] = []
-        rank, _ = seat_in(self._group)
-        with _checkpoint_errors(rank, f"no memory for the copy of {local_path}"):
-            on_every_rank(self._group, lambda: copies.append(state.staged()))
-        # A new thread uses device 0, where torch would create a context.
+        rank, _ = rank_and_size(self._group)
+        with _checkpoint_errors(rank, f"could not copy the state for {local_path} to host memory"):
+            on_every_rank(self._group, lambda: copies.append(state.copy_to_cpu()))
+        # A new thread starts on device 0, and torch would create a context there.
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
         def run() -> None:
@@ -254,14 +263,14 @@ class BackgroundSave:
                     max_ckpt_to_keep=max_ckpt_to_keep,
                 )
             except BaseException as error:
-                logger.error("the checkpoint %s was not written: %s", local_path, error)
+                logger.error("could not write the checkpoint %s: %s", local_path, error)
                 self._error = error
 
         self._thread = threading.Thread(target=run, name=f"save {local_path}")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the save in progress; raise its error."""
+        """Wait for the save in progress and raise its error, if any."""
         if self._thread is None:
             return
         self._thread.join()
@@ -275,16 +284,16 @@ class BackgroundSave:
 
 
 @contextlib.contextmanager
-def fetched(local_path: str, hdfs_path: str | None, remove_after: bool, group: Group = None) -> Iterator[Path]:
-    """Yield the folder to load: `local_path`, to which `hdfs_path` is copied first if given.
+def fetch_folder(local_path: str, hdfs_path: str | None, remove_after: bool, group: Group = None) -> Iterator[Path]:
+    """Yield the folder `local_path`. If `hdfs_path` is given, it is first copied to `local_path`.
 
-    `remove_after` removes such a copy on exit.
+    `remove_after` removes this copy on exit.
     """
     if hdfs_path is not None:
         on_rank_zero(group, lambda: storage.copy_folder(hdfs_path, local_path))
     yield Path(local_path).expanduser()
     if hdfs_path is not None and remove_after:
-        on_every_rank(group, lambda: None)  # another rank may still be reading
+        on_every_rank(group, lambda: None)  # a barrier, because another rank may still be reading
         on_rank_zero(group, lambda: storage.remove(local_path))
 
 
@@ -296,90 +305,96 @@ def load_into(
     *,
     group: Group = None,
 ) -> Loaded:
-    """Load weights into `model` in place, and the optimizer's state; collective over `group`.
+    """Load a checkpoint into the tensors of `model` and the state of `optimizer`. This is a collective over `group`.
 
-    Checksums of all files, names and shapes are verified before anything is changed. Without an optimizer only the
-    weights are loaded.
+    The checksums of all files and the names and shapes of the weights are verified before any tensor changes. Without
+    an optimizer, only the weights are loaded.
     """
     folder = Path(local_path).expanduser()
-    rank, world_size = seat_in(group)
+    rank, world_size = rank_and_size(group)
     with _checkpoint_errors(rank, f"{folder} could not be read"):
         on_every_rank(group, lambda: storage.verify(folder, (rank, world_size)))
-        facts, stored, stored_state = on_rank_zero(group, lambda: _contents(folder))
-        expected = _of_all_ranks(group, {name: tuple(tensor.shape) for name, tensor in model.items()})
-        _compare(folder, stored, expected)
+        saved_state, stored, stored_state = on_rank_zero(group, lambda: _read_contents(folder))
+        expected = _merge_over_ranks(group, {name: tuple(tensor.shape) for name, tensor in model.items()})
+        _check_weights(folder, stored, expected)
         targets: dict[str, Tensor] = {}
         if optimizer is not None:
             assert parameters is not None, "optimizer state is stored by parameter names"
-            if _has_state_of(optimizer, facts, folder):
-                local_state = _local_state(stored_state, parameters, group)
-                make = functools.partial(optimizer_targets, optimizer, parameters, local_state, folder)
+            if _has_optimizer_state(optimizer, saved_state, folder):
+                local_infos = _select_local(stored_state, parameters, group)
+                make = functools.partial(optimizer_targets, optimizer, parameters, local_infos, folder)
                 on_every_rank(group, lambda: targets.update(make()))
         _load_tensors(folder / "model", model, group)
         _load_tensors(folder / "optimizer", targets, group)
         if optimizer is not None and parameters is not None:
-            restore_optimizer(optimizer, parameters, targets, facts["optimizer_values"])
-        return Loaded(facts["engine"], _random_state(folder, facts["world_size"], rank, world_size))
+            restore_optimizer(optimizer, parameters, targets, saved_state["optimizer_values"])
+        random = _load_random_state(folder, saved_state["world_size"], rank, world_size)
+        return Loaded(saved_state["engine"], random)
 
 
-def _contents(folder: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, TensorInfo]]:
-    """Return (facts, tensors of the model, tensors of the optimizer) of a checkpoint."""
-    return facts_of(folder), _tensors(folder / "model"), _tensors(folder / "optimizer")
+def _read_contents(folder: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, TensorInfo]]:
+    """Return (content of `state.json`, tensors of the model, tensors of the optimizer) of a checkpoint."""
+    return read_state_file(folder), _read_tensor_infos(folder / "model"), _read_tensor_infos(folder / "optimizer")
 
 
-def facts_of(folder: Path) -> dict[str, Any]:
+def read_state_file(folder: Path) -> dict[str, Any]:
     """Read the `state.json` of a checkpoint (`State.as_json`)."""
-    path = folder / FACTS
+    path = folder / STATE_FILE
     if not path.is_file():
-        raise CheckpointError(f"{folder} was not written by an engine: it has no {FACTS}")
+        raise CheckpointError(
+            f"{folder} has no {STATE_FILE}, so it is not a checkpoint of an engine; give the folder of one role, such "
+            "as global_step_20/actor"
+        )
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _tensors(folder: Path) -> dict[str, TensorInfo]:
+def _read_tensor_infos(folder: Path) -> dict[str, TensorInfo]:
+    """Read shape and dtype of each tensor in the safetensors files of `folder`."""
     metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {name: (tuple(info.size), info.properties.dtype) for name, info in metadata.items()}  # pyright: ignore
 
 
-def _compare(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise an error that reports the differences between the checkpoint's model and this one."""
+def _check_weights(folder: Path, stored: Mapping[str, TensorInfo], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise `CheckpointError` if names or shapes in the checkpoint differ from those of the model."""
     problems = [f"'{name}' is missing" for name in expected if name not in stored]
     problems += [f"'{name}' is not in the model" for name in stored if name not in expected]
     problems += [
-        f"'{name}' is {stored[name][0]}, the model has {shape}"
+        f"'{name}' has shape {stored[name][0]} but the model has {shape}"
         for name, shape in expected.items()
         if name in stored and stored[name][0] != shape
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{folder} belongs to another model: {'; '.join(problems[:5])}{more}; load it with the model that wrote it"
+            f"{folder} is a checkpoint of another model: {'; '.join(problems[:5])}{more}; load it with the model that "
+            "wrote it"
         )
 
 
-def _local_state(
+def _select_local(
     stored: Mapping[str, TensorInfo], parameters: Mapping[str, Tensor], group: Group
 ) -> dict[str, TensorInfo]:
-    """Return the stored optimizer tensors without those of parameters that only other ranks hold."""
-    elsewhere = _of_all_ranks(group, dict.fromkeys(parameters)).keys() - parameters.keys()
-    return {full: info for full, info in stored.items() if _split(full)[0] not in elsewhere}
+    """Drop the stored optimizer tensors whose parameters are held by other ranks only."""
+    remote_parameters = _merge_over_ranks(group, dict.fromkeys(parameters)).keys() - parameters.keys()
+    return {entry: info for entry, info in stored.items() if _split_key(entry)[0] not in remote_parameters}
 
 
-def _has_state_of(optimizer: torch.optim.Optimizer, facts: Mapping[str, Any], folder: Path) -> bool:
-    """Return True if the checkpoint has state of this optimizer's class; raise an error if of another class."""
-    kind = type(optimizer).__name__
-    if facts["optimizer"] is None:
-        logger.warning("%s holds no optimizer state; %s starts with empty state", folder, kind)
+def _has_optimizer_state(optimizer: torch.optim.Optimizer, saved_state: Mapping[str, Any], folder: Path) -> bool:
+    """Return True if the checkpoint holds optimizer state; raise `CheckpointError` if its class is another one."""
+    name, saved_name = type(optimizer).__name__, saved_state["optimizer"]
+    if saved_name is None:
+        logger.warning("%s holds no optimizer state; %s starts with empty state", folder, name)
         return False
-    if facts["optimizer"] != kind:
+    if saved_name != name:
         raise CheckpointError(
-            f"{folder} was written with the optimizer {facts['optimizer']}, this engine has {kind}. "
-            f"Set optim.optimizer={facts['optimizer']}, or start a new run from its weights only"
+            f"{folder} was written with the optimizer {saved_name}, but this engine uses {name}. "
+            f"Set optim.optimizer={saved_name}, or start a new run from the weights of the checkpoint"
         )
     return True
 
 
 def _load_tensors(folder: Path, targets: Mapping[str, Tensor], group: Group) -> None:
-    """Load `targets` from the files of `folder`, written in any layout."""
+    """Load `targets` from the files of `folder`, which may have been written in another layout."""
     if not targets:
         return
     with warnings.catch_warnings():
@@ -388,15 +403,16 @@ def _load_tensors(folder: Path, targets: Mapping[str, Tensor], group: Group) -> 
         state_dict_loader.load(dict(targets), storage_reader=reader, process_group=group, no_dist=group is None)
 
 
-def _random_state(folder: Path, written_by: int, rank: int, world_size: int) -> dict[str, Tensor]:
-    if written_by == world_size:
+def _load_random_state(folder: Path, saved_world_size: int, rank: int, world_size: int) -> dict[str, Tensor]:
+    """Load the random state of this rank; return an empty dict if the world size has changed."""
+    if saved_world_size == world_size:
         path = folder / "random" / f"rank_{rank}.safetensors"
         return load_file(path) if path.is_file() else {}
     if rank == 0:
         logger.info(
             "%s was written by %d ranks and is loaded by %d; dropout starts with new random states",
             folder,
-            written_by,
+            saved_world_size,
             world_size,
         )
     return {}
@@ -404,7 +420,7 @@ def _random_state(folder: Path, written_by: int, rank: int, world_size: int) -> 
 
 @contextlib.contextmanager
 def _checkpoint_errors(rank: int, problem: str) -> Iterator[None]:
-    """Turn an error into a `CheckpointError` with `problem`, the rank and the cause."""
+    """Convert any error to a `CheckpointError` that states `problem`, the rank and the cause."""
     try:
         yield
     except CheckpointError:
@@ -416,19 +432,20 @@ def _checkpoint_errors(rank: int, problem: str) -> Iterator[None]:
         raise CheckpointError(f"{problem}: rank {rank}: {type(error).__name__}: {error}") from error
 
 
-# -- the state of an optimizer, by parameter names ------------------------------------------------
+# -- optimizer state by parameter names -----------------------------------------------------------
 
 
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (tensors, other values) by `<parameter>/<key>`; the tensors are not copied."""
+    """Return the state of `optimizer` as (tensors, other values), by `<parameter>/<key>`. Tensors are not copied."""
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     named = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}
     if unnamed := len(optimizer.state) - len(named):
         raise CheckpointError(
-            f"{type(optimizer).__name__} has state of {unnamed} parameters without a name in the model"
+            f"{type(optimizer).__name__} holds state of {unnamed} parameters that have no name in the model; train "
+            "only parameters of the model"
         )
     for name, state in named.items():
         for key, value in state.items():
@@ -438,8 +455,8 @@ def optimizer_state(
                 values[f"{name}/{key}"] = value
             else:
                 raise CheckpointError(
-                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as '{key}' of {name}; a checkpoint "
-                    "stores tensors, numbers and strings. Choose an optimizer with such a state"
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as '{key}' of {name}, which a "
+                    "checkpoint cannot store; choose an optimizer whose state consists of tensors, numbers and strings"
                 )
     return tensors, values
 
@@ -447,24 +464,27 @@ def optimizer_state(
 def optimizer_targets(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], stored: Mapping[str, TensorInfo], folder: Path
 ) -> dict[str, Tensor]:
-    """Allocate a tensor for each optimizer tensor of the checkpoint `folder`.
+    """Allocate a tensor for each optimizer tensor that the checkpoint `folder` stores.
 
-    State of the parameter's shape has the parameter's layout (DTensors too); other state is not sharded.
+    State of the same shape as its parameter is sharded like the parameter; other state is not sharded.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     targets = {}
-    for full, (shape, dtype) in stored.items():
-        name, key = _split(full)
+    for entry, (shape, dtype) in stored.items():
+        name, key = _split_key(entry)
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in groups:
-            raise CheckpointError(f"{folder} holds optimizer state of '{name}', which this engine does not train")
+            raise CheckpointError(
+                f"{folder} holds optimizer state of '{name}', which this engine does not train; load the checkpoint "
+                "into an engine that trains the same parameters"
+            )
         if shape == tuple(parameter.shape) and shape:
-            targets[full] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            targets[entry] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         else:
             group = groups[id(parameter)]
-            # As in torch: the step counter is on the CPU unless a kernel reads it on the device.
+            # As in torch.optim, the step counter is on the CPU unless a kernel reads it on the device.
             on_cpu = key == "step" and not (group.get("capturable") or group.get("fused"))
-            targets[full] = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
+            targets[entry] = torch.empty(shape, dtype=dtype, device="cpu" if on_cpu else parameter.device)
     return targets
 
 
@@ -474,15 +494,15 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Replace the state of `optimizer` by `tensors`, and by those of `values` whose parameter is in `parameters`."""
+    """Replace the state of `optimizer` by `tensors` and `values`, without entries of parameters not in `parameters`."""
     optimizer.state.clear()
-    for full, value in {**tensors, **values}.items():
-        name, key = _split(full)
+    for entry, value in {**tensors, **values}.items():
+        name, key = _split_key(entry)
         if name in parameters:
             optimizer.state[parameters[name]][key] = value
 
 
-def _split(full: str) -> tuple[str, str]:
-    """Return (parameter, key) of `<parameter>/<key>`."""
-    name, _, key = full.rpartition("/")
+def _split_key(entry: str) -> tuple[str, str]:
+    """Split `<parameter>/<key>` into (parameter, key)."""
+    name, _, key = entry.rpartition("/")
     return name, key

@@ -1,10 +1,10 @@
 """Collectives for Python results: broadcast or gather values, and raise one rank's error on every rank.
 
     folder = on_rank_zero(group, lambda: storage.begin(target))
-    sizes = on_every_rank(group, lambda: write(folder / f"rank_{rank}"))     # in the order of ranks
+    sizes = on_every_rank(group, lambda: write(folder / f"rank_{rank}"))     # one result per rank, in rank order
 
-A rank that raised an error before a collective would leave the others waiting. These functions exchange the error
-first, and then raise it on every rank. `group` is a process group with a CPU backend (gloo), or None for one process
+If one rank raises an error before a collective, the other ranks wait for it forever. These functions exchange the error
+instead and raise it on every rank. `group` is a process group with a CPU backend (gloo), or None for a single process
 without torch.distributed. Results and errors are pickled.
 """
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 Group = dist.ProcessGroup | None
 
 
-def seat_in(group: Group) -> tuple[int, int]:
+def rank_and_size(group: Group) -> tuple[int, int]:
     """Return (rank in `group`, size of `group`)."""
     return (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
@@ -31,7 +31,7 @@ def on_rank_zero(group: Group, action: Callable[[], T]) -> T:
     """Run `action` on rank 0 of `group` and return its result on every rank."""
     if group is None:
         return action()
-    rank, _ = seat_in(group)
+    rank, _ = rank_and_size(group)
     local = _try(action) if rank == 0 else None
     received: list[Any] = [local]
     dist.broadcast_object_list(received, src=dist.get_global_rank(group, 0), group=group)
@@ -39,14 +39,17 @@ def on_rank_zero(group: Group, action: Callable[[], T]) -> T:
 
 
 def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
-    """Run `action` on every rank and return all results, by rank; raise the error of the lowest rank that has one."""
+    """Run `action` on every rank and return the results of all ranks, in rank order.
+
+    If ranks raise errors, every rank raises the error of the lowest of them.
+    """
     if group is None:
         return [action()]
-    rank, size = seat_in(group)
+    rank, size = rank_and_size(group)
     outcomes: list[Any] = [None] * size
     local = _try(action)
     dist.all_gather_object(outcomes, local, group=group)
-    outcomes[rank] = local  # keeps the traceback
+    outcomes[rank] = local  # the local error keeps its traceback; an unpickled one has none
     return [_value(outcome) for outcome in outcomes]
 
 
@@ -58,7 +61,10 @@ def _try(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _portable(error: Exception) -> Exception:
-    """Return `error`, or an `EngineError` with its text if it cannot be pickled: a lost error would be a hang."""
+    """Return `error`, or an `EngineError` with its text if it cannot be pickled.
+
+    Without the replacement, the exchange would fail on this rank and the other ranks would hang.
+    """
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

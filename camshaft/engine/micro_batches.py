@@ -1,22 +1,24 @@
-"""Splits a mini-batch into micro-batches, packs their rows, and restores the order of rows.
+"""Splits a mini-batch into micro-batches, packs their rows, and restores the order of the rows.
 
     plan = plan_micro_batches(lengths, size=4, max_tokens=None)
     parts = [model(batch.reorder(rows)) for rows in plan]
     predictions = restore_order(plan, parts)
 
-By count: consecutive groups of `size` rows. By token budget: as few groups of at most `max_tokens` tokens as possible,
-balanced by the cost of rows including attention (`algorithms/partition.py`), the most expensive group first. The budget
-is a hard limit: a longer row raises an error. Within a micro-batch rows are sorted by length, so that attention over
-packed rows makes fewer and larger calls.
+With `size`, a micro-batch holds up to `size` consecutive rows. With `max_tokens`, rows are assigned to as few
+micro-batches of at most `max_tokens` tokens as possible. These micro-batches are balanced by the compute cost of their
+rows, including attention (`algorithms/partition.py`), and the most expensive one comes first. A row with more than
+`max_tokens` tokens raises an error. Within a micro-batch rows are sorted by length, because packed attention batches
+rows of equal length into one call.
 
 Prefix sharing computes a prompt once for all of its responses:
 
     groups = prefix_groups(ids, mask)       # [PrefixGroup(rows=(0, 1, 5), shared=12), PrefixGroup(rows=(2,), shared=0)]
     packed = pack_rows(ids, at, groups)     # tokens, `Packing` and positions for a `PackedModel`
 
-Rows share the tokens before their first counted token if these are equal: the prompt of a group of samples, or the
-first turns of a conversation. The result is exact. With causal attention the hidden states of a prompt do not depend on
-the response that follows, and the gradient of the prompt is the sum over its responses.
+A counted token is one that `loss_mask` selects. Rows with equal tokens before their first counted token form a prefix
+group: the samples of one prompt, or continuations of the same first turns. The result is exact. With causal attention,
+the hidden states of a prompt do not depend on the response that follows, and the gradient of the prompt is the sum over
+its responses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from camshaft.errors import BatchError
 from camshaft.models.packing import Packing
 
 PIVOT = attention_pivot(hidden_size=4096)
-"""Default: the pivot of a model of about eight billion parameters."""
+"""Default pivot: that of a model with about eight billion parameters."""
 
 
 EXPECTED_BATCH = (
@@ -50,10 +52,10 @@ def has_input_ids(batch: Any) -> bool:
 
 
 def as_batch(batch: Any) -> DataProto:
-    """Return a `DataProto` with `input_ids` and `loss_mask`; `BatchError` if `batch` has another form.
+    """Convert `batch` to a `DataProto` with `input_ids` and `loss_mask`; raise `BatchError` for other types.
 
-    A mapping with `input_ids` and `attention_mask` of shape (B, S) is unpadded, with every other (B, S) tensor in it.
-    Without a `loss_mask` all tokens but the first of each row count.
+    A mapping with `input_ids` and `attention_mask` of shape (B, S) is unpadded, as is every other (B, S) tensor in it.
+    A missing `loss_mask` selects all tokens except the first of each row.
     """
     if not has_input_ids(batch):
         raise BatchError(f"the batch is {_describe(batch)}; expected {EXPECTED_BATCH}")
@@ -64,16 +66,17 @@ def as_batch(batch: Any) -> DataProto:
         return batch.with_columns(loss_mask=ids.like(ids.positions() > 0))
     mask = batch.ragged("loss_mask")
     if not torch.equal(mask.lengths, ids.lengths):
-        raise BatchError("loss_mask and input_ids have rows of different lengths")
+        raise BatchError("loss_mask and input_ids have rows of different lengths; give each token one mask value")
     firsts = mask.offsets[:-1][mask.lengths > 0]
     if bool(mask.values[firsts.to(mask.values.device)].any()):
         raise BatchError(
-            "loss_mask is set on the first token of a row, which the model does not predict; clear it there"
+            "loss_mask selects the first token of a row, which the model does not predict; set it to 0 there"
         )
     return batch
 
 
 def _describe(batch: Any) -> str:
+    """Return the type of `batch`, with its shape or column names, for an error message."""
     if isinstance(batch, Tensor):
         return f"a tensor of shape {tuple(batch.shape)}"
     if isinstance(batch, DataProto | Mapping):
@@ -83,6 +86,7 @@ def _describe(batch: Any) -> str:
 
 
 def _unpad(batch: Mapping[str, Any]) -> DataProto:
+    """Convert padded (B, S) tensors to `Ragged` columns and drop the mask and the position ids."""
     if "attention_mask" not in batch:
         raise BatchError(
             f"the batch is a mapping without 'attention_mask' (keys: {', '.join(batch)}); expected {EXPECTED_BATCH}"
@@ -92,8 +96,8 @@ def _unpad(batch: Mapping[str, Any]) -> DataProto:
     for name, value in batch.items():
         if name in ("attention_mask", "position_ids"):
             continue
-        grid = isinstance(value, Tensor) and value.shape[:2] == mask.shape
-        columns[name] = Ragged.from_padded(value, mask) if grid else value
+        per_token = isinstance(value, Tensor) and value.shape[:2] == mask.shape
+        columns[name] = Ragged.from_padded(value, mask) if per_token else value
     return DataProto.from_dict(columns)
 
 
@@ -105,53 +109,56 @@ def plan_micro_batches(
     pivot: float = PIVOT,
     prefix_groups: Sequence[PrefixGroup] | None = None,
 ) -> list[list[int]]:
-    """Return the rows of each micro-batch. `equalise(count)` returns the largest count of all ranks.
+    """Return the row numbers of each micro-batch.
 
-    With both limits a micro-batch respects both. A rank with fewer rows than micro-batches gets empty ones, in which
-    the engine runs a row with weight 0. `pivot` is the length at which attention costs as much as the
-    rest of the model (`attention_pivot`); token budgets are balanced with it. With a token budget, rows of
-    one prefix group share a micro-batch as far as the budget allows, and their prefix counts once.
+    A micro-batch respects both limits, `size` and `max_tokens`, if both are given. `equalise(count)` returns the
+    maximum of `count` over all ranks, because every rank must run the same number of micro-batches. A rank with fewer
+    rows than that gets empty lists, and the engine runs a dummy row with zero loss weight for each of them.
+
+    A token budget also uses the last two arguments. `pivot` is the row length at which attention costs as much as the
+    rest of the model (`attention_pivot`); micro-batches are balanced with it. Rows of one prefix group go to the same
+    micro-batch if the budget allows, and the shared prefix counts once. With both limits, prefix groups are ignored.
     """
     sizes = lengths.tolist()
     if not sizes:
-        raise BatchError("the batch has no rows")
+        raise BatchError("the batch has no rows; pass at least one row")
     if max_tokens is None:
         size = size or len(sizes)
-        groups = [list(range(i, min(i + size, len(sizes)))) for i in range(0, len(sizes), size)]
-        missing = equalise(len(groups)) - len(groups)
-        groups = _split_further(groups, missing) if missing else groups
+        plan = [list(range(i, min(i + size, len(sizes)))) for i in range(0, len(sizes), size)]
+        plan = _split_largest(plan, equalise(len(plan)) - len(plan))
     else:
-        longest = max(range(len(sizes)), key=sizes.__getitem__)
-        if sizes[longest] > max_tokens:
+        longest_row = max(range(len(sizes)), key=sizes.__getitem__)
+        if sizes[longest_row] > max_tokens:
             raise BatchError(
-                f"row {longest} has {sizes[longest]} tokens, more than the budget of {max_tokens} tokens a "
-                "micro-batch: raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or "
+                f"row {longest_row} has {sizes[longest_row]} tokens, which exceeds the budget of {max_tokens} tokens "
+                "per micro-batch; raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or "
                 "data.max_response_length"
             )
         rows = [PrefixGroup((row,), 0) for row in range(len(sizes))]
         units = rows if prefix_groups is None or size is not None else _split_groups(prefix_groups, sizes, max_tokens)
-        budget = Budget(
+        packer = BinPacker(
             sizes=[unit.tokens(sizes) for unit in units],
             costs=[_cost(unit, sizes, pivot) for unit in units],
-            most_rows=size or len(units),
+            max_items=size or len(units),
             max_tokens=max_tokens,
         )
-        groups = budget.fewest()
-        count = equalise(len(groups))
-        if count > len(groups):
-            groups = budget.balanced(count) or _split_further(groups, count - len(groups))
-        groups = sorted(groups, key=lambda rows: (-budget.cost(rows), rows))
-        groups = [[row for number in group for row in units[number].rows] for group in groups]
-    return [sorted(group, key=lambda row: (sizes[row], row)) for group in groups]
+        bins = packer.pack()
+        count = equalise(len(bins))
+        if count > len(bins):
+            bins = packer.balance(count) or _split_largest(bins, count - len(bins))
+        bins = sorted(bins, key=lambda items: (-packer.cost(items), items))
+        plan = [[row for item in items for row in units[item].rows] for items in bins]
+    return [sorted(micro_batch, key=lambda row: (sizes[row], row)) for micro_batch in plan]
 
 
-def _cost(unit: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
-    shared = row_cost(unit.shared, pivot)
-    return shared + sum(row_cost(sizes[row], pivot) - shared for row in unit.rows)
+def _cost(group: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
+    """Return the compute cost of the rows of `group`, with their prefix counted once."""
+    prefix_cost = row_cost(group.shared, pivot)
+    return prefix_cost + sum(row_cost(sizes[row], pivot) - prefix_cost for row in group.rows)
 
 
 def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_tokens: int) -> list[PrefixGroup]:
-    """Split each group into parts of at most `max_tokens` tokens; most groups are not split."""
+    """Split each prefix group with more than `max_tokens` tokens into smaller groups."""
     parts: list[PrefixGroup] = []
     for group in groups:
         members: list[list[int]] = [[]]
@@ -164,96 +171,101 @@ def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_token
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Rows of given sizes and costs, to be grouped under limits of rows and tokens."""
+class BinPacker:
+    """Packs items (rows or prefix groups) into bins (micro-batches) with limits on items and tokens."""
 
     sizes: Sequence[int]
+    """Number of tokens of each item."""
     costs: Sequence[float]
-    most_rows: int
+    """Compute cost of each item."""
+    max_items: int
     max_tokens: int
 
-    def cost(self, rows: Sequence[int]) -> float:
-        return sum(self.costs[row] for row in rows)
+    def cost(self, items: Sequence[int]) -> float:
+        return sum(self.costs[item] for item in items)
 
-    def fewest(self) -> list[list[int]]:
-        """Return as few groups as possible, balanced if that needs no additional group.
+    def pack(self) -> list[list[int]]:
+        """Pack the items into as few bins as possible, balanced by cost if this needs no additional bin.
 
-        This is bin packing: best-fit decreasing is close to optimal, and balancing is used if it needs fewer groups.
+        Best-fit decreasing is close to optimal. Its result is replaced if `balance` finds as few or fewer bins.
         """
-        groups = self._packed()
-        least = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.most_rows))
-        groups = self.balanced(len(groups)) or groups
-        while len(groups) > least and (fewer := self.balanced(len(groups) - 1)):
-            groups = fewer
-        return groups
+        bins = self._best_fit_decreasing()
+        lower_bound = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.max_items))
+        bins = self.balance(len(bins)) or bins
+        while len(bins) > lower_bound and (fewer_bins := self.balance(len(bins) - 1)):
+            bins = fewer_bins
+        return bins
 
-    def balanced(self, count: int) -> list[list[int]] | None:
-        """Return `count` groups of nearly equal cost within both limits, or None if none is found."""
-        # Groups of equal cost may exceed a tight token budget; groups of equal tokens rarely do.
+    def balance(self, count: int) -> list[list[int]] | None:
+        """Pack the items into `count` bins of nearly equal cost; return None if no such packing is found."""
+        # Bins of equal cost may exceed a tight token budget; bins with equal numbers of tokens rarely do.
         candidates = [self._repair(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
-        within = [groups for groups in candidates if groups is not None]
-        return min(within, key=lambda groups: max(map(self.cost, groups)), default=None)
+        valid = [bins for bins in candidates if bins is not None]
+        return min(valid, key=lambda bins: max(map(self.cost, bins)), default=None)
 
-    def _repair(self, groups: list[list[int]]) -> list[list[int]] | None:
-        """Move the shortest rows of groups over a limit to the cheapest group with space; None if there is none."""
-        groups, moved = [sorted(rows, key=lambda row: (-self.sizes[row], row)) for rows in groups], []
-        tokens = [sum(self.sizes[row] for row in rows) for rows in groups]
-        costs = [self.cost(rows) for rows in groups]
-        for index, rows in enumerate(groups):
-            while tokens[index] > self.max_tokens or len(rows) > self.most_rows:
-                moved.append(row := rows.pop())
-                tokens[index] -= self.sizes[row]
-                costs[index] -= self.costs[row]
-        for row in sorted(moved, key=lambda row: (-self.sizes[row], row)):
-            left = self.max_tokens - self.sizes[row]
-            candidates = [p for p, rows in enumerate(groups) if tokens[p] <= left and len(rows) < self.most_rows]
+    def _repair(self, bins: list[list[int]]) -> list[list[int]] | None:
+        """Move the shortest items of bins over a limit to the cheapest bin with space; return None if no bin has."""
+        bins, moved_items = [sorted(items, key=lambda item: (-self.sizes[item], item)) for items in bins], []
+        tokens = [sum(self.sizes[item] for item in items) for items in bins]
+        costs = [self.cost(items) for items in bins]
+        for index, items in enumerate(bins):
+            while tokens[index] > self.max_tokens or len(items) > self.max_items:
+                moved_items.append(item := items.pop())
+                tokens[index] -= self.sizes[item]
+                costs[index] -= self.costs[item]
+        for item in sorted(moved_items, key=lambda item: (-self.sizes[item], item)):
+            limit = self.max_tokens - self.sizes[item]
+            candidates = [b for b, items in enumerate(bins) if tokens[b] <= limit and len(items) < self.max_items]
             if not candidates:
                 return None
-            target = min(candidates, key=lambda p: (costs[p], p))
-            groups[target].append(row)
-            tokens[target] += self.sizes[row]
-            costs[target] += self.costs[row]
-        return groups
+            target = min(candidates, key=lambda b: (costs[b], b))
+            bins[target].append(item)
+            tokens[target] += self.sizes[item]
+            costs[target] += self.costs[item]
+        return bins
 
-    def _packed(self) -> list[list[int]]:
-        """Assign rows, longest first, to the fullest group with space (best-fit decreasing)."""
-        groups: list[list[int]] = []
-        open_groups: list[tuple[int, int]] = []  # (free tokens, number of the group), sorted
-        for row in sorted(range(len(self.sizes)), key=lambda row: (-self.sizes[row], row)):
-            index = bisect.bisect_left(open_groups, (self.sizes[row], -1))
-            if index < len(open_groups):
-                left, target = open_groups.pop(index)
+    def _best_fit_decreasing(self) -> list[list[int]]:
+        """Assign items, longest first, to the fullest bin with space."""
+        bins: list[list[int]] = []
+        open_bins: list[tuple[int, int]] = []  # (free tokens, number of the bin), sorted
+        for item in sorted(range(len(self.sizes)), key=lambda item: (-self.sizes[item], item)):
+            index = bisect.bisect_left(open_bins, (self.sizes[item], -1))
+            if index < len(open_bins):
+                free_tokens, target = open_bins.pop(index)
             else:
-                left, target = self.max_tokens, len(groups)
-                groups.append([])
-            groups[target].append(row)
-            if len(groups[target]) < self.most_rows:
-                bisect.insort(open_groups, (left - self.sizes[row], target))
-        return groups
+                free_tokens, target = self.max_tokens, len(bins)
+                bins.append([])
+            bins[target].append(item)
+            if len(bins[target]) < self.max_items:
+                bisect.insort(open_bins, (free_tokens - self.sizes[item], target))
+        return bins
 
 
-def _split_further(groups: list[list[int]], more: int) -> list[list[int]]:
-    """Add `more` groups by halving the largest; empty ones if no group can be halved."""
-    groups = [list(group) for group in groups]
-    for _ in range(more):
-        largest = max(range(len(groups)), key=lambda g: len(groups[g]))
-        rows = groups[largest]
-        half = (len(rows) + 1) // 2
-        groups[largest] = rows[:half]
-        groups.append(rows[half:])
-    return groups
+def _split_largest(bins: list[list[int]], count: int) -> list[list[int]]:
+    """Add `count` bins by halving the largest bin `count` times. If it holds one item, the new bin is empty."""
+    bins = [list(items) for items in bins]
+    for _ in range(count):
+        largest = max(range(len(bins)), key=lambda b: len(bins[b]))
+        items = bins[largest]
+        half = (len(items) + 1) // 2
+        bins[largest] = items[:half]
+        bins.append(items[half:])
+    return bins
 
 
 def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
-    """Concatenate `Ragged` columns, tensors or lists of micro-batches, in the order of the rows before the split."""
-    rows = [row for group in plan for row in group]
+    """Concatenate the results of the micro-batches of `plan` in the original order of the rows.
+
+    `parts` are `Ragged` columns, tensors or lists with one entry per row.
+    """
+    rows = [row for micro_batch in plan for row in micro_batch]
     order = torch.empty(len(rows), dtype=torch.int64)
     order[torch.tensor(rows, dtype=torch.int64)] = torch.arange(len(rows))
-    first = parts[0]
-    if isinstance(first, Ragged):
+    sample = parts[0]
+    if isinstance(sample, Ragged):
         return Ragged.concat(list(parts)).select(order)
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts))[order.to(first.device)]
+    if isinstance(sample, Tensor):
+        return torch.cat(list(parts))[order.to(sample.device)]
     values = [value for part in parts for value in part]
     return [values[index] for index in order.tolist()]
 
@@ -266,16 +278,16 @@ class PrefixGroup(NamedTuple):
 
     rows: tuple[int, ...]
     shared: int
-    """Length of the common prefix; 0 for a single row, which is packed as one segment."""
+    """Number of tokens in the common prefix; 0 for a single row, which is packed as one segment."""
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Number of tokens to compute, with the prefix counted once; `lengths` are those of all rows."""
+        """Return the number of tokens to compute, with the prefix counted once; `lengths` covers the whole batch."""
         return self.shared + sum(lengths[row] - self.shared for row in self.rows)
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows in the form that a `PackedModel` takes."""
+    """Arguments for a `PackedModel`: rows packed one after the other, each shared prefix once."""
 
     tokens: Tensor
     """(N,) token ids."""
@@ -283,15 +295,15 @@ class PackedRows:
     at: Tensor
     """(M,) offset of each counted token in `tokens`, in the order of the rows."""
     source: Tensor | None = None
-    """(N,) offset of each token in the flattened rows; None if the order is the same."""
+    """(N,) offset of each token in the flattened rows; None if `tokens` are the flattened rows."""
 
     def reorder(self, values: Tensor) -> Tensor:
-        """Values per token of the flattened rows, in the order of `tokens`."""
+        """Select from per-token `values` of the flattened rows those of `tokens`, in their order."""
         return values if self.source is None else values[self.source.to(values.device)]
 
 
 def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
-    """Assign each row to one group; groups are in the order of their first rows."""
+    """Group the rows by the tokens before their first counted token, in the order of first occurrence."""
     tokens, counted = ids.values.cpu().numpy(), mask.values.cpu().numpy().astype(bool)
     members: dict[bytes | int, list[int]] = {}
     prefix_lengths: dict[bytes | int, int] = {}
@@ -307,9 +319,10 @@ def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
 
 
 def pack_rows(ids: Ragged, at: Tensor, groups: Sequence[PrefixGroup] = ()) -> PackedRows:
-    """Pack the groups one after the other: the prefix, then the rest of each row. Without a shared prefix, row by row.
+    """Pack the prefix groups one after the other: first the prefix, then the remaining tokens of each row.
 
-    `at` (M,) are the offsets of the counted tokens in the flattened rows.
+    Without shared prefixes, rows are packed in their order. `at` (M,) holds the offsets of the counted tokens in the
+    flattened rows.
     """
     lengths = ids.lengths.tolist()
     if not any(group.shared for group in groups):
@@ -317,7 +330,8 @@ def pack_rows(ids: Ragged, at: Tensor, groups: Sequence[PrefixGroup] = ()) -> Pa
     starts = [0, *accumulate(lengths)]
     segments: list[tuple[int, int]] = []
     prefix_of: list[int | None] = []
-    shift = torch.zeros(len(lengths), dtype=torch.int64)  # of the counted part of each row, from rows to packed tokens
+    # Per row: offset of a counted token in the packed tokens, minus its offset in the flattened rows.
+    shift = torch.zeros(len(lengths), dtype=torch.int64)
     size = 0
     for group in groups:
         prefix = None

@@ -1,11 +1,11 @@
 """Offloading of parameters, gradients and optimizer state to host memory between phases.
 
     parts = Parts(packed, optimizer, device, offloaded=("optimizer",))
-    with parts.on_device("model", "optimizer"): ...      # on the device inside; other parts are not moved
+    with parts.on_device("model", "optimizer"): ...      # both are on the device inside the block
 
-Parts are "model", "gradients" and "optimizer". At the end of the outermost block offloaded parts return to host memory,
-the others to their previous device. torch requires a gradient on the device of its parameter, so gradients offloaded
-without the parameters are held by `Parts`.
+The parts are "model", "gradients" and "optimizer". When the outermost block ends, each part in `offloaded` returns to
+host memory, and every other part to the device it was on before. torch requires a gradient to be on the device of its
+parameter. If gradients are offloaded and parameters are not, `Parts` therefore stores the gradients itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 
 
 class Parts:
-    """Parameters, gradients and optimizer state of one engine, and their devices."""
+    """Moves the parameters, gradients and optimizer state of one engine between devices."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Parts:
         self._module, self._optimizer, self._device = module, optimizer, device
         self._offloaded = offloaded
         self._in_use: set[Part] = set()
-        self._held_gradients: dict[nn.Parameter, Tensor] = {}
+        self._offloaded_gradients: dict[nn.Parameter, Tensor] = {}
         self._restore(dict.fromkeys(self._offloaded))
 
     @contextlib.contextmanager
     def on_device(self, *parts: Part) -> Iterator[None]:
-        """Move the parts to the device on which the engine computes; move them back on exit."""
+        """Move `parts` to the engine's compute device, and back on exit. Blocks may be nested."""
         unused: list[Part] = [part for part in parts if part not in self._in_use]
         before: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
         self._in_use.update(unused)
@@ -56,53 +56,53 @@ class Parts:
             self._restore(before)
 
     def _restore(self, before: Mapping[Part, torch.device | None]) -> None:
-        """Move each part to host memory if it is offloaded, else to its previous device."""
-        for part, device in before.items():
-            target = HOST if part in self._offloaded else device
-            current = self.device_of(part)
-            if target is not None and current is not None and current.type != target.type:
+        """Move each part in `offloaded` to host memory, and the others to their device in `before`."""
+        for part, previous_device in before.items():
+            target = HOST if part in self._offloaded else previous_device
+            device = self.device_of(part)
+            if target is not None and device is not None and device.type != target.type:
                 self.move(part, target)
 
     def device_of(self, part: Part) -> torch.device | None:
-        """Return the device of a part; None if it has no tensors."""
+        """Return the device of `part`, or None if it has no tensors yet."""
         if part == "model":
             return next(self._module.parameters()).device
         if part == "gradients":
             attached = (p.grad for p in self._module.parameters() if p.grad is not None)
-            return next((gradient.device for gradient in self._held_gradients.values() or attached), None)
+            return next((gradient.device for gradient in self._offloaded_gradients.values() or attached), None)
         states = self._optimizer.state.values() if self._optimizer is not None else ()
-        tensors = (value for state in states for name, value in state.items() if _moves(name, value))
+        tensors = (value for state in states for name, value in state.items() if _is_movable(name, value))
         return next((tensor.device for tensor in tensors), None)
 
     def move(self, part: Part, device: torch.device) -> None:
-        """Move a part to `device`. Parameters move together with their gradients."""
+        """Move `part` to `device`. Moving "model" also moves the gradients attached to its parameters."""
         if part == "model":
             self._module.to(device)
         elif part == "gradients":
             self._move_gradients(device)
         elif self._optimizer is not None:
             for state in self._optimizer.state.values():
-                state.update({n: v.to(device) for n, v in state.items() if _moves(n, v)})
+                state.update({n: v.to(device) for n, v in state.items() if _is_movable(n, v)})
         if device.type != self._device.type:
             release_cache(self._device)
 
     def clear_gradients(self) -> None:
-        """Clear all gradients, offloaded ones too."""
-        self._held_gradients.clear()
+        """Clear all gradients, including offloaded ones."""
+        self._offloaded_gradients.clear()
         self._module.zero_grad(set_to_none=True)
 
     def _move_gradients(self, device: torch.device) -> None:
         for parameter in self._module.parameters():
-            gradient = self._held_gradients.pop(parameter, parameter.grad)
+            gradient = self._offloaded_gradients.pop(parameter, parameter.grad)
             if gradient is None:
                 continue
             if parameter.device == device:
                 parameter.grad = gradient.to(device)
             else:
                 parameter.grad = None
-                self._held_gradients[parameter] = gradient.to(device)
+                self._offloaded_gradients[parameter] = gradient.to(device)
 
 
-def _moves(name: str, value: object) -> bool:
-    """Return False for the step counters, which optimizers keep on the host."""
+def _is_movable(name: str, value: object) -> bool:
+    """Return True for the tensors of an optimizer state, except the counter `step`: it stays on its device."""
     return isinstance(value, Tensor) and name != "step"

@@ -1,4 +1,4 @@
-"""Engine of a transformers model and a torch optimizer, without the layout over devices.
+"""Base class of engines that train a transformers model with a torch optimizer.
 
     class MyEngine(TorchEngine):
         def build_model(self) -> PackedModel: ...       # the model on its device, or sharded over ranks
@@ -6,11 +6,11 @@
         @property
         def seat(self) -> Seat: ...                     # rank and data-parallel rank, for several ranks
 
-`SingleDeviceEngine`, `FSDPEngine` and the `PipelineEngine` of `examples/pipeline_engine` derive from it. The optimizer
-is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`, the split into micro-batches in
-`micro_batches.py`. A step is
+A subclass places the model on devices: `SingleDeviceEngine`, `FSDPEngine`, and the `PipelineEngine` of
+`examples/pipeline_engine`. The optimizer is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`
+and the split into micro-batches in `micro_batches.py`. A step consists of
 
-    padded mapping -> ragged batch -> counts over the mini-batch and all ranks -> plan of micro-batches
+    padded mapping -> ragged batch -> token and sequence counts over all ranks -> micro-batch plan
       -> [ preprocess -> model -> postprocess -> loss -> backward ] for each micro-batch
       -> predictions in the order of the rows; loss and metrics summed over micro-batches and ranks
 """
@@ -57,57 +57,57 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import PackedModel, Untouched, named_tensors
+from camshaft.models.packed import PackedModel, OpaqueTensor, named_tensors
 from camshaft.seat import ONLY_RANK, Seat
 
 PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
-"""Outputs of the model with one entry per token; the others have one per row."""
+"""Model outputs with one entry per token. The other outputs have one entry per row."""
 
 
-FORWARD_ONLY = "this engine is forward-only: set EngineConfig.optim to train it"
+FORWARD_ONLY = "this engine is forward-only; set EngineConfig.optim to train it"
 
 
 class TorchEngine(BaseEngine):
-    """A `PackedModel`, its optimizer and its schedule; a subclass places the model on devices."""
+    """A `PackedModel`, its optimizer and its schedule. A subclass places the model on devices."""
 
+    # `init_model` sets the first three attributes.
     module: PackedModel
-    """Set by `init_model`, as are `parts` and `device`."""
     parts: Parts
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
-    """Parts kept in host memory outside `train_mode` and `eval_mode`."""
+    """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
     checkpoint_group: dist.ProcessGroup | None = None
-    """Process group used for checkpoints only; None for one process."""
+    """Process group that only checkpoints use; None for a single process."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule | None = None
         self._loss_fn: LossFn | None = None
-        self._warned = False
-        self._skipped = 0
+        self._warned_of_unread_counts = False
+        self._skipped_steps = 0
 
-    # -- the layout, for subclasses ---------------------------------------------------------------
+    # -- placement on devices, implemented by subclasses ------------------------------------------
 
     @abstractmethod
     def build_model(self) -> PackedModel:
-        """Return the model with its weights, in eval mode, laid out on `self.device`."""
+        """Build the model with its weights, in eval mode, on `self.device` or sharded over ranks."""
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the data-parallel ranks."""
         return tensor
 
     def max_over_ranks(self, count: int) -> int:
-        """Return the maximum of a number over the data-parallel ranks."""
+        """Return the maximum of `count` over the data-parallel ranks."""
         return count
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded weight."""
+        """Gather a sharded weight; an unsharded one is returned unchanged."""
         return tensor
 
     @property
     def home_device(self) -> torch.device:
-        """Device of parameters and optimizer state during a step."""
+        """Device that holds parameters and optimizer state during a step."""
         return self.device
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
@@ -115,7 +115,7 @@ class TorchEngine(BaseEngine):
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradients of one micro-batch's share of the loss."""
+        """Accumulate the gradients of the loss of one micro-batch."""
         loss.backward()
 
     def after_inference(self) -> None:
@@ -137,7 +137,7 @@ class TorchEngine(BaseEngine):
         self.device = resolve_device(self.config.device)
         self.module = self.build_model()
         if self.config.optim is not None:
-            # Before any forward pass: the optimizer must hold the parameters that the layout has made.
+            # Built after `build_model`, which may replace parameters, and before any forward pass.
             self._optimizer = build_optimizer(self.module.parameters(), self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
         self.parts = Parts(self.module, self._optimizer, self.home_device, self.offloaded_parts)
@@ -156,7 +156,7 @@ class TorchEngine(BaseEngine):
 
     @property
     def skipped_steps(self) -> int:
-        return self._skipped
+        return self._skipped_steps
 
     # -- modes and devices ------------------------------------------------------------------------
 
@@ -199,10 +199,10 @@ class TorchEngine(BaseEngine):
     ) -> tuple[Any, ...]:
         loss_fn = None if forward_only else self._loss_fn
         if not forward_only and loss_fn is None:
-            raise EngineError("the engine has no loss: call set_loss_fn(loss_fn) first, or pass forward_only=True")
+            raise EngineError("the engine has no loss function; call set_loss_fn(loss_fn), or pass forward_only=True")
         call: StepContext = call_context(ctx, self.config.model.head)  # pyright: ignore[reportAssignmentType]
         if preprocess_fn is not None and not has_input_ids(batch):
-            # Lengths and counts of raw data are unknown before the hook has run.
+            # Without input_ids, row lengths and counts are unknown until the hook has run.
             batch, call = preprocess_fn(batch, call)
             preprocess_fn = None
         data = as_batch(batch)
@@ -214,7 +214,8 @@ class TorchEngine(BaseEngine):
         outputs: list[Predictions] = []
         with torch.set_grad_enabled(not forward_only):
             for rows in plan:
-                # A rank with fewer micro-batches than others repeats its shortest row, with weight 0, in collectives.
+                # Every rank must run the same number of micro-batches, since they contain collectives. A rank with
+                # fewer rows runs its shortest row as a dummy with weight 0.
                 micro_batch = data.reorder(rows or [shortest])
                 predictions, loss, ctx = self._micro_batch(
                     micro_batch, ctx, loss_fn, preprocess_fn, postprocess_fn, 1 if rows else 0
@@ -232,7 +233,7 @@ class TorchEngine(BaseEngine):
             ctx["metrics"] = {}
             return predictions, {**ctx}
         self._warn_of_unread_counts(ctx, len(plan))
-        # One collective for the loss and all metrics.
+        # The loss and all metrics are summed in one collective.
         shares = [torch.as_tensor(share, device=self.device).double() for share in (total, *metrics.values())]
         total, *sums = self.sum_over_ranks(torch.stack(shares))
         ctx["metrics"] = dict(zip(metrics, sums, strict=True))
@@ -247,10 +248,10 @@ class TorchEngine(BaseEngine):
         postprocess_fn: PostprocessFn | None,
         weight: int = 1,
     ) -> tuple[Predictions, Tensor | None, StepContext]:
-        """Run the model, the hooks and the backward pass on one micro-batch; weight 0 adds no gradient.
+        """Run the model, the hooks and the backward pass on one micro-batch; with weight 0 the gradients are zero.
 
-        Returns detached predictions, this micro-batch's share of the loss, and the context. With rows in host memory
-        nothing here waits for an accelerator, so that the host queues one micro-batch after the other.
+        Returns the detached predictions, the loss of this micro-batch, and the context. If the rows are in host memory,
+        this method never waits for an accelerator, so the host can queue several micro-batches.
         """
         ctx["metrics"] = {}
         inputs = data
@@ -262,12 +263,12 @@ class TorchEngine(BaseEngine):
         packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
         log_q = None
         if "full_kl" in ctx["outputs"]:
-            log_q = Untouched(to_device(packed.reorder(inputs.ragged("log_q").values), self.device))
+            log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self.device))
         with self.forward_context():
             outputs = self.module(
                 to_device(packed.tokens, self.device),
                 packed.packing,
-                Untouched(packed.at),  # on the host, where the model checks it without waiting for a device
+                OpaqueTensor(packed.at),  # on the CPU, so that the model checks it without waiting for a device
                 ctx["outputs"],
                 ctx["temperature"],
                 log_q,
@@ -283,7 +284,10 @@ class TorchEngine(BaseEngine):
         return detached, loss, ctx
 
     def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
-        """Spread outputs of counted tokens over all tokens of the rows, with zeros elsewhere."""
+        """Convert outputs of the counted tokens, at flattened offsets `positions`, to `Ragged` columns like `ids`.
+
+        Entries of other tokens are zero. Outputs per row are unchanged.
+        """
         positions = to_device(positions, self.device)
         aligned: dict[str, Any] = {}
         for name, value in outputs.items():
@@ -293,19 +297,19 @@ class TorchEngine(BaseEngine):
         return aligned
 
     def _plan(self, data: DataProto, forward_only: bool) -> list[list[int]]:
-        """Return the rows of each micro-batch, as many micro-batches on every data-parallel rank."""
+        """Return the row numbers of each micro-batch. All data-parallel ranks get the same number of micro-batches."""
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
         if max_tokens is None:
             return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks)
-        # Rows that share a prefix are computed once only within one micro-batch.
+        # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
         groups = prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes else None
         pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
     def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
-        """Put the numbers of counted tokens and sequences, over all data-parallel ranks, into `ctx`."""
+        """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
         local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
         tokens, sequences = self.sum_over_ranks(to_device(local, self.device)).tolist()
@@ -313,19 +317,21 @@ class TorchEngine(BaseEngine):
         return ctx
 
     def _warn_of_unread_counts(self, ctx: Mapping[str, Any], micro_batches: int) -> None:
-        several = micro_batches * self.seat.dp_size > 1
-        if several and not self._warned and isinstance(ctx, CallContext) and not ctx.counts_read:
-            self._warned = True
+        """Warn once if the mini-batch is split but the loss does not divide by its counts."""
+        is_split = micro_batches * self.seat.dp_size > 1
+        if is_split and not self._warned_of_unread_counts and isinstance(ctx, CallContext) and not ctx.counts_read:
+            self._warned_of_unread_counts = True
             warnings.warn(
-                f"the loss reads neither ctx['num_tokens'] nor ctx['num_sequences'], and is summed over "
-                f"{micro_batches} micro-batches and {self.seat.dp_size} data-parallel ranks: a mean over its rows "
-                "depends on this split. Divide sums by these counts, which are those of the whole mini-batch",
+                "the loss function reads neither ctx['num_tokens'] nor ctx['num_sequences']. Its results are summed "
+                f"over {micro_batches} micro-batches and {self.seat.dp_size} data-parallel ranks, so a mean over the "
+                "rows of one micro-batch depends on the split. Return a sum divided by ctx['num_tokens'] or "
+                "ctx['num_sequences'], the counts of the whole mini-batch",
                 stacklevel=3,
             )
 
     @property
     def _shares_prefixes(self) -> bool:
-        """True if a prefix common to several rows is computed once."""
+        """True if a prefix that several rows share is computed only once."""
         module, model = self.module, self.config.model
         supported = module.supports_prefix_sharing and module.sequence is None and self.device.type == "cpu"
         return supported and model.use_prefix_grouper and model.head != "reward"
@@ -337,11 +343,11 @@ class TorchEngine(BaseEngine):
     def optimizer_step(self) -> float:
         with self.parts.on_device("model", "gradients", "optimizer"):
             norm, updated = self.clip_and_step()
-        self._skipped += not updated
+        self._skipped_steps += not updated
         return norm
 
     def lr_scheduler_step(self) -> float:
-        return self.schedule.go_to(self.schedule.update + 1)
+        return self.schedule.set_update(self.schedule.update + 1)
 
     @property
     def seat(self) -> Seat:
@@ -350,7 +356,7 @@ class TorchEngine(BaseEngine):
 
     @property
     def learning_rate(self) -> float:
-        return self.schedule.rate
+        return self.schedule.learning_rate
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
@@ -382,19 +388,19 @@ class TorchEngine(BaseEngine):
         )
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        fetched = checkpoint.fetched(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
-        # Loaded onto the device of a step; parts that are offloaded return to host memory afterwards.
-        with fetched as folder, self.parts.on_device("model", "optimizer"):
+        folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
+        # State is loaded on the compute device; offloaded parts return to host memory when the block ends.
+        with folder_context as folder, self.parts.on_device("model", "optimizer"):
             loaded = self._load_state(folder)
         if self._optimizer is not None:
-            self.schedule.go_to(loaded.facts["update"])
+            self.schedule.set_update(loaded.metadata["update"])
             if loaded.random:
                 set_random_states(loaded.random, self.device)
-        self._skipped = loaded.facts["skipped_steps"]
+        self._skipped_steps = loaded.metadata["skipped_steps"]
 
     def _state(self) -> checkpoint.State:
         random = random_states(self.device)
-        return checkpoint.State.of(
+        return checkpoint.State.collect(
             self._checkpoint_weights(), self._optimizer, self._parameters(), self._metadata(), random
         )
 
@@ -403,29 +409,29 @@ class TorchEngine(BaseEngine):
         return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self.checkpoint_group)
 
     def _metadata(self) -> dict[str, Any]:
-        """Return the schedule's position, and the model's description for exports of the checkpoint."""
+        """Return the position of the schedule, and the model description that exports of the checkpoint read."""
         update, path = self._schedule.update if self._schedule else 0, Path(self.config.model.path).expanduser()
         model = self.config.model.model_dump(mode="json", fallback=str)
         if path.is_dir():
             model["path"] = str(path.absolute())
-        return {"update": update, "skipped_steps": self._skipped, "model": model, "seed": self.config.seed}
+        return {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
 
     def _parameters(self) -> dict[str, Tensor]:
         return dict(self.module.hf.named_parameters())
 
     def _checkpoint_weights(self) -> dict[str, Tensor]:
-        """Return the live weights that a checkpoint holds: all of them, or with an adapter the trained ones."""
+        """Return the live weights that a checkpoint stores: all weights, or only the trained ones with an adapter."""
         if self.config.model.lora is None:
             return dict(named_tensors(self.module.hf))
         return {name: p.detach() for name, p in self.module.hf.named_parameters() if p.requires_grad}
 
 
 def _detach(predictions: Any, rows: int) -> dict[str, Any]:
-    """Detach the predictions of one micro-batch; an error unless each has a value per row, or per token of each row."""
+    """Detach the predictions of one micro-batch; raise `EngineError` for predictions without one entry per row."""
     if not isinstance(predictions, Mapping):
         raise EngineError(
-            f"postprocess_fn returned a {type(predictions).__name__} as predictions; return a mapping of names to "
-            "Ragged (a value per token), tensors or lists (a value per row)"
+            f"postprocess_fn returned a {type(predictions).__name__} as predictions; return a mapping from names to "
+            "Ragged columns (a value per token), or to tensors or lists (a value per row)"
         )
     detached: dict[str, Any] = {}
     for name, value in predictions.items():
@@ -437,7 +443,7 @@ def _detach(predictions: Any, rows: int) -> dict[str, Any]:
             detached[name] = list(value) if isinstance(value, np.ndarray | Sequence) else None
         if isinstance(value, str) or detached[name] is None or len(detached[name]) != rows:
             raise EngineError(
-                f"postprocess_fn returned '{name}' as a {type(value).__name__} that does not hold one value per row of "
-                f"{rows} rows; return Ragged (a value per token), a tensor or a list (a value per row)"
+                f"postprocess_fn returned '{name}' as a {type(value).__name__} that does not have one entry for each "
+                f"of {rows} rows; return a Ragged column (a value per token), a tensor or a list (a value per row)"
             )
     return detached

@@ -54,7 +54,7 @@ NUMBER_HEADS = ("score", "classifier")
 """Names in `transformers` of the layer that maps hidden states to one number."""
 
 
-class Untouched:
+class OpaqueTensor:
     """Hides a tensor argument from FSDP, which moves tensors to the device and casts them to the compute dtype."""
 
     def __init__(self, tensor: Tensor):
@@ -100,10 +100,10 @@ class PackedModel(nn.Module):
         self,
         tokens: Tensor,
         packing: Packing,
-        at: Tensor | Untouched,
+        at: Tensor | OpaqueTensor,
         outputs: Sequence[str],
         temperature: float = 1.0,
-        log_q: Tensor | Untouched | None = None,
+        log_q: Tensor | OpaqueTensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
@@ -115,7 +115,7 @@ class PackedModel(nn.Module):
           tokens. Only the rows `at` of `log_q` are read.
 
         All are float32, or float64 for a float64 model. Keep `at` on the CPU: its values are checked only there, since
-        a check on another device would wait for it. Sequence parallelism requires it, a sharded model `Untouched`.
+        a check on another device would wait for it. Sequence parallelism requires it, a sharded model `OpaqueTensor`.
         """
         at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
         self.check_inputs(tokens, packing, at, outputs)
@@ -275,9 +275,9 @@ def _check_model(hf: PreTrainedModel) -> None:
         )
 
 
-def unwrap(argument: Tensor | Untouched) -> Tensor:
+def unwrap(argument: Tensor | OpaqueTensor) -> Tensor:
     """Return the tensor of an argument that may be hidden from FSDP."""
-    return argument.tensor if isinstance(argument, Untouched) else argument
+    return argument.tensor if isinstance(argument, OpaqueTensor) else argument
 
 
 def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:

@@ -11,7 +11,7 @@ from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine, StepContext, engine_class
-from camshaft.engine.optim import rate
+from camshaft.engine.optim import learning_rate_at
 from camshaft.errors import EngineError
 
 STRATEGIES = ("reference", "fsdp2")
@@ -79,7 +79,7 @@ def test_to_moves_the_selected_parts(strategy: str, tmp_path: Path, monkeypatch:
 def test_num_cycles_is_the_number_of_cosine_cycles() -> None:
     def rates(**changes: Any) -> list[float]:
         optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine", total_training_steps=4, **changes)
-        return [rate(optim, k) for k in range(5)]
+        return [learning_rate_at(optim, k) for k in range(5)]
 
     # (1 + cos(2 pi cycles k / 4)) / 2: half a cycle decays once, a full cycle rises again.
     assert rates() == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0])

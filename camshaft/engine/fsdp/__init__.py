@@ -1,11 +1,11 @@
-"""The sharded engine on PyTorch's FSDP.
+"""Engines that shard a model over ranks with PyTorch's FSDP.
 
-engine.py            `FSDPEngine`, on `fully_shard` (`fsdp`)
-fsdp1.py             `FSDP1Engine`, on `FullyShardedDataParallel` (`fsdp1`)
-mesh.py              layout of the ranks: copies x shards x tensor, data x sequence x tensor
-parallelize.py       FSDP units and their dtypes
-tensor_parallel.py   sharding of matrices
-weights.py           loading of weights into shards, gathering of shards
+engine.py            `FSDPEngine`, based on `fully_shard` (strategy `fsdp`)
+fsdp1.py             `FSDP1Engine`, based on `FullyShardedDataParallel` (strategy `fsdp1`)
+mesh.py              device meshes: copies x shards x tensor for weights, data x sequence x tensor for tokens
+parallelize.py       chooses the FSDP units and applies `fully_shard` to them
+tensor_parallel.py   shards the matrices of each layer
+weights.py           loads weights into shards and gathers shards
 """
 
 from camshaft.engine.fsdp.engine import FSDPEngine

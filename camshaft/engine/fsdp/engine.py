@@ -1,9 +1,9 @@
-"""The sharded engine: one model over many ranks with PyTorch's `fully_shard`, on gloo or NCCL.
+"""The `fsdp` engine: shards one model over all ranks with PyTorch's `fully_shard`, on gloo or NCCL.
 
     engine = FSDPEngine(EngineConfig(model=..., optim=..., device="cuda", options={"fsdp_size": 8}))
 
-`options` are `FSDPOptions` in `config/schema/fsdp.py`. Steps (micro-batches, counts, losses) are in
-`engine/torch_engine.py`, which all engines share.
+`options` are described by `FSDPOptions` in `config/schema/fsdp.py`. The training step (micro-batches, counts, losses)
+is inherited from `TorchEngine` in `engine/torch_engine.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, s
 from camshaft.seat import Seat
 
 SAVE_TIMEOUT = timedelta(hours=12)
-"""Timeout of checkpoint collectives: ranks wait while one of them copies a checkpoint to remote storage."""
+"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
 
 
 class FSDPEngine(TorchEngine):
@@ -50,24 +50,25 @@ class FSDPEngine(TorchEngine):
             "optimizer": self.options.optimizer_offload,
         }
         self.offloaded_parts = tuple(part for part in offloads if offloads[part])
-        self._saving: checkpoint.BackgroundSave | None = None
+        self._background_save: checkpoint.BackgroundSave | None = None
 
     def build_model(self) -> PackedModel:
         join_group(self.device)
-        self.meshes = Meshes.of(Layout.of(self.options, dist.get_world_size()), self.device)
-        # A separate gloo group: collectives of a background save must not mix with those of training.
-        self.checkpoint_group = files = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
-        self._saving = checkpoint.BackgroundSave(files) if self.options.async_save else None
-        module = self._build_sharded(files)
-        # Dropout differs between ranks with different rows or tokens; tensor-parallel ranks need the same masks.
+        self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
+        # Collectives of a background save would interleave with those of training, so checkpoints use another group.
+        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self._background_save = checkpoint.BackgroundSave(group) if self.options.async_save else None
+        module = self._build_sharded(group)
+        # Tensor-parallel ranks need equal dropout masks. All other ranks process different rows or tokens.
         seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
 
-    def _build_sharded(self, files: dist.ProcessGroup) -> PackedModel:
-        return weights.build(self.config, self.device, self.home_device, files, self._parallelize)
+    def _build_sharded(self, group: dist.ProcessGroup) -> PackedModel:
+        """Build the sharded model with its weights; `group` exchanges errors."""
+        return weights.build(self.config, self.device, self.home_device, group, self._parallelize)
 
     def _parallelize(self, packed: PackedModel) -> None:
-        """Shard a model on the meta device: matrices, then FSDP units, then tokens."""
+        """Apply tensor parallelism, then FSDP, then sequence parallelism to a model on the meta device."""
         meshes = self.meshes
         if meshes.tensor is not None:
             apply_tensor_parallel(packed, meshes.tensor)
@@ -88,7 +89,7 @@ class FSDPEngine(TorchEngine):
 
     def after_inference(self) -> None:
         for module in parallelize.fsdp_modules(self.module):
-            module.reshard()  # exports and checkpoints read the shards
+            module.reshard()  # exports and checkpoints require sharded parameters
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         if self.meshes.data is not None:
@@ -114,11 +115,11 @@ class FSDPEngine(TorchEngine):
 
     @property
     def home_device(self) -> torch.device:
-        # With this policy FSDP moves each unit to the device for its computation and back to host memory.
+        # With the offload policy, FSDP copies each unit to the device for its computation and keeps it in host memory.
         return HOST if self.options.offload_policy else self.device
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if not self.options.offload_policy:  # which keeps everything in host memory
+        if not self.options.offload_policy:  # with the offload policy, all parts stay in host memory
             super().to(device, model, optimizer)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
@@ -127,14 +128,16 @@ class FSDPEngine(TorchEngine):
     def _save(
         self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None
     ) -> None:
-        if self._saving is None:
+        if self._background_save is None:
             super()._save(state, local_path, hdfs_path, global_step, keep)
         else:
-            self._saving.start(state, local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=keep)
+            self._background_save.start(
+                state, local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=keep
+            )
 
     def wait_for_checkpoint(self) -> None:
-        if self._saving is not None:
-            self._saving.wait()
+        if self._background_save is not None:
+            self._background_save.wait()
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         self.wait_for_checkpoint()

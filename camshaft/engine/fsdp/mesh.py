@@ -1,15 +1,14 @@
-"""Layout of the ranks of one engine.
+"""Assignment of an engine's ranks to data, sequence, tensor and weight parallelism.
 
-    layout = Layout.of(options, world=8)        # sizes only
-    meshes = Meshes.of(layout, device)          # process groups; collective
+    layout = Layout.from_options(options, world=8)      # axis sizes only
+    meshes = Meshes.create(layout, device)              # process groups; a collective
 
-Tensor parallelism varies fastest in rank numbers, then sequence parallelism, then data parallelism. The same ranks form
-two meshes:
+Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel. The same ranks form two meshes:
 
-    weights:   copies x shards x tensor         FSDP gathers over `shards` and sums over `copies` and `shards`
-    tokens:      data x sequence x tensor       `data` ranks have different rows
+    weights:   copies x shards x tensor         FSDP gathers over `shards` and reduces over `copies` and `shards`
+    tokens:      data x sequence x tensor       data-parallel ranks process different rows
 
-Sequence-parallel ranks have the same rows and different shards of the weights.
+Sequence-parallel ranks process the same rows, but hold different shards of the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from camshaft.seat import Seat
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes of the axes; `copies * shards * tensor` and `data * sequence * tensor` are both `world`."""
+    """Sizes of the mesh axes. Both `copies * shards * tensor` and `data * sequence * tensor` equal `world`."""
 
     world: int
     shards: int
@@ -35,20 +34,20 @@ class Layout:
     tensor: int = 1
 
     @classmethod
-    def of(cls, options: FSDPOptions, world: int) -> Layout:
-        """Compute the sizes; the error for sizes that do not divide spells out the arithmetic."""
+    def from_options(cls, options: FSDPOptions, world: int) -> Layout:
+        """Compute the axis sizes for `world` ranks; raise an error if the options do not fit `world`."""
         options.check_layout(world)
         sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
         return cls(world, options.shards(world), sequence, tensor)
 
     @property
     def copies(self) -> int:
-        """Number of copies of the weights; above 1 it is HybridShard."""
+        """Number of copies of the weights. More than one copy is hybrid sharding."""
         return self.world // (self.shards * self.tensor)
 
     @property
     def data(self) -> int:
-        """Number of data-parallel ranks, each a group of sequence- and tensor-parallel ranks."""
+        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks."""
         return self.world // (self.sequence * self.tensor)
 
     def seat(self, rank: int) -> Seat:
@@ -58,34 +57,37 @@ class Layout:
 
 @dataclass(frozen=True)
 class Meshes:
-    """Process groups of a layout; None for axes of one rank."""
+    """Device meshes and process groups of a layout; None for axes of size 1."""
 
     layout: Layout
     weights: DeviceMesh
-    """One axis of shards, or two: copies and shards."""
+    """Mesh with the axis `shards`, preceded by the axis `copies` if there are several copies."""
     tensor: DeviceMesh | None
     sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device) -> Meshes:
-        """Create the meshes; engines of one process share them, since each group costs memory and time to start."""
-        return _meshes(dist.group.WORLD, layout, device.type)
+    def create(cls, layout: Layout, device: torch.device) -> Meshes:
+        """Create the meshes, or return those that an earlier engine of this process created for the same layout.
+
+        Engines share meshes because each process group costs memory and start-up time.
+        """
+        return _create_meshes(dist.group.WORLD, layout, device.type)
 
     @classmethod
-    def _new(cls, layout: Layout, kind: str) -> Meshes:
+    def _new(cls, layout: Layout, device_type: str) -> Meshes:
         sizes = {"copies": layout.copies, "shards": layout.shards, "tensor": layout.tensor}
-        used = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        mesh = init_device_mesh(kind, tuple(used.values()), mesh_dim_names=tuple(used))
-        axes = tuple(name for name in ("copies", "shards") if name in used)
+        axis_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+        mesh = init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
+        weight_axes = tuple(name for name in ("copies", "shards") if name in axis_sizes)
         tokens = init_device_mesh(
-            kind,
+            device_type,
             (layout.data, layout.sequence, layout.tensor),
-            mesh_dim_names=("data", "sequence", "same"),
+            mesh_dim_names=("data", "sequence", "tensor"),
         )
         return cls(
             layout,
-            weights=mesh[axes] if len(used) > len(axes) else mesh,
+            weights=mesh[weight_axes] if len(axis_sizes) > len(weight_axes) else mesh,
             tensor=mesh["tensor"] if layout.tensor > 1 else None,
             sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
             data=tokens.get_group("data") if layout.data > 1 else None,
@@ -93,6 +95,6 @@ class Meshes:
 
 
 @functools.lru_cache(maxsize=4)
-def _meshes(world: dist.ProcessGroup, layout: Layout, kind: str) -> Meshes:
-    """Create the groups of `layout`; `world` is part of the cache key because it may be destroyed and created again."""
-    return Meshes._new(layout, kind)
+def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
+    """Create the meshes of `layout`, cached by `world` too, because it may be destroyed and created again."""
+    return Meshes._new(layout, device_type)

@@ -1,9 +1,9 @@
-"""Sharding with `fully_shard`: FSDP units, dtypes, and reduction of gradients.
+"""Shards a model with `fully_shard`: chooses its FSDP units, dtypes, and the reduction of gradients.
 
-    shard(packed, meshes, options, device)      # the model may be on the meta device; weights come later
+    shard(packed, mesh, options, device)      # the model may be on the meta device and is filled afterwards
 
-Gradients are summed over ranks, not averaged: losses are divided by the counts of the whole mini-batch. The sum is
-requested explicitly, since gloo has no reduction with a factor.
+Gradients are summed over ranks, not averaged, because losses are already divided by the counts of the whole
+mini-batch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from camshaft.models.packed import PackedModel, output_layer
 
 
 def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: torch.device) -> None:
-    """Shard `packed` over `mesh`: its units, then the remaining parameters as the root."""
+    """Shard the FSDP units of `packed` over `mesh`, then the remaining parameters as the root unit."""
     dtypes = options.mixed_precision
     arguments: dict[str, Any] = {
         "mesh": mesh,
@@ -35,19 +35,19 @@ def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: t
     }
     units = list(units_of(packed, options.wrap_policy))
     for unit in units:
-        if options.use_torch_compile:  # without the hooks of FSDP
+        if options.use_torch_compile:  # compiled before `fully_shard`, so that the graph excludes the hooks of FSDP
             unit.forward = torch.compile(unit.forward, dynamic=True)
         fully_shard(unit, **arguments, reshard_after_forward=options.reshard_after_forward)
-    # By default the root keeps its weights gathered after a forward pass, and an optimizer, an export or a checkpoint
-    # would then see unsharded tensors.
+    # By default the root unit stays gathered after a forward pass. Optimizers, exports and checkpoints need shards.
     fully_shard(packed, **arguments, reshard_after_forward=True)
     for module in fsdp_modules(packed):
+        # Gloo does not support the reduction with a factor that FSDP would use otherwise.
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
     if options.forward_prefetch:
-        ordered = [unit for unit in packed.modules() if unit in set(units)]
-        for unit, after in itertools.pairwise(ordered):
-            cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, after)])
+        units_in_order = [unit for unit in packed.modules() if unit in set(units)]
+        for unit, next_unit in itertools.pairwise(units_in_order):
+            cast(FSDPModule, unit).set_modules_to_forward_prefetch([cast(FSDPModule, next_unit)])
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
@@ -59,9 +59,9 @@ def fsdp_modules(packed: nn.Module) -> list[FSDPModule]:
 
 
 def units_of(packed: PackedModel, policy: WrapPolicy) -> Iterator[nn.Module]:
-    """Yield the modules that become FSDP units, inner ones before outer ones, without the root."""
+    """Yield the modules that become FSDP units, except the root. Inner modules come before outer ones."""
     if policy.min_num_params:
-        yield from _large(packed, policy.min_num_params)
+        yield from _select_by_size(packed, policy.min_num_params)
         return
     classes = policy.transformer_layer_cls_to_wrap
     names = {name.strip() for name in classes.split(",")} if classes else set(packed.hf._no_split_modules or ())
@@ -69,29 +69,34 @@ def units_of(packed: PackedModel, policy: WrapPolicy) -> Iterator[nn.Module]:
     missing = sorted(names - present) if classes else []
     if missing:
         raise EngineError(
-            f"wrap_policy.transformer_layer_cls_to_wrap: {type(packed.hf).__name__} has no {', '.join(missing)}; "
-            f"its layers are {', '.join(sorted(packed.hf._no_split_modules or present))}"
+            f"wrap_policy.transformer_layer_cls_to_wrap contains {', '.join(missing)}, but "
+            f"{type(packed.hf).__name__} has no such module; its layer classes are "
+            f"{', '.join(sorted(packed.hf._no_split_modules or present))}"
         )
     if not names & present:
         raise EngineError(
-            f"{type(packed.hf).__name__} declares no layer class to shard by, and would be gathered in one unit; set "
-            "wrap_policy.transformer_layer_cls_to_wrap to the class of its layers, or wrap_policy.min_num_params"
+            f"{type(packed.hf).__name__} declares no layer class, so FSDP would gather the whole model as one unit; "
+            "set wrap_policy.transformer_layer_cls_to_wrap to the class of its layers, or wrap_policy.min_num_params"
         )
     yield from reversed([module for module in packed.hf.modules() if type(module).__name__ in names])
 
 
-def _large(packed: PackedModel, limit: int) -> Iterator[nn.Module]:
-    """Yield modules of at least `limit` parameters, without those of units inside them."""
-    # The root reads the output layer's weight outside that layer's forward, and embeddings may be tied to it.
-    ends = (output_layer(packed.hf, packed.head), packed.hf.get_input_embeddings())
-    assigned = {id(p) for end in ends for p in end.parameters()}
-    of_root = {id(module) for module in packed.modules() if any(end in set(module.modules()) for end in ends)}
+def _select_by_size(packed: PackedModel, min_num_params: int) -> Iterator[nn.Module]:
+    """Yield modules with at least `min_num_params` parameters, not counting those of the units inside them."""
+    # The root unit keeps the output layer, whose weight is read outside its forward, and the embedding, which may be
+    # tied to it.
+    root_layers = (output_layer(packed.hf, packed.head), packed.hf.get_input_embeddings())
+    assigned = {id(p) for layer in root_layers for p in layer.parameters()}
+    root_modules = {
+        id(module) for module in packed.modules() if any(layer in set(module.modules()) for layer in root_layers)
+    }
 
     def visit(module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             yield from visit(child)
         parameters = [p for p in module.parameters() if id(p) not in assigned]
-        if id(module) in of_root or isinstance(module, nn.ModuleList) or sum(p.numel() for p in parameters) < limit:
+        num_params = sum(p.numel() for p in parameters)
+        if id(module) in root_modules or isinstance(module, nn.ModuleList) or num_params < min_num_params:
             return
         assigned.update(id(p) for p in parameters)
         yield module

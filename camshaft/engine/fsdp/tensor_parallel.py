@@ -1,15 +1,15 @@
-"""Tensor parallelism: shards the matrices of a layer over the ranks of a mesh, by the plan of transformers.
+"""Tensor parallelism: shards the matrices of a model over the ranks of a mesh, by the plan of transformers.
 
-    apply_tensor_parallel(packed, mesh)        # a mesh of one axis; the model may be on the meta device
-    shard(packed, ...)                         # optionally, `fully_shard` over another axis
+    apply_tensor_parallel(packed, mesh)        # a mesh with one axis; the model may be on the meta device
+    shard(packed, ...)                         # optionally apply `fully_shard` over another axis
 
-    q, k, v, gate, up    sharded by rows: each rank has some heads, and some units of the MLP
+    q, k, v, gate, up    sharded by rows: each rank computes some of the heads and some of the MLP units
     o, down              sharded by columns: their outputs are summed over the ranks
-    embedding, lm_head   sharded by rows: each rank has a part of the vocabulary; `linear_logprob` combines the parts
+    embedding, lm_head   sharded by rows: each rank holds a shard of the vocabulary; `linear_logprob` merges the results
     other layers         replicated: norms, and the head of a value or reward model
 
-Sharded parameters become DTensors and keep their names. All ranks need the same rows, and the same random state if the
-model has dropout between layers.
+Sharded parameters become DTensors and keep their names. All ranks must process the same batch. If the model has
+dropout between layers, they also need the same random state.
 """
 
 import inspect
@@ -34,9 +34,9 @@ from camshaft.models.packed import PackedModel
 
 
 class _SharedInput(ParallelStyle):
-    """Converts the common input of several row-sharded matrices to a DTensor once.
+    """Converts the input that several row-sharded matrices share to a DTensor once.
 
-    Its gradient is then reduced once instead of once per matrix.
+    The gradient of the input is then reduced once instead of once per matrix.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -58,31 +58,36 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
 }
-"""Styles by their names in transformers' plans. A norm of single heads sees (1, tokens, heads, D), sharded in dim 2:
-its weight is replicated, and its gradient is the sum over the ranks."""
+"""Parallel styles by their names in transformers' plans.
+
+"replicated_with_grad_allreduce" is the style of a norm over single heads. Its input (1, tokens, heads, D) is sharded
+over heads, dim 2. Its weight is replicated, and the gradient of the weight is summed over the ranks.
+"""
 
 LAYERS = {"embedding_rowwise": nn.Embedding, "replicated_with_grad_allreduce": nn.Module}
-"""Layer class of a style; the others require exactly `nn.Linear`, not replacements by adapters or quantizers."""
+"""Layer classes that a style applies to. Other styles require exactly `nn.Linear`, without an adapter or quantizer."""
 
 
 def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh) -> None:
-    """Shard the layers of `packed` over `mesh`, in place; `EngineError` if the model is not supported."""
+    """Shard the layers of `packed` over `mesh`, in place; raise `EngineError` if the model is not supported."""
     if mesh.ndim != 1:
-        raise EngineError(f"tensor parallelism requires a mesh of one axis, got {mesh}; select the axis: mesh['tp']")
+        raise EngineError(
+            f"tensor parallelism requires a mesh with one axis, got {mesh}; select one axis, for example mesh['tp']"
+        )
     hf = packed.hf
     styles = _styles(packed)
     _check_supported(hf, styles, mesh.size())
     plan = {name: STYLES[style]() for name, style in styles.items()}
     plan |= {parent: _SharedInput() for parent in _parents(styles)}
     embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
-    tied = output if output is not None and output.weight is embedding.weight else None
+    is_tied = output is not None and output.weight is embedding.weight
     parallelize_module(hf, mesh, plan)
-    if tied is not None:  # parallelize_module shards each of them separately
-        tied.weight = embedding.weight
+    if output is not None and is_tied:  # parallelize_module has sharded the tied weight once per layer
+        output.weight = embedding.weight
 
 
 def _styles(packed: PackedModel) -> dict[str, str]:
-    """Return the plan of this model: module names and their styles."""
+    """Return the style of each module that the plan of transformers shards, by module name."""
     hf = packed.hf
     styles = {}
     for name, module in hf.named_modules():
@@ -97,44 +102,53 @@ def _styles(packed: PackedModel) -> dict[str, str]:
 
 
 def _parents(styles: dict[str, str]) -> list[str]:
-    """Return the modules whose row-sharded matrices share their input."""
+    """Return the names of the modules that contain row-sharded matrices; these matrices share one input."""
     return list(dict.fromkeys(name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"))
 
 
 def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> None:
+    """Raise `EngineError` if the model cannot be sharded by `styles` over `size` ranks."""
     output = hf.get_output_embeddings()
     for name, style in styles.items():
         module = hf.get_submodule(name)
         if style not in STYLES or (style == "colwise_gather_output" and module is not output):
             raise _unsupported_error(
-                hf, f"its {name} has style '{style}'; only dense layers with separate matrices are supported"
+                hf,
+                f"its layer {name} has the parallel style '{style}', but only dense layers with separate matrices are "
+                "supported",
             )
         expected = LAYERS.get(style, nn.Linear)
         if expected is not nn.Module and type(module) is not expected:
-            raise _unsupported_error(hf, f"its {name} is a {type(module).__name__}, not a {expected.__name__}")
+            raise _unsupported_error(hf, f"its layer {name} is a {type(module).__name__}, not a {expected.__name__}")
         if style in ("colwise", "rowwise"):
             assert isinstance(module, nn.Linear)
             units = module.out_features if style == "colwise" else module.in_features
             if units % size:
-                raise _unsupported_error(hf, f"{size} ranks do not divide the {units} units of its {name}")
+                raise _unsupported_error(
+                    hf, f"the {units} units of its layer {name} are not divisible by tensor_parallel_size={size}"
+                )
     if "colwise" not in styles.values():
-        raise _unsupported_error(hf, "transformers has no tensor-parallel plan for it")
+        raise _unsupported_error(hf, "transformers defines no tensor-parallel plan for it")
     values = hf.config.get_text_config().to_dict()
     for key in ("num_attention_heads", "num_key_value_heads"):
         if (values.get(key) or 0) % size:
-            raise _unsupported_error(hf, f"{size} ranks do not divide {key}={values[key]}")
+            raise _unsupported_error(hf, f"{key}={values[key]} is not divisible by tensor_parallel_size={size}")
     embedding = hf.get_input_embeddings()
     assert isinstance(embedding, nn.Embedding)
     rows = embedding.num_embeddings
     if -(-rows // size) * (size - 1) >= rows:
-        raise _unsupported_error(hf, f"its vocabulary of {rows} rows leaves one of {size} ranks without a row")
-    stray = next(_unplanned_parameters(hf, styles), None)
-    if stray is not None:
-        raise _unsupported_error(hf, f"its plan has no style for {stray} next to sharded matrices")
+        raise _unsupported_error(
+            hf, f"its vocabulary of {rows} tokens leaves at least one of {size} tensor-parallel ranks without a token"
+        )
+    parameter = next(_unplanned_parameters(hf, styles), None)
+    if parameter is not None:
+        raise _unsupported_error(
+            hf, f"the plan of transformers has no style for {parameter}, which shares its input with sharded matrices"
+        )
 
 
 def _unplanned_parameters(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
-    """Yield parameters without a style next to sharded matrices: each rank would have a partial gradient."""
+    """Yield parameters without a style in modules with sharded matrices; their gradients would be partial sums."""
     parents = tuple(f"{parent}." for parent in _parents(styles))
     for name, _ in hf.named_parameters():
         if name.startswith(parents) and name.rpartition(".")[0] not in styles:
@@ -143,5 +157,6 @@ def _unplanned_parameters(hf: PreTrainedModel, styles: dict[str, str]) -> Iterat
 
 def _unsupported_error(hf: PreTrainedModel, why: str) -> EngineError:
     return EngineError(
-        f"{type(hf).__name__} does not support tensor parallelism: {why}; use tensor_parallel_size=1 or another size"
+        f"{type(hf).__name__} does not support this tensor parallelism: {why}; set tensor_parallel_size=1 or another "
+        "size"
     )

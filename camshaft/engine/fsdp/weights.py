@@ -1,10 +1,10 @@
-"""Weights of a sharded model: loaded from a folder into shards, gathered one at a time.
+"""Loads the weights of a model folder into a sharded model, and gathers sharded weights.
 
     packed = build(config, device, device, group, parallelize)   # parallelize(packed) shards it on the meta device
     full_tensor(packed.hf.lm_head.weight, device)
 
-Only rank 0 reads the folder (or initializes the weights) and holds the full model, in host memory. Every rank shards a
-model on the meta device, and receives its shards from rank 0.
+Only rank 0 reads the folder (or initializes the weights) and holds the full model in host memory. Every rank builds and
+shards the model on the meta device, allocates its shards, and receives their values from rank 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from camshaft.models.loader import load_model, skeleton
 from camshaft.models.packed import PackedModel
 
 WRAPPED = "_fsdp_wrapped_module."
-"""Part of parameter names that `FullyShardedDataParallel` inserts."""
+"""Prefix that `FullyShardedDataParallel` inserts into parameter names."""
 
 
 def build(
@@ -34,43 +34,44 @@ def build(
     group: dist.ProcessGroup,
     parallelize: Callable[[PackedModel], None],
 ) -> PackedModel:
-    """Build the model of `config`, sharded by `parallelize`, with parameters on `home` and buffers on `device`.
+    """Build the model of `config` and shard it with `parallelize`.
 
-    `group` exchanges errors.
+    Parameters are allocated on `home` and buffers on `device`. `group` exchanges errors.
     """
-    full_model = read(config, group)
+    full_model = load_full_model(config, group)
     packed = skeleton(config.model, config.dtype)
     parallelize(packed)
     packed.to_empty(device=home)
     packed.hf.tie_weights()
-    fill(packed, full_model, device)
+    broadcast_weights(packed, full_model, device)
     return packed.eval()
 
 
-def read(config: EngineConfig, group: dist.ProcessGroup) -> PackedModel | None:
-    """Load the full model into host memory on rank 0; its errors are raised on every rank."""
+def load_full_model(config: EngineConfig, group: dist.ProcessGroup) -> PackedModel | None:
+    """Load the full model into host memory on rank 0; return None on other ranks. Errors are raised on every rank."""
     models: list[PackedModel] = []
     on_rank_zero(group, lambda: models.append(load_model(config.model, config.dtype, "cpu", config.seed)))
     return models[0] if models else None
 
 
-def fill(packed: nn.Module, full_model: nn.Module | None, device: torch.device) -> None:
-    """Send every rank its shards of `full_model`, which rank 0 has, and all buffers."""
+def broadcast_weights(packed: nn.Module, full_model: nn.Module | None, device: torch.device) -> None:
+    """Copy the weights and buffers of rank 0's `full_model` into the sharded model `packed` on every rank."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(packed, full_model.state_dict() if full_model is not None else {}, options=options)
     buffers = dict(full_model.named_buffers()) if full_model is not None else {}
-    for name, buffer in list(packed.named_buffers()):
-        moved = buffers[name.replace(WRAPPED, "")].to(device) if buffers else torch.empty_like(buffer, device=device)
-        dist.broadcast(moved, src=0)
+    for name, old_buffer in list(packed.named_buffers()):
+        source = old_buffer if full_model is None else buffers[name.replace(WRAPPED, "")]
+        buffer = torch.empty_like(source, device=device) if full_model is None else source.to(device)
+        dist.broadcast(buffer, src=0)
         owner, _, leaf = name.rpartition(".")
-        setattr(packed.get_submodule(owner), leaf, moved)
+        setattr(packed.get_submodule(owner), leaf, buffer)
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Gather a sharded tensor on `device`; collective over its mesh."""
+    """Gather a sharded tensor on `device`. This is a collective over its mesh."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
     with torch.no_grad():
-        # Offloaded shards move to the device first: its collectives do not accept host memory.
+        # Offloaded shards move to the device first, because the collectives of its backend reject host memory.
         on_device: Any = tensor.detach().to(device)
         return on_device.full_tensor()

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.attention import packed_kwargs
-from camshaft.models.packed import PackedModel, Untouched, output_layer, unwrap
+from camshaft.models.packed import OpaqueTensor, PackedModel, output_layer, unwrap
 from camshaft.models.packing import Packing
 
 
@@ -85,10 +85,10 @@ class PipelineStage(PackedModel):
         self,
         tokens: Tensor,
         packing: Packing,
-        at: Tensor | Untouched,
+        at: Tensor | OpaqueTensor,
         outputs: Sequence[str],
         temperature: float = 1.0,
-        log_q: Tensor | Untouched | None = None,
+        log_q: Tensor | OpaqueTensor | None = None,
     ) -> dict[str, Tensor]:
         at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
         self.check_inputs(tokens, packing, at, outputs)

@@ -83,7 +83,7 @@ def read(folder: str, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name, tensor in whole().items():
         assert torch.equal(full(targets[name]), tensor), name
         assert full(targets[name]).dtype == tensor.dtype, name
-    return loaded.facts, loaded.random
+    return loaded.metadata, loaded.random
 
 
 def on(layout: str, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -160,7 +160,7 @@ def write_module(folder: str) -> list[bool]:
     module(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     named = dict(module.named_parameters())
-    save(State.of(named, optimizer, named, {}, {}), folder, group=dist.group.WORLD)
+    save(State.collect(named, optimizer, named, {}, {}), folder, group=dist.group.WORLD)
 
     again = block(2)
     cut_both_ways(again)
@@ -228,7 +228,7 @@ def test_another_model_is_rejected_by_the_names_that_differ(tmp_path: Path) -> N
     tensors["more"] = tensors.pop("half")
     tensors["norm.weight"] = torch.zeros(9)
     save(State(tensors, {}, {}, {}), tmp_path / "ckpt")
-    wanted = ("'half' is missing", "'more' is not in the model", "'norm.weight' is (9,), the model has (7,)")
+    wanted = ("'half' is missing", "'more' is not in the model", "'norm.weight' has shape (9,) but the model has (7,)")
     for said in [refusal(str(tmp_path / "ckpt")), *run_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
         assert all(part in said for part in wanted), said
 
@@ -236,7 +236,7 @@ def test_another_model_is_rejected_by_the_names_that_differ(tmp_path: Path) -> N
 def test_a_folder_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     with storage.new_folder(tmp_path / "x", kind="huggingface") as work:
         (work / "model.safetensors").write_bytes(b"")
-    assert "was not written by an engine" in refusal(str(tmp_path / "x"))
+    assert "is not a checkpoint of an engine" in refusal(str(tmp_path / "x"))
     assert "nowhere is not a complete checkpoint" in refusal(str(tmp_path / "nowhere"))
 
 
@@ -245,14 +245,14 @@ def adamw_state(optimizer: Callable[..., Any] = torch.optim.AdamW) -> State:
     made = optimizer([parameter], lr=0.1)
     parameter.sum().backward()
     made.step()
-    return State.of({"p": parameter}, made, {"p": parameter}, {}, {})
+    return State.collect({"p": parameter}, made, {"p": parameter}, {}, {})
 
 
 def test_an_optimizer_of_another_class_is_rejected_by_both_names(tmp_path: Path) -> None:
     save(adamw_state(), tmp_path / "ckpt")
     parameter = torch.nn.Parameter(torch.zeros(3))
     other = torch.optim.NAdam([parameter])
-    with pytest.raises(CheckpointError, match=r"AdamW, this engine has NAdam\. Set optim\.optimizer=AdamW"):
+    with pytest.raises(CheckpointError, match=r"AdamW, but this engine uses NAdam\. Set optim\.optimizer=AdamW"):
         load_into(tmp_path / "ckpt", {"p": parameter}, other, {"p": parameter})
     assert not parameter.any()
 
@@ -267,7 +267,7 @@ def test_state_of_untrained_parameters_is_rejected(tmp_path: Path) -> None:
 
 
 def test_weights_alone_load_with_or_without_an_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save(State.of({"p": torch.ones(3)}, None, {}, {}, {}), tmp_path / "weights")
+    save(State.collect({"p": torch.ones(3)}, None, {}, {}, {}), tmp_path / "weights")
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([parameter])
     parameter.sum().backward()
@@ -347,7 +347,7 @@ def numbers(value: float) -> State:
 
 def value_in(folder: Path) -> float:
     target = torch.zeros(4)
-    facts = load_into(folder, {"p": target}).facts
+    facts = load_into(folder, {"p": target}).metadata
     assert target.tolist() == [facts["value"]] * 4
     return facts["value"]
 
@@ -493,7 +493,7 @@ def write_and_copy(root: str) -> None:
 
 
 def read_brought(root: str) -> bool:
-    with checkpoint.fetched(f"{root}/back", f"{root}/far/3", True, dist.group.WORLD) as folder:
+    with checkpoint.fetch_folder(f"{root}/back", f"{root}/far/3", True, dist.group.WORLD) as folder:
         read(str(folder), "1d")
         return folder.exists()
 

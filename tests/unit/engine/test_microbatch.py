@@ -129,7 +129,7 @@ def test_all_ranks_have_equal_numbers_of_micro_batches(lengths: list[int], more:
 
 
 def test_a_row_over_the_budget_is_rejected_with_its_length() -> None:
-    with pytest.raises(BatchError, match="row 1 has 12 tokens, more than the budget of 10"):
+    with pytest.raises(BatchError, match="row 1 has 12 tokens, which exceeds the budget of 10"):
         plan_micro_batches(torch.tensor([3, 12]), None, 10)
 
 

@@ -9,20 +9,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from camshaft.config.engine import OptimConfig
-from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, rate
+from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, learning_rate_at
 from camshaft.errors import EngineError
 
 
 def test_warm_up_rises_from_above_zero_to_the_full_rate() -> None:
     optim = OptimConfig(lr=4.0, lr_warmup_steps=4)
-    assert [rate(optim, k) for k in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
+    assert [learning_rate_at(optim, k) for k in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
 
 
 def test_cosine_goes_from_the_full_rate_to_the_floor() -> None:
     optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.2)
     # 0.2 + 0.8 * (1 + cos(pi k / 4)) / 2
     expected = [1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2 + 0.4 * (1 - math.sqrt(0.5)), 0.2, 0.2]
-    assert [rate(optim, k) for k in range(6)] == pytest.approx(expected)
+    assert [learning_rate_at(optim, k) for k in range(6)] == pytest.approx(expected)
 
 
 def test_linear_schedule_decays_from_full_rate_to_minimum() -> None:
@@ -31,14 +31,14 @@ def test_linear_schedule_decays_from_full_rate_to_minimum() -> None:
     )
     # Up in 2 updates, then down by (2 - 0.5) / 4 = 0.375 each until update 6, then constant at the minimum.
     expected = [1.0, 2.0, 2.0, 1.625, 1.25, 0.875, 0.5, 0.5]
-    assert [rate(optim, k) for k in range(8)] == pytest.approx(expected)
+    assert [learning_rate_at(optim, k) for k in range(8)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", ["cosine", "linear"])
 def test_a_decaying_rate_needs_the_run_length(shape: Literal["cosine", "linear"]) -> None:
     weight = torch.nn.Parameter(torch.ones(1))
     optim = OptimConfig(lr=1.0, lr_scheduler_type=shape)
-    with pytest.raises(EngineError, match=f"{shape} needs optim.total_training_steps"):
+    with pytest.raises(EngineError, match=f"{shape} requires optim.total_training_steps"):
         Schedule(build_optimizer([weight], optim), optim)
 
 
@@ -47,7 +47,7 @@ def test_schedule_sets_the_rate_of_every_group() -> None:
     optimizer = build_optimizer([torch.nn.Parameter(torch.ones(1))], optim)
     schedule = Schedule(optimizer, optim)
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert schedule.go_to(1) == 1.0
+    assert schedule.set_update(1) == 1.0
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
@@ -124,7 +124,7 @@ def test_overrides_win_and_lists_become_tuples() -> None:
         ({"optimizer": "LBFGS"}, "LBFGS is not supported: it evaluates the loss several times"),
         ({"optimizer": "torch.optim.SparseAdam"}, "sparse gradients"),
         ({"optimizer": "torch.nn:Linear"}, "not a subclass of torch.optim.Optimizer"),
-        ({"override_optimizer_config": {"momentum": 0.9}}, "AdamW has no argument momentum; it has betas, eps"),
+        ({"override_optimizer_config": {"momentum": 0.9}}, "contains momentum, which AdamW does not accept; its arguments are betas, eps"),
         ({"override_optimizer_config": {"lr": 0.9}}, "set optim.lr"),
         ({"override_optimizer_config": {"betas": (1.0, 2.0)}}, "Invalid beta parameter"),
     ],
@@ -136,7 +136,7 @@ def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], said: 
 
 
 def test_an_optimizer_that_does_not_take_these_parameters_says_why() -> None:
-    with pytest.raises(EngineError, match="optimizer=Muon does not take the parameters"):
+    with pytest.raises(EngineError, match="optimizer=Muon rejects the parameters"):
         build_optimizer([torch.nn.Parameter(torch.ones(3))], OptimConfig(optimizer="Muon"))
     assert type(built(optimizer="Muon")) is torch.optim.Muon
 

@@ -88,7 +88,7 @@ def train_and_save(folder: str, name: str, sharded: bool) -> tuple[dict[str, Any
     """Return (state when it was saved, state two steps later)."""
     parameters, optimizer = engine(name, 1, sharded)
     train(parameters, optimizer, range(2))
-    save(State.of(parameters, optimizer, parameters, {}, {}), folder, group=dist.group.WORLD if sharded else None)
+    save(State.collect(parameters, optimizer, parameters, {}, {}), folder, group=dist.group.WORLD if sharded else None)
     saved = all_of(parameters, optimizer)
     train(parameters, optimizer, range(2, 4))
     return saved, all_of(parameters, optimizer)
@@ -152,5 +152,5 @@ def test_state_without_a_name_is_rejected() -> None:
     parameters, optimizer = engine("SGD", 1, False)
     train(parameters, optimizer, range(1))
     del parameters["b.weight"]
-    with pytest.raises(CheckpointError, match="state of 1 parameters without a name in the model"):
+    with pytest.raises(CheckpointError, match="state of 1 parameters that have no name in the model"):
         optimizer_state(optimizer, parameters)

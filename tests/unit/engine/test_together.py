@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from support.ranks import run_ranks
 
-from camshaft.engine.collectives import on_every_rank, on_rank_zero, seat_in
+from camshaft.engine.collectives import on_every_rank, on_rank_zero, rank_and_size
 from camshaft.errors import CheckpointError, EngineError
 
 WORLD = 3
@@ -73,7 +73,7 @@ def test_rank_zero_is_that_of_the_group() -> None:
 
 
 def test_without_a_group_there_is_one_rank() -> None:
-    assert seat_in(None) == (0, 1)
+    assert rank_and_size(None) == (0, 1)
     assert on_rank_zero(None, lambda: 5) == 5
     assert on_every_rank(None, lambda: 5) == [5]
     with pytest.raises(ZeroDivisionError):

@@ -143,7 +143,7 @@ def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
 def test_other_rows_and_another_model_are_rejected(home: Path, tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="has num_rows=64, but this run has num_rows=16: rows were added or removed"):
         run(home, {"data.train_files": home / "data" / "heldout.parquet"}, saves_to=tmp_path)
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="is a checkpoint of another model"):
         run(home, {"actor_rollout_ref.model.lora_rank": 2}, saves_to=tmp_path)
 
 

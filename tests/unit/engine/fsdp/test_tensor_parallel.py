@@ -216,15 +216,15 @@ def refusal(folder: str) -> str:
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
-    "experts": ("mixtral", {"num_local_experts": 4}, 2, "experts has style 'moe_tp_experts'"),
-    "packed": ("phi3", {}, 2, "o_proj has style 'rowwise_split_input'"),
+    "experts": ("mixtral", {"num_local_experts": 4}, 2, "experts has the parallel style 'moe_tp_experts'"),
+    "packed": ("phi3", {}, 2, "o_proj has the parallel style 'rowwise_split_input'"),
     "embedding": ("gemma3_text", {}, 2, "embed_tokens is a Gemma3TextScaledWordEmbedding"),
-    "kv heads": ("qwen2", {"kv_heads": 2}, 4, "4 ranks do not divide num_key_value_heads=2"),
+    "kv heads": ("qwen2", {"kv_heads": 2}, 4, "num_key_value_heads=2 is not divisible by tensor_parallel_size=4"),
     "units": (
         "llama",
         {"intermediate": 33},
         2,
-        "2 ranks do not divide the 33 units of its model.layers.0.mlp.gate_proj",
+        "the 33 units of its layer model.layers.0.mlp.gate_proj are not divisible by tensor_parallel_size=2",
     ),
 }
 
@@ -267,7 +267,7 @@ def _forget_plan(hf: Any) -> None:
 
 def test_layers_missing_in_the_plan_are_rejected():
     adapted, stray, planless, mesh = run_ranks(odd_layers, 2, folder_of("qwen2"))[0]
-    assert "its model.layers.1.self_attn.o_proj is a _Adapted, not a Linear" in adapted
-    assert "has no style for model.layers.1.self_attn.scale next to sharded matrices" in stray
-    assert "transformers has no tensor-parallel plan for it" in planless
-    assert "a mesh of one axis" in mesh
+    assert "its layer model.layers.1.self_attn.o_proj is a _Adapted, not a Linear" in adapted
+    assert "has no style for model.layers.1.self_attn.scale, which shares its input with sharded matrices" in stray
+    assert "transformers defines no tensor-parallel plan for it" in planless
+    assert "a mesh with one axis" in mesh
