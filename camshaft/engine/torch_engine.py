@@ -57,7 +57,7 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import PackedModel, OpaqueTensor, named_tensors
+from camshaft.models.packed import OpaqueTensor, PackedModel, named_tensors
 from camshaft.seat import ONLY_RANK, Seat
 
 PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})

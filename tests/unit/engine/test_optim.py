@@ -124,7 +124,10 @@ def test_overrides_win_and_lists_become_tuples() -> None:
         ({"optimizer": "LBFGS"}, "LBFGS is not supported: it evaluates the loss several times"),
         ({"optimizer": "torch.optim.SparseAdam"}, "sparse gradients"),
         ({"optimizer": "torch.nn:Linear"}, "not a subclass of torch.optim.Optimizer"),
-        ({"override_optimizer_config": {"momentum": 0.9}}, "contains momentum, which AdamW does not accept; its arguments are betas, eps"),
+        (
+            {"override_optimizer_config": {"momentum": 0.9}},
+            "contains momentum, which AdamW does not accept; its arguments are betas, eps",
+        ),
         ({"override_optimizer_config": {"lr": 0.9}}, "set optim.lr"),
         ({"override_optimizer_config": {"betas": (1.0, 2.0)}}, "Invalid beta parameter"),
     ],

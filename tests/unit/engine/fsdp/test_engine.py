@@ -78,7 +78,9 @@ def _wrapped(folder: str, name: str) -> None:
 
 
 def test_an_unknown_layer_class_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"contains Qwen9Layer, but .* has no such module; its layer classes are Qwen2DecoderLayer"):
+    with pytest.raises(
+        EngineError, match=r"contains Qwen9Layer, but .* has no such module; its layer classes are Qwen2DecoderLayer"
+    ):
         run_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
 
 
