@@ -123,7 +123,7 @@ def test_weight_that_the_model_skips_is_named(load_weights) -> None:
     _, problem = load_weights(Layer(), [*WEIGHTS[:3], ("nrom.weight", torch.ones(4))])
     assert problem.startswith("missing or NaN weights: norm.weight")
     _, problem = load_weights(Layer(), [*WEIGHTS[:3], ("norm.weight", torch.ones(5))])
-    assert "among v_proj.weight, norm.weight" in problem
+    assert "while loading v_proj.weight, norm.weight" in problem
 
 
 # -- processes --------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_killed_sglang_process_is_an_error_within_seconds(tmp_path: Path) -> Non
 
 def test_unsupported_options_are_rejected(tmp_path: Path) -> None:
     model = str(make_tiny_model(tmp_path / "model"))
-    with pytest.raises(RolloutError, match="max_model_len=5000, but the model has 1024 positions"):
+    with pytest.raises(RolloutError, match="max_model_len=5000 exceeds the 1024 positions of the model"):
         build_rollout("sglang", RolloutEngineConfig(model_path=model, max_model_len=5000))
     for options, message in (({"no_such_option": 1}, "failed to start: .*no_such_option"),
                           ({"tp_size": 2}, "engine_kwargs sets tp_size, which camshaft derives")):  # fmt: skip

@@ -321,7 +321,7 @@ def test_unsupported_adapters_are_rejected(pair: AdapterPair) -> None:
     with pytest.raises(RolloutError, match="engine_kwargs sets max_loras"):
         VLLMEngine(config.model_copy(update={"engine_kwargs": {"max_loras": 2}}))
     rollout = VLLMRollout(config)
-    with pytest.raises(RolloutError, match=r"base weights are missing; load them with load_weights\(\) first"):
+    with pytest.raises(RolloutError, match=r"base weights are not loaded; call load_weights\(\) first"):
         rollout.load_adapter([])
 
 

@@ -186,9 +186,9 @@ KEPT: list = []
 
 
 def test_unsupported_temperatures_are_rejected(harness):
-    with pytest.raises(RolloutError, match=r"temperatures of at least 0.01, got 0.001"):
+    with pytest.raises(RolloutError, match=r"temperature=0.001 is unsupported by vLLM; use at least 0.01"):
         harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=0.001))
-    with pytest.raises(RolloutError, match=r"rejected the sampling parameters: temperature must be in"):
+    with pytest.raises(RolloutError, match=r"rejected the sampling options: temperature must be in"):
         harness.case().rollout.generate_sequences(harness.prompts(4), SamplingParams(2, temperature=3.0))
 
 

@@ -72,7 +72,9 @@ class ServerProcess:
 
     def __init__(self, config: RolloutEngineConfig, arguments: Mapping[str, Any]):
         if importlib.util.find_spec("vllm") is None:
-            raise RolloutError(f"rollout.name=server needs vLLM to start its server: {MISSING}")
+            raise RolloutError(
+                f"rollout.name=server requires vLLM to start a server, but it is not installed: {MISSING}"
+            )
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
         self._name = f"camshaft-{secrets.token_hex(4)}"

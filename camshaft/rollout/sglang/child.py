@@ -1,6 +1,6 @@
-"""The SGLang rollout in the child process that `SGLangRollout` starts.
+"""The rollout that runs in the child process of `SGLangRollout`.
 
-It must not be built elsewhere: an SGLang engine kills the children of its process, and the process itself.
+Do not build it in any other process, because an SGLang engine may kill its process and all children of the process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from camshaft.rollout.weights.checks import drop_tied_duplicates
 
 
 class SGLangChildRollout(ExternalRollout):
-    """Generate with an SGLang engine; seeds give the same samples as with the built-in generator."""
+    """Generate with an SGLang engine. The same seeds give the same samples as with the built-in generator."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -44,7 +44,10 @@ class SGLangChildRollout(ExternalRollout):
         self._digests = {name: digests[canonical] for name, canonical in received.items()}
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Return checksums of the weights in SGLang's model, or of the received tensor where SGLang converts it."""
+        """Return the checksums of the weights in SGLang's model.
+
+        For a weight that SGLang converts, this is the checksum of the received tensor.
+        """
         self.check_ready()
         assert self._digests is not None
         return self._digests

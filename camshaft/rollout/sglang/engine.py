@@ -1,10 +1,10 @@
-"""One SGLang engine, through its public API (`sglang.Engine` and its methods).
+"""One SGLang engine, used through SGLang's public API (`sglang.Engine` and its methods).
 
 engine = SGLangEngine(config)
-digests = engine.load(weights)         # names and tensors, validated by the caller
+digests = engine.load(weights)         # pairs of name and tensor, validated by the caller
 responses = engine.generate(requests, sampling, stop_ids)
 
-It requires a separate process; see `rollout.py`.
+The engine requires a separate process; see `rollout.py`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from camshaft.rollout.external import CPU_CACHE_BYTES, RowRequest, RowResponse, 
 from camshaft.rollout.sglang.installed import check_installed, hint
 
 REPORT_SECONDS = 60.0
-"""Time limit for the model processes to report checksums after SGLang has finished a weight update."""
+"""Time limit, in seconds, for SGLang's processes to report checksums after a weight update."""
 
 
 class SGLangEngine:
-    """An SGLang engine and its weight updates."""
+    """An SGLang engine that verifies its weight updates."""
 
     def __init__(self, config: RolloutEngineConfig):
         _check_length(config)
         self._config = config
         self._hint = hint(check_installed())
-        self._saver = config.free_cache_engine and torch.device(config.device).type != "cpu"
+        self._has_memory_saver = config.free_cache_engine and torch.device(config.device).type != "cpu"
         self._asleep = False
         self._reports: queue.Queue[tuple[dict[str, int], str]] = queue.Queue()
-        # SGLang warns in each process about every feature that the device lacks.
+        # Otherwise each process of SGLang warns about every feature that the device does not support.
         os.environ.setdefault("PYTHONWARNINGS", "ignore::UserWarning")
         os.environ["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # see `engine_arguments`
         if config.tensor_model_parallel_size > 1 and torch.device(config.device).type == "cpu":
-            # By default SGLang requires a NUMA node per process.
+            # By default, SGLang requires one NUMA node per process.
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             binding = "|".join([cores] * config.tensor_model_parallel_size)
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
@@ -65,8 +65,8 @@ class SGLangEngine:
 
         worker.register_sampler()
         reader, writer = Pipe(duplex=False)
-        # Read continuously: a full pipe would block SGLang's processes.
-        threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+        # The pipe is read continuously, because a full pipe would block SGLang's processes.
+        threading.Thread(target=self._receive_reports, args=(reader,), daemon=True).start()
 
         class ReportingEngine(Engine):
             run_scheduler_process_func = staticmethod(functools.partial(worker.run, writer))
@@ -79,7 +79,7 @@ class SGLangEngine:
         finally:
             writer.close()
 
-    def _listen(self, reader: Connection) -> None:
+    def _receive_reports(self, reader: Connection) -> None:
         while True:
             try:
                 self._reports.put(reader.recv())
@@ -89,10 +89,10 @@ class SGLangEngine:
     # -- weights --------------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
-        """Replace all weights; return their checksums, computed in the processes that hold the model."""
+        """Replace all weights and return their checksums, which the processes that hold the model compute."""
         from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD
 
-        windows = [("windows", torch.tensor([windowed_layers(self._config)]))]
+        windows = [("windows", torch.tensor([count_windowed_layers(self._config)]))]
         self._check(self._engine.begin_weight_update())
         try:
             self._send(windows, BEGIN)
@@ -107,23 +107,23 @@ class SGLangEngine:
                 self._reports.get(timeout=REPORT_SECONDS) for _ in range(self._config.tensor_model_parallel_size)
             ]
         except queue.Empty as error:
-            message = f"SGLang's processes did not report checksums within {REPORT_SECONDS:g} s"
+            message = f"SGLang's processes did not report checksums within {REPORT_SECONDS:g} s; restart the run"
             raise RolloutError(f"{message}{self._hint}") from error
         problem = next((message for _, message in reports if message), "")
         if problem:
             raise RolloutError(f"SGLang rejected the weights: {problem}{self._hint}")
         digests = reports[0][0]
-        for rank, (others, _) in enumerate(reports):
-            wrong = [name for name in digests if others.get(name) != digests[name]]
-            if wrong:
-                raise RolloutError(f"ranks 0 and {rank} of SGLang received different weights: {', '.join(wrong[:8])}")
+        for rank, (rank_digests, _) in enumerate(reports):
+            names = [name for name in digests if rank_digests.get(name) != digests[name]]
+            if names:
+                raise RolloutError(f"ranks 0 and {rank} of SGLang received different weights: {', '.join(names[:8])}")
         return digests
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str, flush_cache: bool = False) -> None:
         self._check(self._engine.update_weights_from_tensor(named, load_format=loader, flush_cache=flush_cache))
 
     def _check(self, result: tuple[bool, str]) -> None:
-        """Raise an error for a failed update: SGLang returns (success, message) instead of raising."""
+        """Raise an error if an update failed. SGLang returns (success, message) instead of raising."""
         success, message = result
         if not success:
             raise RolloutError(f"SGLang failed to update weights: {message}{self._hint}")
@@ -131,17 +131,17 @@ class SGLangEngine:
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self) -> None:
-        """Free weights and KV cache on a GPU; empty the prefix cache on a CPU."""
+        """Free the weights and the KV cache on a GPU, or clear the prefix cache on a CPU."""
         if self._asleep:
             return
-        if self._saver:
+        if self._has_memory_saver:
             self._engine.release_memory_occupation()
         else:
             self._engine.flush_cache()
         self._asleep = True
 
     def wake_up(self) -> None:
-        if self._asleep and self._saver:
+        if self._asleep and self._has_memory_saver:
             self._engine.resume_memory_occupation()
         self._asleep = False
 
@@ -150,8 +150,11 @@ class SGLangEngine:
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
     ) -> list[RowResponse]:
-        """Return one response per request, in order. `stop_ids` are all tokens that end a row; stop strings do not."""
-        params = [_params(request, sampling, stop_ids) for request in requests]
+        """Return one response per request, in request order.
+
+        `stop_ids` are all tokens that end a row. Stop strings have no effect here; the caller truncates the responses.
+        """
+        params = [_build_sampling_params(request, sampling, stop_ids) for request in requests]
         prompts = [request.prompt for request in requests]
         try:
             outputs = self._engine.generate(
@@ -168,15 +171,15 @@ class SGLangEngine:
         info, tokens = output["meta_info"], list(output["output_ids"])
         if info["finish_reason"]["type"] not in ("stop", "length"):
             raise RolloutError(f"SGLang did not finish row {row}: {info['finish_reason']}{self._hint}")
-        # With ignore_eos, SGLang generates past every stop token.
+        # If ignore_eos is set, SGLang continues after all stop tokens, including those of the call.
         end = next((position for position, token in enumerate(tokens) if token in ends), None)
         count = len(tokens) if end is None else end + 1
         log_probs = [value for value, *_ in info["output_token_logprobs"][:count]]
         return RowResponse(tokens[:count], log_probs, end is not None, info["cached_tokens"])
 
 
-def _params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
-    """Build SGLang's sampling parameters; `worker.RowSampler` samples with `custom_params` and ignores the others."""
+def _build_sampling_params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[int]) -> dict[str, Any]:
+    """Build SGLang's sampling parameters. `worker.RowSampler` reads the sampling options only from `custom_params`."""
     row = {
         "seed": request.seed, "greedy": sampling.greedy, "temperature": float(sampling.temperature),
         "top_k": sampling.top_k, "top_p": float(sampling.top_p),
@@ -188,7 +191,7 @@ def _params(request: RowRequest, sampling: SamplingParams, stop_ids: Sequence[in
 
 
 def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """Translate the config into arguments of `sglang.Engine`, and add those that this rollout requires."""
+    """Translate the config into arguments of `sglang.Engine` and add the arguments that this rollout requires."""
     from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD, SAMPLER
 
     device = torch.device(config.device)
@@ -202,7 +205,7 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         "random_seed": config.seed & (2**31 - 1),
         "tp_size": config.tensor_model_parallel_size,
         "disable_cuda_graph": config.enforce_eager,
-        # SGLang reserves a few positions; rows are limited to `max_model_len`.
+        # SGLang reserves a few positions. Rows are still limited to `max_model_len`.
         "context_length": config.max_model_len + 8,
         "max_running_requests": config.max_num_seqs,
         "chunked_prefill_size": config.max_num_batched_tokens,
@@ -212,7 +215,7 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         "sampling_backend": SAMPLER,
         "enable_custom_logit_processor": True,
         "custom_weight_loader": [BEGIN, LOAD, FINISH],
-        # Token ids in and out, without the sampling defaults in the folder's generation_config.json.
+        # Exchange token ids, and ignore the sampling defaults in the model's generation_config.json.
         "skip_tokenizer_init": True,
         "sampling_defaults": "openai",
     }
@@ -226,16 +229,16 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
 
 def default_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
     """Return default arguments, which `engine_kwargs` may override."""
-    # Without `sleep_on_idle`, each process keeps a core busy while the trainer trains.
+    # Without `sleep_on_idle`, each process of SGLang keeps a core busy during training.
     defaults: dict[str, Any] = {"log_level": "error", "skip_server_warmup": True, "sleep_on_idle": True}
     if torch.device(config.device).type == "cpu":
-        # Memory used by other processes counts against the share, so it is large; `max_total_tokens` is the limit.
+        # The fraction is large because it includes the memory of other processes. `max_total_tokens` is the real limit.
         defaults |= {"attention_backend": "torch_native", "mem_fraction_static": 0.9}
         defaults["max_total_tokens"] = _cpu_cache_tokens(config)
     return defaults
 
 
-def windowed_layers(config: RolloutEngineConfig) -> int:
+def count_windowed_layers(config: RolloutEngineConfig) -> int:
     """Count the layers with a sliding window shorter than `max_model_len`."""
     text = _text_config(config)
     window = text.get("sliding_window")
@@ -248,7 +251,7 @@ def _check_length(config: RolloutEngineConfig) -> None:
     positions = _text_config(config).get("max_position_embeddings")
     if positions is not None and config.max_model_len > positions:
         raise RolloutError(
-            f"max_model_len={config.max_model_len}, but the model has {positions} positions "
+            f"max_model_len={config.max_model_len} exceeds the {positions} positions of the model "
             f"(max_position_embeddings); set max_model_len to {positions} or less"
         )
 
@@ -267,7 +270,10 @@ def _cpu_cache_tokens(config: RolloutEngineConfig) -> int:
 
 
 def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield copies in buckets of at most `size` bytes or a single tensor; SGLang changes the storage of its input."""
+    """Yield copies of the weights in buckets of at most `size` bytes, or of a single tensor if it is larger.
+
+    The weights are copied because SGLang changes the storage of the tensors that it receives.
+    """
     bucket: list[tuple[str, Tensor]] = []
     num_bytes = 0
     for name, tensor in weights:

@@ -1,6 +1,6 @@
-"""Check which version of SGLang is installed.
+"""Check the installed version of SGLang without importing it.
 
-version = check_installed()            # raises a RolloutError with install instructions if missing; imports nothing
+version = check_installed()            # raises a RolloutError with install instructions if SGLang is missing
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from camshaft.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.5.23",)
-"""Versions covered by the tests, on a CPU. Other versions work if the API used in this folder is unchanged."""
+"""Versions that the tests cover, on a CPU. Other versions work if they do not change the API used in this folder."""
 
 _warned: set[str] = set()
 
 
 def check_installed() -> str:
-    """Return the version; raise an error if SGLang is missing, warn once about an untested version."""
+    """Return the installed version. Raise an error if SGLang is missing; warn once about an untested version."""
     if importlib.util.find_spec("sglang") is None:
         raise RolloutError(
-            f"rollout.name=sglang needs SGLang {TESTED[-1]}: run pip install --no-deps sglang=={TESTED[-1]} and "
-            "install its dependencies without replacing torch (it requires a newer one); requirements-sglang.txt lists "
-            "the versions of the tests. Or set rollout.name=torch for the built-in generator, or rollout.name=vllm"
+            f"rollout.name=sglang requires SGLang {TESTED[-1]}, which is not installed: run pip install --no-deps "
+            f"sglang=={TESTED[-1]} and install its dependencies without replacing torch, although SGLang requires a "
+            "newer torch; requirements-sglang.txt lists the versions used in the tests. Or set rollout.name=torch for "
+            "the built-in generator, or rollout.name=vllm"
         )
     version = importlib.metadata.version("sglang")
     if version not in TESTED and version not in _warned:
@@ -37,11 +38,11 @@ def check_installed() -> str:
 def untested_warning(version: str) -> str:
     """Return the warning about an untested version."""
     return (
-        f"SGLang {version} is untested with this rollout, which is tested with {', '.join(TESTED)}. "
+        f"SGLang {version} is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
         "If you see errors, install a tested version"
     )
 
 
 def hint(version: str) -> str:
-    """Return a suffix for error messages that reports an untested version; empty for a tested one."""
+    """Return a suffix for error messages that warns about an untested version, or "" for a tested version."""
     return "" if version in TESTED else f"\n{untested_warning(version)}"

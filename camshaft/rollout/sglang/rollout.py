@@ -4,9 +4,9 @@
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-An SGLang engine takes over its process: it replaces signal handlers, kills all children of the process when it ends,
-and kills the process itself when one of them fails. `SGLangRollout` therefore runs it in a child process, like
-`rollout.name=process`, with the rollout of `child.py` inside. All of these processes end with the trainer.
+An SGLang engine takes control of its process: it replaces signal handlers, kills all children of the process on exit,
+and kills the process itself if one of these children fails. `SGLangRollout` therefore runs the rollout of `child.py` in
+a child process, as `rollout.name=process` does. All of these processes end when the trainer ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHILD_ROLLOUT = "camshaft.rollout.sglang.child:SGLangChildRollout"
 class SGLangRollout(ProcessRollout):
     """Generate with SGLang in a child process.
 
-    `engine_kwargs` are arguments of `sglang.Engine`, and `timeout`: seconds for one call.
+    `engine_kwargs` accepts the arguments of `sglang.Engine`, and `timeout` (time limit of one call, in seconds).
     """
 
     capabilities = SGLANG
@@ -35,7 +35,7 @@ class SGLangRollout(ProcessRollout):
         if config.tensor_model_parallel_size > 1 and world > 1:
             raise RolloutError(
                 f"tensor_model_parallel_size={config.tensor_model_parallel_size} is unsupported for sglang with "
-                f"{world} ranks, each of which starts its own engine; set "
+                f"{world} ranks, because each rank starts its own engine; set "
                 "actor_rollout_ref.rollout.tensor_model_parallel_size=1"
             )
         engine_kwargs = {**config.engine_kwargs, "rollout": CHILD_ROLLOUT}

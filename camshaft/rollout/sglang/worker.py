@@ -1,4 +1,4 @@
-"""Code that runs in the processes that SGLang starts: sampling and loading weights. SGLang imports it by name.
+"""Sampling and weight loading inside the processes that SGLang starts. SGLang imports this module by name.
 
     class Engine(sglang.Engine):
         run_scheduler_process_func = staticmethod(functools.partial(run, report))
@@ -6,8 +6,8 @@
     sampling_backend=SAMPLER                        # samples like all other rollouts of this package
     custom_weight_loader=[BEGIN, LOAD, FINISH]      # loads weights and sends checksums over `report`
 
-These are public extension points of SGLang. SGLang's own sampler draws all rows of a batch from one random state,
-except in a mode that CPUs lack, and returns log-probs before top_k and top_p.
+These are public extension points of SGLang. SGLang's own sampler is unsuitable: it samples all rows of a batch with one
+random state, except in a mode that CPUs do not support, and it returns log-probs before top_k and top_p are applied.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from camshaft.digest import digest
 from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 
 SAMPLER = "pytorch"
-"""Name of the sampling backend. SGLang accepts only this name on a CPU, and prefers a registered backend."""
+"""Name of the sampling backend. SGLang accepts only this name on a CPU and prefers a backend registered under it."""
 BEGIN, LOAD, FINISH = (f"{__name__}.{name}" for name in ("begin_update", "load_bucket", "finish_update"))
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Parameters that SGLang fuses by concatenating several weights along the first dimension."""
+"""Map from each fused parameter of SGLang to the weights that it concatenates along the first dimension."""
 
 
 def run(report: Connection, *arguments: Any, **more: Any) -> None:
@@ -54,14 +54,14 @@ def register_sampler() -> None:
 
 
 class RowParams(CustomLogitProcessor):
-    """Make SGLang pass `custom_params` to the sampler; SGLang never calls the processor itself."""
+    """Logits processor that makes SGLang pass `custom_params` to the sampler. SGLang never calls it."""
 
     def __call__(self, logits: Tensor, custom_param_list: Any = None) -> Tensor:
         return logits
 
 
 class RowSampler(Sampler):
-    """Sample each row with its seed, and return log-probs of the distribution that was sampled from."""
+    """Sampler that samples each row with its own seed and returns log-probs of the sampled distribution."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,14 +73,14 @@ class RowSampler(Sampler):
     ) -> Tensor:  # fmt: skip
         rows: list[dict[str, Any]] | None = sampling_info.custom_params
         logits: Tensor = logits_output.next_token_logits
-        if rows is None:  # a health check of SGLang
+        if rows is None:  # SGLang runs a health check
             return logits.argmax(-1)
         if rows[0]["greedy"]:
             tokens, log_probs = sample_greedy(logits)
         else:
             settings = {key: rows[0][key] for key in ("temperature", "top_k", "top_p")}  # equal for all rows of a call
             seeds = torch.tensor([row["seed"] for row in rows], device=logits.device)
-            # `positions` are those of the input tokens; the built-in generator uses those of the sampled tokens.
+            # `positions` belong to the input tokens. The seeds refer to the positions of the sampled tokens.
             tokens, log_probs = draw(restrict(logits, **settings), uniform_numbers(seeds, positions.long() + 1))
         logits_output.next_token_logprobs = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)
@@ -92,7 +92,7 @@ class RowSampler(Sampler):
 
 @dataclass
 class _State:
-    """State of this process: the weights received and the first problem of the current weight update."""
+    """State of this process: the received weights and the first problem of the current weight update."""
 
     report: Connection | None = None
     sampler_installed: bool = False
@@ -104,51 +104,51 @@ _state = _State()
 
 
 def begin_update(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Fill all parameters with NaN, so that a missing weight is detected.
+    """Fill all parameters with NaN, so that `finish_update` detects missing weights.
 
-    `named` has one number: how many layers must have a sliding window.
+    `named` contains a single number: how many layers must have a sliding window.
     """
     _state.received, _state.problem = {}, ""
     windows = sum(layer.sliding_window_size > -1 for layer in model.modules() if isinstance(layer, RadixAttention))
     if windows < int(named[0][1]):
         _state.problem = (
-            f"its {type(model).__name__} ignores that {int(named[0][1])} layers have a sliding window of "
-            f"{model.config.sliding_window} tokens; use rollout.name=torch or vllm, or set max_model_len to at most "
-            "the window"
+            f"SGLang's {type(model).__name__} ignores that {int(named[0][1])} layers have a sliding window of "
+            f"{model.config.sliding_window} tokens; set rollout.name=torch or rollout.name=vllm, or set max_model_len "
+            f"to at most {model.config.sliding_window}"
         )
-    for parameter in _floating(model).values():
+    for parameter in _floating_parameters(model).values():
         parameter.data.fill_(torch.nan)
 
 
 def load_bucket(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
-    """Load one bucket. An exception would end SGLang's process, so errors are reported by `finish_update`."""
+    """Load one bucket. `finish_update` reports errors, because an exception would end SGLang's process."""
     _state.received |= {name: (digest(tensor), tensor.dtype, tensor.shape) for name, tensor in named}
     try:
         model.load_weights(named)
     except Exception as error:  # from any model class
         names = ", ".join(name for name, _ in named)
-        _state.problem = _state.problem or f"{type(error).__name__}: {error} (among {names})"
+        _state.problem = _state.problem or f"{type(error).__name__}: {error} (while loading {names})"
 
 
 def finish_update(model: Any, _named: Sequence[tuple[str, Tensor]]) -> None:
     """Send the checksums and the first problem to the engine."""
-    # The maximum is NaN if any element is, and needs no temporary of the parameter's size.
-    missing = [name for name, weight in _floating(model).items() if bool(weight.data.amax().isnan())]
+    # The maximum is NaN if any element is NaN. Computing it needs no temporary tensor of the parameter's size.
+    missing = [name for name, weight in _floating_parameters(model).items() if bool(weight.data.amax().isnan())]
     if missing and not _state.problem:
         _state.problem = f"missing or NaN weights: {', '.join(missing)}"
     if not _state.sampler_installed:
-        _state.problem = "SGLang did not install the sampler of camshaft, so seeds of rows would have no effect"
+        _state.problem = "SGLang did not install camshaft's sampler, so the seeds of rows would have no effect"
     assert _state.report is not None
     digests = {name: value for name, (value, *_) in _state.received.items()} | _stored_digests(model)
     _state.report.send((digests, _state.problem))
 
 
-def _floating(model: Any) -> dict[str, Tensor]:
+def _floating_parameters(model: Any) -> dict[str, Tensor]:
     return {name: weight for name, weight in model.named_parameters() if weight.is_floating_point() and weight.numel()}
 
 
 def _stored_digests(model: Any) -> dict[str, int]:
-    """Return checksums of the weights that the model stores unchanged or concatenated into a fused parameter."""
+    """Return the checksums of the weights that the model stores unchanged or concatenates into a fused parameter."""
     digests: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         path, _, leaf = name.rpartition(".")
@@ -159,7 +159,7 @@ def _stored_digests(model: Any) -> dict[str, int]:
             continue
         shapes = [_state.received[part][2] for part in names]
         rows = sum(shape[0] for shape in shapes)
-        # SGLang pads the vocabulary with extra rows; with tensor parallelism a process holds a shard.
+        # SGLang pads the vocabulary with extra rows. With tensor parallelism, each process holds a shard.
         if rows > len(parameter) or (rows < len(parameter) and len(parts) > 1):
             continue
         if any(parameter.shape[1:] != shape[1:] for shape in shapes):

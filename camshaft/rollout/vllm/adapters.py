@@ -3,11 +3,11 @@
     vllm.LLM(**engine_arguments(config), **adapter_arguments(config))
     with peft_folder(weights, config) as folder:
         llm.llm_engine.add_lora(LoRARequest("1", 1, folder))
-    llm.apply_model(adapter_digests(expected, 1))        # by name, of the buffers that the kernels read
+    llm.apply_model(adapter_digests(expected, 1))        # checksums by name, of the buffers that the kernels read
 
-vLLM loads adapters from a folder in PEFT's layout; this one is in memory and deleted as soon as it was read. The sender
-has multiplied the scaling into B, and the folder sets alpha = rank, so that vLLM leaves the values unchanged and the
-checksums on both sides are comparable. This relies on vLLM internals.
+vLLM loads an adapter from a folder in PEFT's layout. This module writes the folder to memory and deletes it after vLLM
+has read it. The sender has already multiplied B by the scaling, and the folder sets alpha = rank. vLLM then leaves the
+values unchanged, so the checksums on both sides can be compared. This module relies on vLLM internals.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from camshaft.models.lora import save_adapter
 from camshaft.rollout.weights.checks import ExpectedWeights
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM supports; a smaller adapter is padded with zeros."""
+"""LoRA ranks that vLLM supports. vLLM pads an adapter with another rank to the next one with zeros."""
 MEMORY = Path("/dev/shm")
-"""A file system in memory."""
+"""Root of an in-memory file system."""
 
 
 def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` for a single adapter on exactly the layers that it has."""
+    """Return the arguments of `vllm.LLM` that enable a single adapter on exactly the layers that it adapts."""
     if config.lora is None:
         return {}
     rank = next((size for size in RANKS if size >= config.lora.rank), None)
@@ -45,8 +45,9 @@ def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         )
     if torch.device(config.device).type != "cpu" and config.dtype != "bfloat16":
         raise RolloutError(
-            f"vLLM computes adapters in half precision on {config.device}, but rollout.dtype={config.dtype}; set "
-            "actor_rollout_ref.rollout.dtype=bfloat16, or actor_rollout_ref.rollout.lora_weights=merged"
+            f"rollout.dtype={config.dtype} is unsupported with adapters, because vLLM computes adapters in half "
+            f"precision on {config.device}; set actor_rollout_ref.rollout.dtype=bfloat16, or "
+            "actor_rollout_ref.rollout.lora_weights=merged"
         )
     layers = {name.rpartition(".lora_")[0] for name in ExpectedWeights.adapter_from_config(config, config.lora).weights}
     return {
@@ -60,7 +61,7 @@ def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def peft_folder(weights: Iterable[tuple[str, Tensor]], config: RolloutEngineConfig) -> Iterator[str]:
-    """Write the adapter to a temporary folder in PEFT's layout, with a scaling of 1; delete it on exit."""
+    """Write the adapter to a temporary folder in PEFT's layout with a scaling of 1, and delete the folder on exit."""
     assert config.lora is not None
     unscaled = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
     with tempfile.TemporaryDirectory(prefix="camshaft-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
@@ -69,9 +70,9 @@ def peft_folder(weights: Iterable[tuple[str, Tensor]], config: RolloutEngineConf
 
 
 def adapter_digests(expected: Mapping[str, Tensor], number: int) -> Callable[[Any], dict[str, int]]:
-    """Return a function for `LLM.apply_model` that computes checksums of adapter `number` from vLLM's buffers.
+    """Return a function for `LLM.apply_model` that computes the checksums of adapter `number` from vLLM's buffers.
 
-    A nonzero buffer of a tensor that is not in `expected` is reported under vLLM's name of the layer.
+    If a nonzero buffer does not belong to a tensor in `expected`, its checksum is keyed by vLLM's name of the layer.
     """
 
     def compute(model: Any) -> dict[str, int]:
@@ -97,16 +98,20 @@ def adapter_digests(expected: Mapping[str, Tensor], number: int) -> Callable[[An
 
 
 def _digests_by_layer(manager: Any, number: int) -> dict[tuple[str, bool], int | None]:
-    """Map (unfused layer, True for A) to a checksum; None where nothing is loaded and the buffer is zero."""
+    """Map (unfused layer, True for A or False for B) to a checksum.
+
+    The checksum is None if nothing is loaded for the layer and its buffer is zero.
+    """
     slot, loaded = manager.lora_index_to_id.index(number), manager.list_adapters()[number]
     digests: dict[tuple[str, bool], int | None] = {}
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
         if len(parts) != len(layer.lora_a_stacked):
             raise RolloutError(
-                f"vLLM splits {name} into {len(layer.lora_a_stacked)} parts but the adapter into {len(parts)}, so the "
-                "weight sync cannot be verified; set actor_rollout_ref.rollout.lora_weights=merged, or exclude the "
-                "layer with actor_rollout_ref.model.exclude_modules"
+                f"vLLM splits layer {name} into {len(layer.lora_a_stacked)} sublayers but its adapter into "
+                f"{len(parts)}, so the weight sync cannot be verified; set "
+                "actor_rollout_ref.rollout.lora_weights=merged, or exclude the layer with "
+                "actor_rollout_ref.model.exclude_modules"
             )
         weights = loaded.loras.get(name)
         for is_a, buffers in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
@@ -116,18 +121,19 @@ def _digests_by_layer(manager: Any, number: int) -> dict[tuple[str, bool], int |
                 tensors = values if isinstance(values, list) else [values]
             shards = tensors
             if weights is not None and layer.tp_size > 1:
-                shard = layer.slice_lora_a if is_a else layer.slice_lora_b
-                sharded = shard(tensors if len(parts) > 1 else tensors[0])
-                shards = sharded if isinstance(sharded, list) else [sharded]
-            for part, tensor, own_shard, buffer in zip(parts, tensors, shards, buffers, strict=True):
-                digests[part, is_a] = _buffer_digest(buffer[slot, 0], tensor, own_shard)
+                slice_lora = layer.slice_lora_a if is_a else layer.slice_lora_b
+                slices = slice_lora(tensors if len(parts) > 1 else tensors[0])
+                shards = slices if isinstance(slices, list) else [slices]
+            for part, tensor, shard, buffer in zip(parts, tensors, shards, buffers, strict=True):
+                digests[part, is_a] = _buffer_digest(buffer[slot, 0], tensor, shard)
     return digests
 
 
 def _buffer_digest(buffer: Tensor, tensor: Tensor | None, shard: Tensor | None) -> int | None:
     """Return the checksum of `tensor` if `buffer` holds this rank's shard of it and zeros elsewhere.
 
-    Otherwise return the checksum of the buffer, which differs.
+    Otherwise return the checksum of the buffer's content, which differs. Return None if there is no tensor and the
+    buffer is zero.
     """
     if tensor is None or shard is None:
         return digest(buffer) if bool(buffer.any()) else None

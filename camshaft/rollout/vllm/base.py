@@ -1,4 +1,4 @@
-"""Base class of the rollouts that generate with vLLM, in the trainer's processes or over HTTP."""
+"""Base class of the rollouts that generate with vLLM, either in the trainer's processes or over HTTP."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from camshaft.rollout.external import ExternalRollout, RowRequest
 from camshaft.rollout.sampling import mix_seeds
 
 MIN_TEMPERATURE = 0.01
-"""vLLM replaces a lower temperature with this one."""
+"""Minimum temperature of vLLM. vLLM silently increases lower temperatures to this value."""
 
 
 class BaseVLLMRollout(ExternalRollout):
-    """Check what vLLM cannot do, and prepare seeds for it."""
+    """Base class that rejects options that vLLM does not support and converts seeds for vLLM."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -27,8 +27,8 @@ class BaseVLLMRollout(ExternalRollout):
         self.check_ready()
         if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
             raise RolloutError(
-                f"vLLM supports temperatures of at least {MIN_TEMPERATURE}, got {sampling.temperature}; "
-                "use 0 for greedy decoding"
+                f"temperature={sampling.temperature} is unsupported by vLLM; use at least {MIN_TEMPERATURE}, or 0 for "
+                "greedy decoding"
             )
         if sampling.stop and not has_tokenizer(self.folder):
             raise RolloutError(
@@ -37,19 +37,19 @@ class BaseVLLMRollout(ExternalRollout):
         return super().build_requests(prompts, sampling, seeds)
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        """Return the seeds with their entropy spread over all 63 bits, as non-negative numbers.
+        """Return the seeds as non-negative numbers whose 63 bits all depend on all bits of the original seeds.
 
-        vLLM reads -1 as "no seed", and torch uses only the low 32 bits of a seed on a CPU. The low 32 bits of the
+        vLLM interprets -1 as "no seed", and torch uses only the low 32 bits of a seed on a CPU. The low 32 bits of the
         trainer's seeds do not depend on `trainer.seed` and repeat every 256 steps.
         """
         return mix_seeds(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
 
 
 def _check_quantization(config: RolloutEngineConfig) -> None:
-    """Reject quantization at load time: a weight sync could leave old quantized weights in place unnoticed."""
+    """Reject quantization at load time, because a weight sync could silently leave old quantized weights in place."""
     quantization = config.engine_kwargs.get("quantization")
     if quantization is not None:
         raise RolloutError(
-            f"engine_kwargs.quantization={quantization} is unsupported: weights are synced and used as rollout.dtype="
-            f"{config.dtype}; remove it"
+            f"engine_kwargs.quantization={quantization} is unsupported, because weights are synced and used in "
+            f"rollout.dtype={config.dtype}; remove quantization from engine_kwargs"
         )

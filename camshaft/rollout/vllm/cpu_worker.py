@@ -2,9 +2,9 @@
 
     LLM(worker_cls="camshaft.rollout.vllm.cpu_worker.RankWorker", ...)
 
-Ranks started outside vLLM exchange tensors through shared memory with a fixed name. Two runs on one machine would
-overwrite each other's data, and a killed run leaves the memory behind, so that the next one fails with "create shm in
-SHMManager failed". If the ranks use different names, vLLM falls back to the process group.
+vLLM ranks that were started outside vLLM exchange tensors through shared memory with a fixed name. Two runs on one
+machine would overwrite each other's data. A killed run leaves the memory behind, so the next run fails with "create shm
+in SHMManager failed". If the ranks use different names, vLLM falls back to the process group.
 """
 
 from typing import Any
@@ -16,5 +16,6 @@ class RankWorker(CPUWorker):
     """Give each rank a different shared-memory name, which makes vLLM use the process group."""
 
     def __init__(self, **arguments: Any):
-        # The text after the last colon becomes the name. The ranks are connected already, so nothing else reads it.
+        # vLLM uses the text after the last colon as the name. The ranks are already connected, so nothing else reads
+        # the init method.
         super().__init__(**{**arguments, "distributed_init_method": f"env://:rank{arguments['rank']}"})

@@ -1,8 +1,8 @@
-"""One vLLM engine in this process, through vLLM's public API (`vllm.LLM` and its methods).
+"""One vLLM engine in this process, used through vLLM's public API (`vllm.LLM` and its methods).
 
-engine = VLLMEngine.acquire(config)    # reuses an idle engine of this config, or starts one
-engine.load(weights)                   # names and tensors, validated by the caller
-engine.load_adapter(weights)           # with `config.lora`; the base weights are unchanged
+engine = VLLMEngine.acquire(config)    # reuses an idle engine with this config or starts a new one
+engine.load(weights)                   # pairs of name and tensor, validated by the caller
+engine.load_adapter(weights)           # if `config.lora` is set; keeps the base weights
 responses = engine.generate(requests, sampling, stop_ids)
 engine.release()
 """
@@ -29,17 +29,17 @@ from camshaft.rollout.vllm.installed import check_platform, hint, import_vllm
 
 
 class VLLMEngine:
-    """A vLLM engine that is reused by all rollouts of the same config.
+    """A vLLM engine that rollouts with the same config reuse, one after another.
 
-    An engine is never shut down: vLLM's shutdown destroys every process group of the process, including those of the
-    trainer and of other engines. A released engine sleeps until a rollout with the same config acquires it.
+    An engine is never shut down, because vLLM's shutdown destroys all process groups of the process, including those of
+    the trainer and of other engines. A released engine sleeps until a rollout with the same config acquires it.
     """
 
     _idle: dict[str, list[VLLMEngine]] = {}  # noqa: RUF012
 
     @classmethod
     def acquire(cls, config: RolloutEngineConfig) -> VLLMEngine:
-        """Return an idle engine of this config, or start one."""
+        """Return an idle engine with this config, or start a new one."""
         idle = cls._idle.get(config.model_dump_json(), [])
         return idle.pop() if idle else cls(config)
 
@@ -63,13 +63,13 @@ class VLLMEngine:
         workarounds.disable_exit_finalizer(self._llm)
 
     def release(self) -> None:
-        """Put the engine to sleep for reuse; a failed engine still has requests inside and is never reused."""
+        """Put the engine to sleep until it is reused. A failed engine is never reused: it still has queued requests."""
         self.sleep()
         self._idle.setdefault(self._failed or self._config.model_dump_json(), []).append(self)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the group of ranks that share this engine and must receive the same rows; None for a single rank."""
+        """Process group of the ranks that share this engine and must receive the same rows; None for a single rank."""
         if self._config.tensor_model_parallel_size == 1:
             return None
         from vllm.distributed import get_tp_group  # pyright: ignore[reportMissingImports]
@@ -79,26 +79,26 @@ class VLLMEngine:
     # -- weights --------------------------------------------------------------------------------------
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace all weights; raise an error if vLLM leaves a parameter unset."""
+        """Replace all weights. Raise an error if vLLM leaves a parameter unset."""
         self._check_usable()
         with workarounds.capture_reload_warnings() as warnings:
             try:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             except BaseException:
-                # Partially loaded layers would count these weights and skip those of the next reload.
+                # Otherwise partially loaded layers would count these weights and ignore those of the next reload.
                 self._llm.apply_model(workarounds.finish_reload(self._llm.llm_engine.model_config))
                 raise
         self._llm.apply_model(workarounds.repack_tied_head)
-        # vLLM logs other warnings for layers without weights, such as rotary embeddings; this one names parameters.
+        # Other warnings concern layers without weights, such as rotary embeddings; this one lists unset parameters.
         missing = [text for text in warnings if "not loaded from checkpoint" in text]
         if missing:
             message = f"vLLM {self.version} did not load all weights: {'; '.join(missing)}"
             raise RolloutError(f"{message}{hint(self.version)}")
-        self._adapter = None  # the reload drops it
+        self._adapter = None  # the reload has removed the adapter
         self._reset_prefix_cache()
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the adapter. Each adapter gets a new id, since vLLM ignores weights under an id that it has."""
+        """Replace the adapter. It gets a new id, because vLLM ignores weights with an id that it has loaded."""
         self._check_usable()
         self._remove_adapter()
         self._adapters += 1
@@ -122,24 +122,26 @@ class VLLMEngine:
     def _reset_prefix_cache(self) -> None:
         """Drop cached keys and values of the old weights."""
         if not self._llm.reset_prefix_cache():
-            raise RolloutError("vLLM cannot reset its prefix cache while it generates; sync weights after it")
+            raise RolloutError(
+                "vLLM cannot reset its prefix cache while it generates; sync weights after generate_sequences() returns"
+            )
 
     def digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return checksums, by name, of the weights that vLLM stores unchanged: not fused, sharded or packed."""
+        """Return the checksums, by name, of the weights that vLLM stores unchanged (not fused, sharded or packed)."""
         (digests,) = self._llm.apply_model(
             workarounds.parameter_digests(expected, unsharded=self._config.tensor_model_parallel_size == 1)
         )
         return digests
 
     def adapter_digests(self, expected: Mapping[str, Tensor]) -> dict[str, int]:
-        """Return checksums, by name, of all tensors of the adapter and of unexpected ones."""
+        """Return the checksums, by name, of all tensors of the adapter and of unexpected tensors in vLLM."""
         (digests,) = self._llm.apply_model(adapter_digests(expected, self._adapters))
         return digests
 
     # -- memory ---------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Free the KV cache and, on a GPU, the weights; `keep_weights` moves them to host memory instead."""
+        """Free the KV cache and, on a GPU, the weights. `keep_weights` moves the weights to host memory instead."""
         if self._asleep or self._failed:
             return
         if not self._llm.reset_prefix_cache():
@@ -152,7 +154,7 @@ class VLLMEngine:
         self._asleep = True
 
     def wake_up(self) -> None:
-        """Allocate the KV cache and, on a GPU, the memory of the weights."""
+        """Allocate the KV cache and, on a GPU, memory for the weights."""
         self._check_usable()
         if not self._asleep:
             return
@@ -167,11 +169,11 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
     ) -> list[RowResponse]:
-        """Return one response per request, in order. `stop_ids` are all tokens that end a row."""
+        """Return one response per request, in request order. `stop_ids` are all tokens that end a row."""
         self._check_usable()
         import vllm  # pyright: ignore[reportMissingImports]
 
-        # All stop conditions are explicit, so that vLLM adds none from the model folder.
+        # All stop conditions are passed explicitly, so that vLLM adds none from the model folder.
         common: dict[str, Any] = {
             "ignore_eos": True, "stop_token_ids": list(stop_ids), "stop": list(sampling.stop),
             "include_stop_str_in_output": True, "detokenize": bool(sampling.stop), "logprobs": 0, "flat_logprobs": True,
@@ -186,10 +188,10 @@ class VLLMEngine:
                 for request in requests
             ]
         except Exception as error:  # vLLM raises its own types
-            raise RolloutError(f"vLLM {self.version} rejected the sampling parameters: {error}") from error
+            raise RolloutError(f"vLLM {self.version} rejected the sampling options: {error}") from error
         prompts = [{"prompt_token_ids": request.prompt} for request in requests]
         try:
-            # vLLM reseeds the global random state with each row's seed.
+            # vLLM seeds the global random state with the seed of each row.
             with preserve_random_state(self._config.device):
                 outputs = self._llm.generate(prompts, params, use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
@@ -223,9 +225,9 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
-        # By default vLLM returns log-probs before temperature, top_k and top_p.
+        # By default, vLLM returns log-probs before temperature, top_k and top_p are applied.
         "logprobs_mode": "processed_logprobs",
-        # Ignore the sampling defaults in the folder's generation_config.json.
+        # Ignore the sampling defaults in the model's generation_config.json.
         "generation_config": "vllm",
         "enable_sleep_mode": config.free_cache_engine and not on_cpu,
     }
@@ -239,7 +241,7 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
 
 
 def _rank_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
-    """Return the arguments that run vLLM inside existing ranks; each engine uses consecutive ranks."""
+    """Return the arguments that run vLLM inside existing ranks. Each engine uses consecutive ranks."""
     if world_size() == 1:
         return {}
     arguments = {"distributed_executor_backend": "external_launcher"}

@@ -1,12 +1,12 @@
-"""Start vLLM inside a trainer process, and undo the changes that it makes to the process.
+"""Start vLLM inside a trainer process and undo the changes that vLLM makes to the process.
 
     with startup_environment("cuda"):
         import vllm
         llm = vllm.LLM(...)
 
-Importing and starting vLLM sets environment variables, reseeds every random generator, and replaces
-`torch.set_num_threads` with a function that does nothing. The trainer's worker processes would inherit the variables,
-and its results and its number of threads would change.
+Importing and starting vLLM sets environment variables, reseeds all random generators, and replaces
+`torch.set_num_threads` by a function that does nothing. Without this module, the trainer's worker processes would
+inherit the variables, and the trainer's results and number of threads would change.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from camshaft.device import here, join_group, rank, world_size
 
 @contextlib.contextmanager
 def startup_environment(device: str) -> Iterator[None]:
-    """Allow importing vLLM and building an engine inside the context, and restore the process afterwards."""
+    """Prepare the process for importing vLLM and building an engine, and restore it on exit."""
     with _restore_process(device), _environment(device):
-        join_group(torch.device(device))  # a group made by vLLM on a GPU would not support CPU tensors
+        join_group(torch.device(device))  # a process group that vLLM creates on a GPU does not support CPU tensors
         yield
 
 
 @contextlib.contextmanager
 def _environment(device: str) -> Iterator[None]:
-    """Set the variables that vLLM reads at startup; values set by the user take precedence."""
+    """Set the environment variables that vLLM reads at startup. Values set by the user take precedence."""
     if torch.device(device).type == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # do not take cores from the trainer
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would take cores away from the trainer
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -56,7 +56,7 @@ def _restore_process(device: str) -> Iterator[None]:
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-        torch.set_num_threads = set_threads  # vLLM replaces it with a function that does nothing
+        torch.set_num_threads = set_threads  # vLLM has replaced it by a function that does nothing
         torch.set_num_threads(threads)
         for name in os.environ.keys() - environment.keys():
             del os.environ[name]

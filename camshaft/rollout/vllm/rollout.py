@@ -4,9 +4,10 @@
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-`VLLMRollout` implements the rollout interface; `engine.py` calls vLLM. With `tensor_model_parallel_size` above 1, that
-many consecutive ranks share one engine: they gather their rows, generate all of them, and each keeps the responses to
-its rows. With `config.lora`, `load_weights` loads the base model once, and `load_adapter` an adapter at every sync.
+`VLLMRollout` implements the rollout interface; `engine.py` calls vLLM. If `tensor_model_parallel_size` is above 1, that
+many consecutive ranks share one engine. They gather the prompts of all these ranks and generate them in one call, and
+each rank keeps the responses to its own prompts. If `config.lora` is set, `load_weights` loads the base model once and
+`load_adapter` loads an adapter in each weight sync.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicate
 
 
 class VLLMRollout(BaseVLLMRollout):
-    """Generate with a vLLM engine in this process; a row's samples depend on its seed and its prompt."""
+    """Generate with a vLLM engine in this process. A row's samples depend only on its seed and its prompt."""
 
     capabilities = VLLM
 
@@ -61,19 +62,21 @@ class VLLMRollout(BaseVLLMRollout):
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._adapter is None:
-            raise RolloutError("load_adapter: this rollout was built without config.lora; load merged weights instead")
+            raise RolloutError(
+                "load_adapter: this rollout was built without config.lora; call load_weights() with merged weights"
+            )
         self.check_ready_to_load()
         if self._loaded_digests is None:
-            raise RolloutError("load_adapter: the base weights are missing; load them with load_weights() first")
+            raise RolloutError("load_adapter: the base weights are not loaded; call load_weights() first")
         self._adapter_loaded = False
         self.engine.load_adapter(self._adapter.validate(weights))
         self._adapter_loaded = True
 
     def weight_digests(self) -> Mapping[str, int]:
-        """Return checksums of the weights in vLLM.
+        """Return the checksums of the weights in vLLM.
 
-        A weight that vLLM fuses, shards or packs has the checksum of the tensor passed to its loader. Checksums of an
-        adapter are always computed from the buffers that vLLM computes with.
+        For a weight that vLLM fuses, shards or packs, this is the checksum of the tensor passed to vLLM's loader. The
+        checksums of an adapter are always computed from the buffers that vLLM's kernels read.
         """
         self.check_ready()
         assert self._loaded_digests is not None
@@ -86,7 +89,7 @@ class VLLMRollout(BaseVLLMRollout):
 
     def check_ready(self) -> None:
         if self._loaded_digests is not None and not self._asleep and not self.has_weights():
-            raise RolloutError("the rollout has base weights but no adapter; call load_adapter() after wake_up()")
+            raise RolloutError("the rollout has base weights but no adapter; call load_adapter() first")
         super().check_ready()
 
     def has_weights(self) -> bool:
@@ -107,16 +110,16 @@ class VLLMRollout(BaseVLLMRollout):
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
-        requests, error = _attempt(lambda: self.build_requests(prompts, sampling, seeds))
+        requests, error = _catch_rollout_error(lambda: self.build_requests(prompts, sampling, seeds))
         all_requests, local_rows = self._gather(requests, error)
         stop_ids = self.all_stop_ids(sampling)
         responses = self.engine.generate(all_requests, sampling, stop_ids)[local_rows] if all_requests else []
         return self.build_generation(prompts, responses, time.perf_counter() - start)
 
     def _gather(self, requests: list[RowRequest], error: RolloutError | None) -> tuple[list[RowRequest], slice]:
-        """Return the rows of all ranks that share this engine, and the slice of this rank's.
+        """Return the rows of all ranks that share this engine, and the slice with the rows of this rank.
 
-        An error on one rank raises an error on all of them.
+        If one rank has an error, all ranks raise an error.
         """
         group = self.engine.group
         if group is None:
@@ -135,31 +138,31 @@ class VLLMRollout(BaseVLLMRollout):
         return [row for rows, _ in gathered for row in rows], slice(first, first + len(requests))
 
 
-def _attempt(build: Any) -> tuple[list[RowRequest], RolloutError | None]:
-    """Return the requests, or the error, which the other ranks must receive before it is raised."""
+def _catch_rollout_error(build: Any) -> tuple[list[RowRequest], RolloutError | None]:
+    """Return the requests or the error. All ranks must learn about an error before it is raised."""
     try:
         return build(), None
     except RolloutError as error:
         return [], error
 
 
-def _check_ranks(parallel: int) -> None:
+def _check_ranks(tensor_parallel_size: int) -> None:
     world = world_size()
-    if world % parallel:
+    if world % tensor_parallel_size:
         raise RolloutError(
-            f"tensor_model_parallel_size={parallel} does not divide the {world} rank{'s' * (world > 1)} of this run; "
-            f"set actor_rollout_ref.rollout.tensor_model_parallel_size to 1 or another divisor of {world}"
+            f"the number of ranks ({world}) is not divisible by tensor_model_parallel_size={tensor_parallel_size}; set "
+            f"actor_rollout_ref.rollout.tensor_model_parallel_size to a divisor of {world}"
         )
 
 
 def _check_device(device: str) -> None:
-    """Reject a single process on another device than the first: vLLM ignores the current device."""
+    """Reject a single process on a device other than the first one, because vLLM ignores the current device."""
     torch_device = torch.device(device)
     if torch_device.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
         return
     index = here(device).index
     if index != 0:
         raise RolloutError(
-            f"vLLM in a single process uses {torch_device.type}:0, but the device is {torch_device.type}:{index}; set "
-            f"CUDA_VISIBLE_DEVICES={index} and the device to {torch_device.type}"
+            f"the rollout's device is {torch_device.type}:{index}, but vLLM in a single process always uses "
+            f"{torch_device.type}:0; set CUDA_VISIBLE_DEVICES={index} and device={torch_device.type}"
         )

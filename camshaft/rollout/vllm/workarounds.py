@@ -1,7 +1,8 @@
-"""Code that relies on vLLM internals; each function prevents an error that vLLM does not report.
+"""Functions that use vLLM internals. Each of them prevents an error that vLLM does not report.
 
-The functions are written against the versions in `installed.TESTED`, and tests show each error with its function
-removed. Functions of a model are for `LLM.apply_model`, functions of a worker for `LLM.collective_rpc`.
+The functions are written for the versions in `installed.TESTED`. For each function, a test shows that the error occurs
+without it. Functions with a `model` argument are passed to `LLM.apply_model`, functions with a `worker` argument to
+`LLM.collective_rpc`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from torch import Tensor
 from camshaft.digest import digest
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload"
-"""Logger that reports errors of a reload, which vLLM does not raise."""
+"""Name of the logger to which vLLM reports errors of a reload instead of raising them."""
 
 
 def disable_exit_finalizer(llm: Any) -> None:
-    """Skip vLLM's shutdown at interpreter exit.
+    """Disable vLLM's shutdown at interpreter exit.
 
-    It would destroy process groups after `camshaft.device.leave_group` has destroyed all of them, and fail.
+    The shutdown would fail, because it destroys process groups that `camshaft.device.leave_group` has already
+    destroyed.
     """
     finalizer = vars(llm.llm_engine.engine_core).get("_finalizer")
     if finalizer is not None:
@@ -32,7 +34,7 @@ def disable_exit_finalizer(llm: Any) -> None:
 
 @contextlib.contextmanager
 def capture_reload_warnings() -> Iterator[list[str]]:
-    """Collect the warnings that vLLM logs while it reloads weights, instead of showing them."""
+    """Collect the warnings that vLLM logs during a reload of weights, instead of showing them."""
     messages: list[str] = []
 
     class CollectHandler(logging.Handler):
@@ -53,10 +55,10 @@ def capture_reload_warnings() -> Iterator[list[str]]:
 
 
 def repack_tied_head(model: Any) -> None:
-    """Repack an output layer that is tied to the embedding, on a CPU.
+    """Repack the weight of an output layer that is tied to the embedding. This is necessary only on a CPU.
 
-    vLLM keeps a packed copy of the old weight through a reload: it logs "ParallelLMHead: Failed to load weights" and
-    computes with the copy.
+    During a reload, vLLM keeps a packed copy of the old weight. It logs "ParallelLMHead: Failed to load weights" and
+    continues to compute with the copy.
     """
     head = dict(model.named_modules()).get("lm_head")
     if head is None or "cpu_linear" not in vars(head):
@@ -67,7 +69,7 @@ def repack_tied_head(model: Any) -> None:
 
 
 def finish_reload(model_config: Any) -> Callable[[Any], None]:
-    """Return a function that finalizes a reload, complete or not, so that the next one starts from a clean state."""
+    """Return a function that finalizes a reload, even an incomplete one, so that the next reload starts cleanly."""
 
     def finish(model: Any) -> None:
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]
@@ -80,9 +82,9 @@ def finish_reload(model_config: Any) -> Callable[[Any], None]:
 
 
 def parameter_digests(expected: Mapping[str, Tensor], unsharded: bool) -> Callable[[Any], dict[str, int]]:
-    """Return a function that computes checksums of the parameters that vLLM stores as in the checkpoint.
+    """Return a function that computes the checksums of the parameters that vLLM stores as in the checkpoint.
 
-    `unsharded` is True if each rank holds full parameters.
+    `unsharded` must be True if each rank holds full parameters, and False if it holds shards.
     """
 
     def compute(model: Any) -> dict[str, int]:
@@ -92,7 +94,7 @@ def parameter_digests(expected: Mapping[str, Tensor], unsharded: bool) -> Callab
             meta = expected.get(name)
             if meta is None or parameter.dtype != meta.dtype or parameter.ndim != meta.ndim:
                 continue
-            # vLLM pads the vocabulary with extra rows.
+            # vLLM pads the vocabulary dimension with extra rows.
             rows = parameter.data[: len(meta)] if unsharded else parameter.data
             if rows.shape == meta.shape:
                 digests[name] = digest(rows)
@@ -102,7 +104,7 @@ def parameter_digests(expected: Mapping[str, Tensor], unsharded: bool) -> Callab
 
 
 def free_kv_cache(worker: Any) -> list[int]:
-    """Free the storages of the KV cache without sleep mode (on a CPU), and return their sizes in bytes."""
+    """Free the storages of the KV cache and return their sizes in bytes. A CPU needs this: it has no sleep mode."""
     storages = _kv_cache_storages(worker)
     sizes = [storage.nbytes() for storage in storages]
     for storage in storages:
@@ -111,14 +113,14 @@ def free_kv_cache(worker: Any) -> list[int]:
 
 
 def restore_kv_cache(worker: Any, sizes: list[int]) -> None:
-    """Allocate the storages of the KV cache again with these sizes, filled with zeros."""
+    """Allocate the storages of the KV cache again with the given sizes in bytes, filled with zeros."""
     for storage, size in zip(_kv_cache_storages(worker), sizes, strict=True):
         storage.resize_(size)
-        # NaN in uninitialized memory would spread from masked positions.
+        # NaN values in uninitialized memory would propagate from masked positions.
         torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
 
 
 def _kv_cache_storages(worker: Any) -> list[torch.UntypedStorage]:
-    """Return each storage once; layers may share one."""
+    """Return each storage of the KV cache once. Several layers may share a storage."""
     caches: list[Tensor] = worker.worker.model_runner.kv_caches
     return list({cache.untyped_storage()._cdata: cache.untyped_storage() for cache in caches}.values())

@@ -1,11 +1,11 @@
-"""Worker extension of vLLM's server: receives weights from a trainer and returns checksums.
+"""Worker extension of vLLM's server that receives weights from a trainer and returns checksums.
 
     vllm serve ... --worker-extension-cls camshaft.rollout.vllm.worker.WorkerExtension
 
-vLLM imports this module by name and adds `WorkerExtension` to its workers. A request is `POST /collective_rpc` with the
-method `camshaft`, the name of a method of `WorkerWeights`, and its arguments as JSON. The response is {"result": ...},
-{"error": message} for a `RolloutError`, or {"traceback": text} for any other exception. `rollout/server/client.py`
-sends the requests. A restarted server has a new identity.
+vLLM imports this module by name and adds `WorkerExtension` to its workers. `rollout/server/client.py` sends requests as
+`POST /collective_rpc` with the method `camshaft`, whose arguments are the name of a method of `WorkerWeights` and its
+arguments as JSON. The response is {"result": ...}, {"error": message} for a `RolloutError`, or {"traceback": text} for
+any other exception. The workers of a restarted server have a new identity.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from camshaft.rollout.weights.transport import open_receiver
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each worker."""
+    """Mixin that vLLM adds to the class of its workers."""
 
     def camshaft(self, method: str, payload: str = "{}") -> dict[str, Any]:
-        """Call a method of `WorkerWeights`; return exceptions as data, since vLLM's server drops their messages."""
+        """Call a method of `WorkerWeights`. Return exceptions as data, because vLLM's server drops their messages."""
         weights: WorkerWeights = vars(self).setdefault("_camshaft_weights", WorkerWeights(self))
         methods = {
             function.__name__: function
@@ -51,7 +51,7 @@ class WorkerExtension:
 
 
 class WorkerWeights:
-    """The weights of one worker and the weight sync that they belong to."""
+    """The weights of one worker and the state of its weight sync."""
 
     def __init__(self, worker: Any):
         self._worker = worker
@@ -65,7 +65,7 @@ class WorkerWeights:
         self._cache_sizes: list[int] = []
 
     def hello(self) -> dict[str, Any]:
-        """Return identity, versions and the settings that the trainer checks."""
+        """Return the worker's identity, its weight version, and the settings that the trainer checks."""
         import vllm  # pyright: ignore[reportMissingImports]
 
         config = self._worker.vllm_config.model_config
@@ -83,9 +83,10 @@ class WorkerWeights:
     # -- weights ----------------------------------------------------------------------------------
 
     def begin(self, handle: dict[str, Any], canonical_names: dict[str, str], shapes: dict[str, Any]) -> None:
-        """Begin a weight sync; the worker has no valid weights until `end`.
+        """Begin a weight sync. The worker has no valid weights until `end`.
 
-        `canonical_names` maps each weight to the name under which vLLM loads it, `shapes` to its dtype and shape.
+        `canonical_names` maps the name of each weight to the name under which vLLM loads it. `shapes` maps it to a
+        dtype and a shape.
         """
         self.abort()
         self._version, self._received, self._canonical_names, self._sent = None, {}, canonical_names, set()
@@ -101,24 +102,27 @@ class WorkerWeights:
         self._update.load([Piece(**piece) for piece in pieces], used, self._record)
 
     def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Record the checksum of each weight, and yield tied weights once."""
+        """Record the checksum of each weight and yield each tied weight once."""
         return drop_tied_duplicates(record_digests(weights, self._received), self._canonical_names, self._sent)
 
     def end(self, version: str) -> None:
-        """Finish the weight sync; raise an error if vLLM left a parameter unset."""
+        """Finish the weight sync. Raise an error if vLLM left a parameter unset."""
         update, self._update = self._update, None
         assert update is not None
         update.end()
         self._version = version
 
     def abort(self) -> None:
-        """Cancel an unfinished weight sync; partially loaded layers would skip weights of the next one."""
+        """Cancel an unfinished weight sync. Otherwise partially loaded layers would ignore weights of the next one."""
         update, self._update = self._update, None
         if update is not None:
             update.abort()
 
     def digests(self) -> dict[str, Any]:
-        """Return checksums of the stored weights, or of the received tensor where vLLM fuses, shards or packs it."""
+        """Return the checksums of the stored weights.
+
+        For a weight that vLLM fuses, shards or packs, this is the checksum of the received tensor.
+        """
         unsharded = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
         stored = workarounds.parameter_digests(self._shapes, unsharded)(self._worker.get_model())
         digests = {name: stored.get(self._canonical_names[name], value) for name, value in self._received.items()}
@@ -134,7 +138,7 @@ class WorkerWeights:
 
 
 class _WeightUpdate:
-    """One weight sync through vLLM's layerwise reload, spread over several calls."""
+    """One weight sync through vLLM's layerwise reload. It spans several requests."""
 
     def __init__(self, worker: Any, handle: dict[str, Any]):
         from vllm.model_executor.model_loader.reload import (  # pyright: ignore[reportMissingImports]

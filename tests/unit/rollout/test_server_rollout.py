@@ -262,7 +262,7 @@ def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("without_vllm")
 def test_missing_vllm_is_an_error() -> None:
-    with pytest.raises(RolloutError, match=r"rollout.name=server needs vLLM to start its server: run pip install"):
+    with pytest.raises(RolloutError, match=r"rollout.name=server requires vLLM .* not installed: run pip install"):
         ServerProcess(config(), {})
 
 
