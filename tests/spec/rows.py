@@ -32,25 +32,29 @@ def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ..
 
 _ENGINE_METHODS: dict[str, Row] = {
     "__init__(self, config)": (
-        "Validates the `EngineConfig`; a class without one of the methods cannot be constructed.",
+        "Validates the `EngineConfig`. A class that lacks one of the methods cannot be constructed.",
         ("tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_cannot_be_constructed",),
     ),
     "init_model(self)": (
-        "Builds model, optimizer and schedule; collective. Any other call before it raises an error that names it.",
+        "Builds the model, the optimizer and the schedule. All ranks must call it. Any earlier call of another method "
+        "raises an error that names the missing call.",
         _method("init_model", "errors_name_the_missing_call", "predictions"),
     ),
     "train_mode(self)": (
-        "Context manager: enables dropout and loads offloaded state to the device; restores both at exit.",
+        "Context manager that enables dropout and loads offloaded state to the device. It restores both on exit.",
         _method(
             "train_mode", "modes", also=("tests/unit/engine/test_offload.py::test_parts_are_offloaded_as_configured",)
         ),
     ),
     "eval_mode(self)": (
-        "The same as `train_mode`, without dropout and without optimizer state.", _method("eval_mode", "modes"),
+        "Context manager that disables dropout and loads offloaded parameters to the device. It restores both on "
+        "exit.",
+        _method("eval_mode", "modes"),
     ),
     "forward_backward_step(self, batch, ctx, forward_only, preprocess_fn, postprocess_fn)": (
-        "Splits a batch of any size into micro-batches and runs the hooks once for each. Returns (predictions, ctx) or "
-        "(predictions, loss, ctx), with predictions in the order of the rows. `loss_fn` divides by counts in `ctx`.",
+        "Splits a batch of any size into micro-batches and runs the hooks once for each. Returns `(predictions, ctx)` "
+        "or `(predictions, loss, ctx)`, with predictions in the order of the rows. `loss_fn` divides by counts in "
+        "`ctx`.",
         _method("forward_backward_step", "step_equals_oracle", "hooks", "split_invariance", "order_of_rows"),
     ),
     "optimizer_zero_grad(self)": (
@@ -63,32 +67,34 @@ _ENGINE_METHODS: dict[str, Row] = {
         _method("optimizer_step", "norm_is_before_clipping", "non_finite_gradient_is_skipped"),
     ),
     "lr_scheduler_step(self)": (
-        "Advances the schedule by one step; returns the learning rate of the next update.",
+        "Advances the schedule by one step and returns the learning rate of the next update.",
         _method("lr_scheduler_step", "schedule"),
     ),
     "shard_data(self, data)": (
-        "Returns this rank's part of every row with sequence parallelism; otherwise the rows themselves.",
+        "With sequence parallelism, returns this rank's tokens of every row. Otherwise returns the rows unchanged.",
         _method("shard_data", also=(_SPLIT,)),
     ),
     "unshard_data(self, data)": (
-        "Inverse of `shard_data`: returns complete rows.",
+        "Inverts `shard_data` and returns complete rows.",
         _method("unshard_data", also=(f"{_SHARDED}[sp2-seat_and_shards]", _SPLIT)),
     ),
     "set_loss_fn(self, loss_fn)": (
-        "Sets `loss_fn(data, predictions, ctx) -> (loss, ctx)` for later steps; a step without one is an error.",
+        "Sets `loss_fn(data, predictions, ctx) -> (loss, ctx)` for later steps. A step without a loss function raises "
+        "an error.",
         _method("set_loss_fn", "errors_name_the_missing_call", "step_equals_oracle"),
     ),
     "to(self, device, model, optimizer)": (
-        "Moves weights, optimizer state, or both to a device.",
+        "Moves the weights, the optimizer state, or both to a device.",
         _method("to", "offload_changes_nothing", also=(f"{_ENGINE}::test_to_moves_the_selected_parts",)),
     ),
     "save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)": (
-        "Writes atomically, for any number of ranks, with a manifest; copies to any fsspec file system; deletes the "
-        "oldest checkpoints.",
+        "Writes a checkpoint atomically, with a manifest, in a format that any number of ranks can load. Copies it to "
+        "any fsspec file system, and deletes the oldest checkpoints.",
         _method("save_checkpoint", "resume_is_bitwise", "damaged_checkpoints_are_rejected", "retention", "remote_copy"),
     ),
     "load_checkpoint(self, local_path, hdfs_path, del_local_after_load)": (
-        "The next step is bitwise identical. Deletes only a local copy that was downloaded.",
+        "Loads a checkpoint. The next step is bitwise identical to that of the engine that saved it. Deletes the local "
+        "folder only if it was downloaded by this call.",
         _method("load_checkpoint", "resume_is_bitwise", "remote_copy"),
     ),
     "the classic training loop": (
@@ -102,60 +108,61 @@ _ENGINE_METHODS: dict[str, Row] = {
 
 _FEATURES: dict[str, Row] = {
     "sharding over several devices": (
-        "FSDP2 (`fsdp`, alias `fsdp2`), or FSDP1 (`fsdp1`).",
+        "FSDP2 (`fsdp`, alias `fsdp2`) or FSDP1 (`fsdp1`).",
         (f"{_SHARDED}[two-step_equals_oracle]", f"{_SHARDED}[four-step_equals_oracle]",
          f"{_SHARDED}[fsdp1_two-step_equals_oracle]"),
     ),
     "HybridShard": (
-        "`fsdp_size` below the number of ranks replicates shard groups on a 2-D mesh. Not in the specification.",
+        "With `fsdp_size` below the number of ranks, the weights are sharded over groups of `fsdp_size` ranks and "
+        "replicated between the groups. Not in the specification.",
         (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_by_config"),
     ),
     "offloading of parameters, gradients and optimizer": (
-        "Between phases, or at all times with FSDP's offload policy.",
+        "Moves state to host memory between phases, or keeps it there at all times with FSDP's offload policy.",
         (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_offloaded_parts_match_the_config",
          f"{_OPTIONS}::test_with_the_policy_units_live_in_host_memory"),
     ),
     "offloading of activations": (
-        "Activations saved for the backward pass are kept in CPU memory.",
+        "Keeps the activations that are saved for the backward pass in CPU memory.",
         (f"{_SHARDED}[activation_offload-step_equals_oracle]",
          f"{_OPTIONS}::test_activations_of_a_training_step_go_to_host_memory"),
     ),
     "LoRA": (
-        "Trains an adapter; exports it and syncs it to the rollout, merged or separately.",
+        "Trains an adapter, and exports it and syncs it to the rollout either merged or separately.",
         (f"{_SHARDED}[lora-step_equals_oracle]",
          "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch"),
     ),
     "sequence parallelism": (
-        "Ulysses: ranks share the tokens of a micro-batch.",
+        "Splits the tokens of a micro-batch over ranks (Ulysses).",
         (f"{_SHARDED}[sp2-step_equals_oracle]",
          "tests/unit/models/test_sequence.py::test_log_probs_and_gradients_do_not_depend_on_ranks"),
     ),
     "dynamic batch size": (
-        "Sizes micro-batches by tokens; the budget is a hard limit.",
+        "Fills micro-batches up to a token budget, which is a hard limit.",
         (f"{_SHARDED}[dynamic-step_equals_oracle]", f"{_RULE}[fsdp-token_budget_is_hard]"),
     ),
     "remove padding": (
-        "Deviates: batches are never padded. Rows are ragged from the file to the gradient.",
+        "Deviates: rows are packed from the file to the gradient, and batches are never padded.",
         ("tests/unit/models/test_packed.py::test_packed_rows_give_what_transformers_gives_on_each_row_alone",
          "tests/unit/data/test_prompts.py::test_nothing_is_padded"),
     ),
     "engines without roles or a controller": (
-        "`camshaft check-engine` tests any engine; an example script trains with an engine only.",
+        "`camshaft check-engine` tests any engine. An example script trains a model with an engine only.",
         ("tests/smoke/test_examples.py::test_an_engine_alone_trains_on_two_ranks",
          "tests/contracts/test_sharded_contract.py::test_the_command_line_checks_on_ranks"),
     ),
     "roles independent of engines": (
-        "Roles import only the facade, and no code outside the registry compares backend names.",
+        "Roles import only the interface, and no code outside the registry compares backend names.",
         ("tests/architecture/test_imports.py::test_roles_and_reshard_import_only_engine_and_rollout_interfaces",
          "tests/architecture/test_imports.py::test_no_backend_name_is_compared_outside_the_registry"),
     ),
     "supervised training on the same engines": (
-        "`camshaft sft`.",
+        "`camshaft sft` trains on the same engines.",
         ("tests/unit/trainer/test_sft.py::test_losses_are_those_of_plain_transformers_over_all_trained_tokens",
          "tests/smoke/test_ranks.py::test_supervised_training_does_not_depend_on_the_number_of_ranks"),
     ),
     "an immutable hierarchical config": (
-        "Frozen sections that reject unknown keys.",
+        "The sections of the config are frozen and reject unknown keys.",
         ("tests/unit/config/test_schema.py::test_config_is_immutable",),
     ),
 }  # fmt: skip
@@ -172,26 +179,28 @@ _WORKERS: dict[str, Row] = {
         (f"{_CONTROLLER}[local-modes_choose_ranks]",),
     ),
     "`Dispatch.DP_COMPUTE_PROTO`": (
-        "Splits rows over data-parallel ranks and merges results in order, by the `Seat` of each rank.",
+        "Splits rows over the data-parallel ranks and merges the results in order, according to the `Seat` of each "
+        "rank.",
         (f"{_CONTROLLER}[local-rows_keep_their_order]", f"{_CONTROLLER}[local-seats_split_and_merge]"),
     ),
     f"`{_TRIO}.init_model(self)`": (
-        "`ONE_TO_ALL`. Builds actor and rollout, and the reference if the KL divergence is used.",
+        "`ONE_TO_ALL`. Builds the actor and the rollout, and the reference if the KL divergence is used.",
         _role(_TRIO, f"{_ROLES}::test_without_a_use_for_it_there_is_no_reference"),
     ),
     f"`{_TRIO}.generate_sequences(self, prompts)`": (
-        "`DP_COMPUTE_PROTO`. The rollout generates and the actor recomputes the log-probs; in the trainer this is a "
-        "separate phase.",
+        "`DP_COMPUTE_PROTO`. The rollout generates responses and the actor recomputes their log-probs. In the "
+        "trainer, the log-probs are a separate phase.",
         _role(_TRIO, f"{_ROLES}::test_generation_recomputes_old_log_probs_unless_disabled",
               f"{_ROLES}::test_log_probs_and_entropy_match_transformers_at_the_temperature"),
     ),
     f"`{_TRIO}.update_actor(self, data)`": (
-        "`DP_COMPUTE_PROTO`. PPO with an entropy bonus and an optional KL loss.",
+        "`DP_COMPUTE_PROTO`. Updates the actor with the PPO loss, an entropy bonus and an optional KL loss.",
         _role(_TRIO, f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",
               f"{_ROLES}::test_an_actor_update_returns_metrics_and_changes_weights"),
     ),
     f"`{_TRIO}.compute_ref_log_prob(self, data)`": (
-        "`DP_COMPUTE_PROTO`. Uses a frozen engine, or with LoRA the actor's engine without its adapter.",
+        "`DP_COMPUTE_PROTO`. Computes log-probs with a frozen engine, or with LoRA with the actor's engine without its "
+        "adapter.",
         _role(_TRIO, f"{_ROLES}::test_the_reference_stays_where_the_actor_began",
               f"{_ROLES}::test_with_lora_the_reference_is_the_actors_base_model"),
     ),
@@ -200,23 +209,25 @@ _WORKERS: dict[str, Row] = {
         _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
     ),
     f"`{_CRITIC}.compute_values(self, data)`": (
-        "`DP_COMPUTE_PROTO`.", _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
+        "`DP_COMPUTE_PROTO`. Computes the value of each response token.",
+        _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
     ),
     f"`{_CRITIC}.update_critic(self, data)`": (
-        "`DP_COMPUTE_PROTO`. The clipped value loss.",
+        "`DP_COMPUTE_PROTO`. Updates the critic with the clipped value loss.",
         _role(_CRITIC, f"{_ROLES}::test_a_critic_update_returns_metrics_and_reduces_the_loss",
               "tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run"),
     ),
     f"`{_RM}.init_model(self)`": (
-        "`ONE_TO_ALL`. Builds a sequence-classification model; other models require a custom worker.",
+        "`ONE_TO_ALL`. Builds a sequence-classification model. Other models require a custom worker.",
         _role(_RM, f"{_SCORER}::test_a_model_without_a_head_for_scores_is_an_error",
               f"{_SCORER}::test_a_custom_class_scores"),
     ),
     f"`{_RM}.compute_rm_score(self, data)`": (
-        "`DP_COMPUTE_PROTO`.", _role(_RM, f"{_SCORER}::test_scores_are_the_logits_of_transformers_on_the_same_ids"),
+        "`DP_COMPUTE_PROTO`. Computes the score of each response.",
+        _role(_RM, f"{_SCORER}::test_scores_are_the_logits_of_transformers_on_the_same_ids"),
     ),
     "checkpoints of trained roles": (
-        "`save_checkpoint` and `load_checkpoint`, as in the engine.",
+        "`save_checkpoint` and `load_checkpoint` work as in the engine.",
         (f"{_ROLES}::test_a_checkpoint_of_a_role_brings_its_next_update_back",),
     ),
     "the hybrid engine": (
@@ -226,26 +237,26 @@ _WORKERS: dict[str, Row] = {
          "tests/unit/reshard/test_faults.py::test_a_weight_sync_fault_names_the_weight"),
     ),
     "custom roles": (
-        "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` name classes; "
-        "`ActorRolloutRefWorker` has class attributes for actor, reference and rollout.",
+        "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` select classes. Class "
+        "attributes of `ActorRolloutRefWorker` set the classes of the actor, the reference and the rollout.",
         ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",
          "tests/unit/trainer/test_own_roles.py::test_a_class_without_the_methods_of_its_role_is_an_error"),
     ),
     "`DataParallelPPOActor`": (
-        "Named differently: `camshaft.roles.ActorWorker`, the PPO update on any engine.",
+        "Renamed to `camshaft.roles.ActorWorker`, which runs the PPO update on any engine.",
         (f"{_ROLES}::test_the_first_loss_is_worked_out_by_hand",),
     ),
     "`FSDPVLLMShardingManager`": (
-        "Named differently: `camshaft.reshard.rollout_mode`, one context manager for all engines and rollouts.",
+        "Renamed to `camshaft.reshard.rollout_mode`, a context manager for all engines and rollouts.",
         (f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",),
     ),
     "PPO training": (
-        "Every step matches a reference program that is independent of the package.",
+        "Every step matches that of a program that is independent of the package.",
         ("tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run",
          "tests/parity/test_sharded_parity.py::test_three_steps_in_float32"),
     ),
     "the command line of the example script": (
-        "`camshaft ppo` with the same keys and trackers. The module name differs.",
+        "`camshaft ppo` accepts the same keys and trackers. The name of the module differs.",
         ("tests/unit/config/test_load.py::test_command_line_of_the_specification_is_accepted",
          "tests/smoke/test_ppo_scripts.py"
          "::test_the_command_line_of_the_specification_runs"),
@@ -296,21 +307,21 @@ DEVIATES = {
     "actor_rollout_ref.hybrid_engine": "`false` is rejected, as in the specification.",
     f"{MODEL}.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{CRITIC}.model.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
-    f"{ACTOR}.strategy": "`fsdp` is FSDP2; FSDP1 is `fsdp1`.",
+    f"{ACTOR}.strategy": "`fsdp` selects FSDP2, and `fsdp1` selects FSDP1.",
     f"{ACTOR}.ppo_mini_batch_size": "Counts prompts, each with `rollout.n` sequences.",
     f"{ACTOR}.optim.total_training_steps": "The trainer sets it if it is -1, as in the specification.",
     f"{ROLLOUT}.top_k": "0 and -1 both disable it, for every rollout.",
     f"{ROLLOUT}.load_format": (
-        "Initial weights of vllm and sglang: none for `dummy_...`, those of the model folder for other names. The "
-        "actor's weights are synced before each generation in all cases."
+        "With `dummy_...`, vLLM and SGLang start without initial weights; with other values, they load those of the "
+        "model folder. In both cases the actor's weights are synced before each generation."
     ),
     f"{REWARD}.micro_batch_size": "Counts sequences over all ranks; `micro_batch_size_per_gpu` overrides it.",
     "trainer.logger": "The default is `[console, jsonl]`.",
-    "trainer.project_name": "The default differs.",
+    "trainer.project_name": "The default is another name.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "trainer.use_legacy_worker_impl": (
-        "No legacy implementation exists: `auto`, `disable` and `false` are accepted with a warning, `enable` and "
-        "`true` are an error."
+        "There is no legacy implementation. `auto`, `disable` and `false` are accepted with a warning, and `enable` "
+        "and `true` raise an error."
     ),
 }
 """Key -> difference from the specification."""
