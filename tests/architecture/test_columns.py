@@ -16,7 +16,7 @@ from camshaft.trainer import ppo
 
 ROOT = Path(__file__).parents[2] / "camshaft"
 PAIRS = {"data/preferences", "trainer/rm"}
-"""Who alone knows the columns of pairs of answers; `tests/unit/trainer/test_rm.py` looks at those."""
+"""Source of the columns for pairs of answers, which `tests/unit/trainer/test_rm.py` checks."""
 
 
 def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ ONLY_CHECKED = {
     "trainer.use_legacy_worker_impl": "there is one implementation; what asks for another is refused",
     "critic.model.tokenizer_path": "a statement, which is held against the actor's tokenizer",
 }
-"""Keys that change nothing in a run, and why they are there."""
+"""Keys that do not change a run, with the reason why they exist."""
 
 Kinds = frozenset[type[BaseModel]]
 NOTHING: Kinds = frozenset()
@@ -69,9 +69,9 @@ class Reader:
     known: dict[str, type[BaseModel]]
     reads: set[tuple[type[BaseModel], str]] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
-    """Names read from something of unknown type."""
+    """Names read from expressions of unknown type."""
     own: dict[str, dict[str, Kinds]] = field(default_factory=dict)
-    """Class -> attribute of self -> what it holds."""
+    """Class -> attribute of self -> its types."""
     bases: dict[str, list[str]] = field(default_factory=dict)
 
     def read(self, sources: Iterable[str]) -> None:

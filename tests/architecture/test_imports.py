@@ -21,7 +21,7 @@ LEVELS = [
     {"trainer", "parity"},
     {"cli", "__main__"},
 ]
-"""Low to high. Lower never imports higher; parts of one level do not import each other."""
+"""From low to high. A lower level never imports a higher one; packages of one level do not import each other."""
 
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
@@ -29,10 +29,10 @@ ALLOWED_ON_ONE_LEVEL = {
     ("fetch", "storage"), ("fetch", "errors"), ("__main__", "cli"), ("ragged", "columns"),
     ("ragged", "device"), ("dataproto", "device"),
 }  # fmt: skip
-"""Within the two lowest levels, what is built from what; `python -m camshaft` is the command line."""
+"""Allowed imports within a level; `python -m camshaft` is the command line."""
 
 ENTRY_POINTS = {"trainer/main_ppo.py", "trainer/main_sft.py"}
-"""`python -m` names of the specification: they call the command line."""
+"""Modules of the specification for `python -m`, which call the command line."""
 
 HOMES = {
     "ray": ["controller/ray.py"],
@@ -54,7 +54,7 @@ HOMES = {
     "pydantic": ["config"],
     "pyarrow": ["data"],
 }
-"""Third-party libraries with one home each."""
+"""Third-party libraries that only one package may import."""
 
 
 def level_of(part: str) -> int:

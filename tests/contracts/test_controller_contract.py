@@ -20,7 +20,7 @@ TIMED = {
     "pools run at once", "exceptions reach the driver", "late ranks are named", "killed ranks are errors",
     "deaths between calls are found", "deaths end waits for other pools", "stopped ranks do not block",
 }  # fmt: skip
-"""Rules with time limits, which run while no other test does."""
+"""Rules with time limits, which must not run in parallel with other tests."""
 
 
 @pytest.fixture(scope="module", autouse=True)

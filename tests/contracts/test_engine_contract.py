@@ -15,7 +15,7 @@ from camshaft.errors import EngineError
 
 BY_NAME = {rule.name: rule for rule in RULES}
 STRATEGIES = tuple({path: name for name, path in reversed(ENGINES.items())}.values())[::-1]
-"""One name of each engine."""
+"""One name per engine."""
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))

@@ -15,7 +15,7 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 
 BY_NAME = {rule.name: rule for rule in RULES}
 HERE = ("torch", "hf")
-"""Generators that need no library beyond the package's own."""
+"""Rollouts that need only the libraries of the package."""
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ IN_A_PROCESS = (
     "new weights replace old ones", "tied weights load under either name", "weight errors name the weight",
     "digests match the weights", "digests detect a transposed weight", "sleep and wake",
 )  # fmt: skip
-"""Rules for `process`, which computes what the generator inside computes; each rule starts a process or two."""
+"""Rules for `process`, whose results come from the rollout inside; each rule starts one or two processes."""
 
 
 @pytest.mark.timeout(240)

@@ -22,7 +22,7 @@ from camshaft.errors import EngineError
 
 EVERY = {**ALONE, **OLDER, **PAIRS}
 APART = ("hsdp", "sp2", "tp2", "lora", "offload", "fsdp1_two")
-"""Layouts that have least in common."""
+"""The layouts that differ most."""
 NUMBERS = {"step equals oracle", "resume is bitwise"}
 NUMBERS_APART = NUMBERS | {
     "predictions",

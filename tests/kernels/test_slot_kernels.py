@@ -29,10 +29,10 @@ SHAPES = {
     "odd sizes": (4, 2, 40, 24),
     "more than a tile": (40, 2, 8, 8),
 }
-"""Heads, key heads, size of keys, size of values."""
+"""Query heads, key heads, size of keys, size of values."""
 
 SPLITS = {"whole rows": (1, None), "as they come": (40, None), "ten splits": (40, 16)}
-"""How many processors there are, and how many places are looked at together."""
+"""Number of processors, and positions per block."""
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from support.compiled import resources
 pytestmark = pytest.mark.compiled
 
 CAPABILITIES = [80, 90]
-"""An A100's and an H100's."""
+"""Compute capabilities of A100 and H100."""
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -60,7 +60,7 @@ KEYS = {
     "weight_decay": (f"{ACTOR}.optim.weight_decay", "critic.optim.weight_decay"),
     "grad_clip": (f"{ACTOR}.grad_clip", "critic.grad_clip"),
 }
-"""What each setting of the plain run is called in the config."""
+"""Config key of each setting of the reference program."""
 
 UNEVEN = {
     f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3,
@@ -70,7 +70,7 @@ UNEVEN = {
     "critic.ppo_micro_batch_size_per_gpu": 1,
     "critic.forward_micro_batch_size_per_gpu": 3,
 }
-"""Micro-batches that do not divide a mini-batch of four, and fewer slots than rows to generate."""
+"""Micro-batches that do not divide a mini-batch of four, and fewer cache slots than rows."""
 
 PPO = Settings(
     actor="actor",
@@ -91,7 +91,7 @@ PPO = Settings(
     critic_lr=1e-3,
     critic_lr_warmup=2,
 )
-"""Clips so narrow that all of them bite."""
+"""Clip ranges that are narrow enough to take effect."""
 
 
 def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: float = 1e-5) -> list[Step]:

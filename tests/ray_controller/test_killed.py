@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 STEPS = 14
 SECONDS = 10.0
-"""Until the error is there."""
+"""Time limit for the error message."""
 SHARDED: dict[str, Any] = {
     f"{ACTOR}.strategy": "fsdp",
     "critic.strategy": "fsdp",
@@ -53,7 +53,7 @@ KINDS = {
     "gcs": "the head of the Ray cluster",
     "driver": "",
 }
-"""What the message names."""
+"""Expected part of the message."""
 CASES = [(kind, seed) for seed in range(4) for kind in KINDS][:20]
 ALWAYS = [("actor", 0)]
 

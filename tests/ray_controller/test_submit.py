@@ -122,7 +122,7 @@ def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path)
 
 GO = 'exec nsenter --target="$(cat "$MACHINES/{name}")" --net --pid --mount --uts --wd="{cwd}"'
 END = "setpriv --pdeathsig TERM"
-"""What ends with `nsenter`, as a step ends with `srun`."""
+"""Makes processes end with `nsenter`, as a step ends with `srun`."""
 SRUN = f"""#!/bin/bash
 while [[ $1 == --* ]]; do
     [[ $1 == --nodelist=* ]] && machine=${{1#*=}}
@@ -224,10 +224,10 @@ JOB = {
     *("ttlSecondsAfterFinished", "rayClusterSpec", "backoffLimit", "activeDeadlineSeconds", "metadata", "jobId"),
     *("entrypointNumCpus", "entrypointNumGpus", "entrypointResources", "suspend", "submitterPodTemplate"),
 }
-"""The fields of a RayJob's spec in ray.io/v1 that have been there since KubeRay 1.2."""
+"""Fields of a RayJob's spec in ray.io/v1, available since KubeRay 1.2."""
 HEAD = {"rayStartParams", "template"}
 GROUP = {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"}
-"""Those that must be there."""
+"""Required fields."""
 
 
 def test_the_manifest_has_the_fields_of_a_ray_job() -> None:

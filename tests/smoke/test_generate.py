@@ -25,7 +25,7 @@ from camshaft.trainer.validate import validate
 pytestmark = pytest.mark.timeout(300)
 
 PATIENCE = 60.0
-"""Seconds for one command to come to a certain place; well below what a test may take, which runs a few of them."""
+"""Time limit in seconds for a command to reach a given point, far below the limit of a test with several commands."""
 
 PROMPT = [{"role": "user", "content": "1+1="}]
 COLUMNS = ["responses", "responses_tokens", "responses_finished", "responses_log_prob"]

@@ -17,7 +17,7 @@ from camshaft.trainer.metrics import OVER_RANKS
 HOME = Path(package.__file__).parent
 
 OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries"}
-"""Logged by generators with processes or servers of their own, which have tests of their own."""
+"""Logged by generators with separate processes or servers, which other tests cover."""
 
 SCORED = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):

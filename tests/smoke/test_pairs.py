@@ -12,7 +12,7 @@ from camshaft.engine import ENGINES
 from camshaft.rollout import ROLLOUTS
 
 LIBRARIES = {"vllm", "server", "sglang"}
-"""Rollouts that need a library of their own: each trains in `tests/vllm_rollout` or `tests/sglang_rollout`."""
+"""Rollouts that need another library; `tests/vllm_rollout` and `tests/sglang_rollout` train with them."""
 
 
 def pairs() -> Iterator[Any]:

@@ -29,7 +29,7 @@ TINY: dict[str, Any] = {
     "trainer.n_gpus_per_node": 1,
     "trainer.total_training_steps": 2,
 }
-"""What a model of 7B on eight GPUs must be told to fit into a test."""
+"""Overrides that make the scripts for a 7B model on eight GPUs fit into a test."""
 
 PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", "critic.model.path")
 

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"```(bash|python)\n(.*?)```", re.DOTALL)
 
 MAKE = {"make demo": "examples/arithmetic/demo.py", "make test": "test-main"}
-"""What the two commands of the first lines run; the demo is tried below in a short form, the tests are these."""
+"""Commands of the first lines that other tests cover: the demo runs below in a short form, the tests are these."""
 
 
 def blocks() -> list[tuple[str, str]]:

@@ -114,4 +114,4 @@ CAUGHT_BY = {
     leaked_processes: "shutdown leaves no process",
     no_logs: "output goes to log files",
 }
-"""The rule that notices each fault."""
+"""The rule that detects each fault."""

@@ -412,4 +412,4 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     WarnsOfNothing: "unread counts are reported",
     WorksWithoutModel: "errors name the missing call",
 }
-"""Each mistake, and the rule that must name it."""
+"""The rule that detects each bug."""

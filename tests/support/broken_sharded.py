@@ -33,4 +33,4 @@ CAUGHT_BY: dict[type[FSDPEngine], str] = {
     CountsItsOwnRows: "context",
     KeepsItsShare: "predictions",
 }
-"""Each mistake, and a rule that must not hold on two ranks."""
+"""A rule that detects each bug on two ranks."""

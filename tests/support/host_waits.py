@@ -28,7 +28,7 @@ DEVICE = "meta"
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 MAKERS = ("tensor", "as_tensor", "asarray", "new_tensor")
-"""They fill a tensor in host memory and copy it, below what a dispatch mode sees."""
+"""Functions that fill a host tensor and copy it, below the level of a dispatch mode."""
 
 READS_NUMBERS = frozenset(
     {
@@ -45,10 +45,10 @@ READS_NUMBERS = frozenset(
         "aten::_unique2",
     }
 )
-"""Operators whose result, or whose size, the host has to know before it goes on."""
+"""Operators whose result or size the host needs before it can continue."""
 
 _pinned: list[Tensor] = []
-"""Kept for as long as the patches are, so that no other storage has the number of one of them."""
+"""Kept alive with the patches, so that no other storage gets the number of one of them."""
 
 
 @contextmanager

@@ -47,10 +47,10 @@ REFUSED = {
     ("selective", "compiled"): "single operators",
     ("selective", "wrap_by_size"): "units inside a layer",
 }
-"""Pairs that do not go together, and words of the sentence that says so at construction."""
+"""Unsupported pairs, with a part of the error message at construction."""
 
 SAME = {("checkpointing", "selective")}
-"""Pairs of which one is the other."""
+"""Equivalent pairs."""
 
 
 def together(*names: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def together(*names: str) -> dict[str, Any]:
 
 
 MESH = ("hsdp", "sp2", "tp2")
-"""Features that take more than two ranks to be seen beside data parallelism."""
+"""Features that need more than two ranks in combination with data parallelism."""
 
 ALONE = {
     "one": Layout(1),
@@ -79,7 +79,7 @@ OLDER = {
         "async_save": ("async_save",), "hsdp+sp2": ("hsdp", "sp2"),
     }.items()
 }  # fmt: skip
-"""What the older wrapper can do."""
+"""Features of the older wrapper."""
 
 PAIRS = {
     f"{a}+{b}": Layout(4 if a in MESH or b in MESH else 2, together(a, b))

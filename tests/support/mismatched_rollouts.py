@@ -17,7 +17,7 @@ from camshaft.rollout import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 START = 1
-"""The token that begins a turn in the tiny template."""
+"""The first token of a turn in the tiny template."""
 HEAD, NORM = "lm_head.weight", "model.layers.0.post_attention_layernorm.weight"
 
 

@@ -62,7 +62,7 @@ SMALL: dict[str, Any] = {
 }
 
 SPREAD = 0.1
-"""Of the initial weights: wide enough that the policy is not uniform and that PPO's clips have work to do."""
+"""Standard deviation of initial weights, wide enough for a non-uniform policy and for clipping to take effect."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Step:
 
     metrics: dict[str, float]
     batch: DataProto
-    """Prompts, what the data say of them, responses with their log-probs at generation."""
+    """Prompts, the other columns of the data, and responses with log-probs from generation."""
     actor: dict[str, Tensor]
     """Weights after the step."""
     critic: dict[str, Tensor]
-    """The same; empty where there is no critic."""
+    """Weights after the step; empty without a critic."""
 
 
 def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:

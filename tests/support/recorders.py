@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 Operator = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
 LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh")
-"""What makes a GPU's host wait, or copies from it: choices and sizes that depend on values, constants."""
+"""Operators that make the host wait for a GPU or copy from it: value-dependent branches and sizes, constants."""
 
 
 class OperatorCapture:
@@ -29,7 +29,7 @@ class OperatorCapture:
 
     def __init__(self) -> None:
         self.count = 0
-        """Recordings so far."""
+        """Number of captures."""
         self.released = 0
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:

@@ -31,10 +31,10 @@ SHUFFLED: dict[str, Any] = {
     "critic.model.fsdp_config.model_dtype": "float64",
     "critic.model.fsdp_config.mixed_precision.reduce_dtype": "null",
 }
-"""Two mini-batches an epoch, in another order in each."""
+"""Two mini-batches per epoch, in a different order in each epoch."""
 
 MEASURED = ("timing_s/", "perf/", "rollout/")
-"""Of the machine, or (the mismatch with the rollout) nothing but rounding."""
+"""Metrics that depend on the machine, or (mismatch with the rollout) consist of rounding errors."""
 
 
 def compare(found: list[Step], wanted: list[Step], rel: float) -> None:

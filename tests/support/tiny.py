@@ -24,7 +24,7 @@ DECODED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8},
     "gpt2": {},
 }
-"""Families whose steps of generation differ: heads of their own and shared ones, windows, norms, rotations."""
+"""Families with different decode steps: separate and shared key heads, windows, norms, rotations."""
 
 # Removed by its finaliser when the interpreter ends.
 _HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")

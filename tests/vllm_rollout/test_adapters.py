@@ -32,10 +32,10 @@ from camshaft.rollout.vllm.engine import VLLMEngine
 pytestmark = pytest.mark.vllm
 
 LORA = LoRAConfig(rank=6, alpha=9)
-"""The rank is none of vLLM's buffer sizes, and the scaling is not exact in floating point."""
+"""The rank is not one of vLLM's buffer sizes, and the scaling is not exact in floating point."""
 GREEDY, SAMPLED = SamplingParams(12, temperature=0), SamplingParams(12, temperature=0.7, top_k=20)
 TOLERANCE = 1e-3
-"""Of log-probs: base + B A rounds differently from merged weights; a wrong adapter is off by 0.1 or more."""
+"""Tolerance of log-probs: base + B A rounds differently from merged weights; a wrong adapter is off by 0.1 or more."""
 NAME = "base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"
 ALONE = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
 """vLLM fuses the first layer with others, but not the second."""

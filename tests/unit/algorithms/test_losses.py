@@ -131,7 +131,7 @@ def all_losses(columns, counts, mode):
 
 
 TRAINED = 2 * len(POLICY_LOSSES) + 4
-"""The first so many are differentiated: up to the supervised loss."""
+"""Number of losses that are differentiated: up to the supervised loss."""
 
 
 def cut(mini_batch):

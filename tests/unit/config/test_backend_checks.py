@@ -262,7 +262,7 @@ EVERYTHING = {
     "grad_offload": True,
     "optimizer_offload": True,
 }
-"""All differ from the defaults; conflicting options are below."""
+"""Values that differ from the defaults; conflicting options follow below."""
 OTHERS = {
     "ulysses_sequence_parallel_size": 2,
     "tensor_parallel_size": 1,

@@ -19,7 +19,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 
 EXAMPLES = int(os.environ.get("CAMSHAFT_EXAMPLES", "150"))
-"""Of each test."""
+"""Number of examples of each test."""
 
 many = settings(
     max_examples=EXAMPLES,

@@ -28,7 +28,7 @@ from camshaft.engine.checkpoint import BackgroundSave, State, load_into, save
 from camshaft.errors import CheckpointError, WorkerError
 
 PLAIN = ("step", "mask")
-"""What no engine shards."""
+"""Tensors that no engine shards."""
 
 
 def whole() -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
-"""64 by 64: transposed, it has the same shape."""
+"""A matrix of 64 x 64, which keeps its shape when it is transposed."""
 
 
 class OnTheWay(TorchRollout):

@@ -22,7 +22,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gcd": {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 60},
     "spell_backward": {"min_word_len": 3, "max_word_len": 4},
 }
-"""Tasks whose answers are a few digits or letters: a model of single characters can write them."""
+"""Tasks whose answers have a few digits or letters, which a model of single characters can write."""
 
 
 def write(folder: Path, task: str, **more: Any) -> TaskPaths:

@@ -38,7 +38,7 @@ ONE_UPDATE: dict[str, Any] = {
     f"{ACTOR}.ppo_mini_batch_size": 8,
     f"{ACTOR}.optim.lr": 1e-2,
 }
-"""A step of one update: its `kl_loss` is that of the weights after the step before."""
+"""A step with one update: `kl_loss` is computed with the weights of the previous step."""
 ADAPTER: dict[str, Any] = {
     "actor_rollout_ref.model.lora_rank": 4,
     "actor_rollout_ref.model.lora_alpha": 8,

@@ -19,7 +19,7 @@ class Here:
     def __init__(self):
         self.taken: list[int] = []
         self.gate = threading.Event()
-        """What hangs, hangs until this is set."""
+        """Hanging trackers wait for this event."""
 
 
 HERE: list[Here] = []

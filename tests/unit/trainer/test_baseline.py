@@ -13,7 +13,7 @@ from camshaft.trainer import ppo
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {}\n"
 OF_TEXT = "sum(map(ord, solution_str)) % 7 / 2"
-"""Something that most texts differ in."""
+"""A score that differs for most texts."""
 
 
 def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:

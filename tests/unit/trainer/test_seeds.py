@@ -3,7 +3,7 @@ import torch
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds, shuffle_seed
 
 LARGEST = 2**32 - 1
-"""Of the seeds that the config takes."""
+"""Seeds that the config accepts."""
 
 
 def test_every_row_of_every_step_has_a_unique_seed() -> None:

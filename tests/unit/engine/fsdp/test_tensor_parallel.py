@@ -30,7 +30,7 @@ OUTPUTS: dict[Head, tuple[str, ...]] = {
     "reward": ("scores",),
 }
 Numbers = tuple[dict[str, Tensor], dict[str, Tensor]]
-"""Outputs and gradients of whole parameters, by name."""
+"""Outputs and gradients of full parameters, by name."""
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2 tied": ("qwen2", {}),

@@ -34,10 +34,10 @@ from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, DecodeStep, KVCac
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SLOTS = 7
-"""One less than a number of rows that is recorded: the next slot keeps a prompt."""
+"""One less than a captured batch size, so that the next cache slot keeps a prompt."""
 
 FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
-"""With experts."""
+"""Families with experts."""
 
 
 class Recorded(TorchRollout):
@@ -77,7 +77,7 @@ def many(harness: RolloutHarness) -> Ragged:
 
 
 SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
-"""Rows end at any time, and those of a long prompt outgrow their slots."""
+"""Rows end at any time, and rows of a long prompt exceed the length of their cache slots."""
 
 
 def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:

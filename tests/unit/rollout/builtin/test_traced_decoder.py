@@ -20,7 +20,7 @@ from camshaft.rollout.builtin.cpu.tracer import TraceError, trace
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
-"""With projections and rotations of further kinds."""
+"""Families with other projections and rotations."""
 
 
 @pytest.fixture(scope="module")
