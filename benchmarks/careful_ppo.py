@@ -31,7 +31,7 @@ class CarefulPPO(CarefulLoop):
         old = evaluate(rows, self.log_probs)
         reference = evaluate(rows, lambda part: log_probs(self.reference, part))
         values = evaluate(rows, self.critic.values)
-        rewards = [KL * (theirs - ours) for theirs, ours in zip(reference, old, strict=True)]
+        rewards = [KL * (ref_log_prob - log_prob) for ref_log_prob, log_prob in zip(reference, old, strict=True)]
         for reward, response in zip(rewards, responses, strict=True):
             reward[-1] += even_share(response.tolist())
         advantages = gae(rewards, values)

@@ -166,8 +166,8 @@ def write_problems(name: str, folder: Path) -> None:
     task = TASKS[name]
     sizes: dict[str, Any] = {"num_train": task.num_train, "num_heldout": NUM_HELDOUT, "seed": FIXED_SEED}
     if task.mistake is None:
-        made = write_arithmetic(folder, **sizes, **task.settings)
-        made.sft_train.replace(folder / "warm_up.parquet")
+        written = write_arithmetic(folder, **sizes, **task.settings)
+        written.sft_train.replace(folder / "warm_up.parquet")
         return
     paths = write_reasoning_gym(folder, name, **sizes, settings=task.settings)
     columns = ["data_source", "prompt", "reward_model", "extra_info"]

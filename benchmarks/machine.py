@@ -17,15 +17,15 @@ import transformers
 
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its running descendants (those in steps of 10 ms)."""
-    ticks, left = 0, _children(os.getpid())
-    while left:
-        pid = left.pop()
+    ticks, pids = 0, _children(os.getpid())
+    while pids:
+        pid = pids.pop()
         try:
             spent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
         except OSError:
             continue  # the process has ended
         ticks += sum(map(int, spent))
-        left += _children(pid)
+        pids += _children(pid)
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -225,8 +225,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", help="also write the table to this Markdown file")
     options = parser.parse_args()
-    there = importlib.util.find_spec("vllm") is not None
-    names = [name for name in options.engines.split(",") if name != "vllm" or there]
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    names = [name for name in options.engines.split(",") if name != "vllm" or has_vllm]
     heads = ["model", "prompt", "engine", "seconds", "CPU seconds", "tokens/s", *roofline.COLUMNS]
     heads += ["hf / engine", "vllm / engine"]
     lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]

@@ -41,8 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         main_set = Path(options.local_dir).expanduser() / "main"
         folder = main_set if main_set.is_dir() else options.local_dir
         for split, rows in read_splits(folder, ["question", "answer"]).items():
-            made = [row(raw, split, index) for index, raw in enumerate(rows)]
-            print(f"{write_parquet(f'{options.out}/{split}.parquet', made)}: {len(made)} rows")
+            records = [row(raw, split, index) for index, raw in enumerate(rows)]
+            print(f"{write_parquet(f'{options.out}/{split}.parquet', records)}: {len(records)} rows")
     except CamshaftError as error:
         return tell(error)
     return 0

@@ -53,12 +53,12 @@ def pair(raw: dict[str, Any]) -> dict[str, Messages] | None:
     return {"prompt": prompt, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
-def row(found: dict[str, Messages], split: str, index: int) -> dict[str, Any]:
+def row(dialogues: dict[str, Messages], split: str, index: int) -> dict[str, Any]:
     return {
         "data_source": DATA_SOURCE,
-        "prompt": found["prompt"],
+        "prompt": dialogues["prompt"],
         "ability": "alignment",
-        "reward_model": {"style": "model", "ground_truth": found["chosen"][0]["content"]},
+        "reward_model": {"style": "model", "ground_truth": dialogues["chosen"][0]["content"]},
         "extra_info": {"split": split, "index": index},
     }
 
@@ -70,13 +70,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         for split, rows in read_splits(options.local_dir, ["chosen", "rejected"], ["prompt"]).items():
-            pairs = [found for found in map(pair, rows) if found is not None]
+            pairs = [item for item in map(pair, rows) if item is not None]
             if not pairs:
                 raise BatchError(
                     f"{split}: none of {len(rows)} rows is a pair of dialogues; a dialogue looks like "
                     "'\\n\\nHuman: ...\\n\\nAssistant: ...'"
                 )
-            prompts = [row(found, split, index) for index, found in enumerate(pairs)]
+            prompts = [row(item, split, index) for index, item in enumerate(pairs)]
             print(f"{write_parquet(f'{options.out}/{split}.parquet', prompts)}: {len(prompts)} rows")
             print(f"{write_parquet(f'{options.out}/{split}_pairs.parquet', pairs)}: {len(pairs)} rows")
             if len(pairs) < len(rows):

@@ -55,10 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--data_source", default="DigitalLearningGmbH/MATH-lighteval", help="what rows are from")
     options = parser.parse_args(arguments)
     try:
-        found = read_splits(options.local_dir, ["problem", "solution"], ["level", "type", "subject"])
-        for split, rows in found.items():
-            made = [row(raw, split, index, options.data_source) for index, raw in enumerate(rows)]
-            print(f"{write_parquet(f'{options.out}/{split}.parquet', made)}: {len(made)} rows")
+        splits = read_splits(options.local_dir, ["problem", "solution"], ["level", "type", "subject"])
+        for split, rows in splits.items():
+            records = [row(raw, split, index, options.data_source) for index, raw in enumerate(rows)]
+            print(f"{write_parquet(f'{options.out}/{split}.parquet', records)}: {len(records)} rows")
     except CamshaftError as error:
         return tell(error)
     return 0

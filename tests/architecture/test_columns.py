@@ -20,9 +20,9 @@ PAIRS = {"data/preferences", "trainer/rm"}
 
 
 def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[DataProto] = []
+    batches: list[DataProto] = []
     plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), plain(batch))[1])
     of_engines: list[DataProto] = []
     micro_batch = TorchEngine._micro_batch
 
@@ -36,21 +36,21 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(TorchEngine, "_micro_batch", watched)
     correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
-    asked = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
-    asked |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
-    asked |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True, "data.prompt_id_key": "data_source"}
-    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **asked}, steps=1)
+    overrides = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
+    overrides |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
+    overrides |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True, "data.prompt_id_key": "data_source"}
+    run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **overrides}, steps=1)
     run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
-    batch = as_sequences(seen[0].union(seen[1].select("reward_baselines")))
+    batch = as_sequences(batches[0].union(batches[1].select("reward_baselines")))
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}
     assert set(columns) == set(of_a_step)
     for name, column in of_a_step.items():
-        found: Any = columns[name]
-        kind = "ragged" if isinstance(found, Ragged) else "tensor" if isinstance(found, torch.Tensor) else "object"
+        values: Any = columns[name]
+        kind = "ragged" if isinstance(values, Ragged) else "tensor" if isinstance(values, torch.Tensor) else "object"
         assert kind == column.kind, name
         if kind != "object":
-            dtype = found.values.dtype if isinstance(found, Ragged) else found.dtype
+            dtype = values.values.dtype if isinstance(values, Ragged) else values.dtype
             assert str(dtype) == f"torch.{column.dtype}", name
 
 

@@ -48,12 +48,12 @@ NOTHING: Kinds = frozenset()
 
 def classes() -> dict[str, type[BaseModel]]:
     """Map the name of every section and engine config to its class."""
-    found: dict[str, type[BaseModel]] = {}
+    by_name: dict[str, type[BaseModel]] = {}
     for module in pkgutil.walk_packages(camshaft.config.__path__, "camshaft.config."):
         for name, member in inspect.getmembers(importlib.import_module(module.name), inspect.isclass):
             if issubclass(member, BaseModel) and member.__module__.startswith("camshaft.config"):
-                found[name] = member
-    return found
+                by_name[name] = member
+    return by_name
 
 
 def owner(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
@@ -66,11 +66,11 @@ def owner(kind: type[BaseModel], name: str) -> type[BaseModel] | None:
 class Reader:
     """Walk source files and record which fields of which classes are read."""
 
-    known: dict[str, type[BaseModel]]
+    classes: dict[str, type[BaseModel]]
     reads: set[tuple[type[BaseModel], str]] = field(default_factory=set)
     loose: set[str] = field(default_factory=set)
     """Names read from expressions of unknown type."""
-    own: dict[str, dict[str, Kinds]] = field(default_factory=dict)
+    attributes: dict[str, dict[str, Kinds]] = field(default_factory=dict)
     """Class -> attribute of self -> its types."""
     bases: dict[str, list[str]] = field(default_factory=dict)
 
@@ -102,16 +102,16 @@ class Reader:
 
     def _parameters(self, arguments: ast.arguments, inside: str | None) -> dict[str, Kinds]:
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        found = {argument.arg: self._annotated(argument.annotation) for argument in every}
-        if inside in self.known and "self" in found:
-            found["self"] = frozenset({self.known[inside]})
-        return found
+        kinds = {argument.arg: self._annotated(argument.annotation) for argument in every}
+        if inside in self.classes and "self" in kinds:
+            kinds["self"] = frozenset({self.classes[inside]})
+        return kinds
 
     def _annotated(self, annotation: ast.expr | None) -> Kinds:
         if annotation is None:
             return NOTHING
         parts = (node.id for node in ast.walk(annotation) if isinstance(node, ast.Name))
-        return frozenset(self.known[part] for part in parts if part in self.known)
+        return frozenset(self.classes[part] for part in parts if part in self.classes)
 
     def _assign(self, target: ast.expr, value: ast.expr, names: dict[str, Kinds], inside: str | None) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -121,8 +121,8 @@ class Reader:
             names[target.id] = self._kinds(value, names, inside)
         elif _of_self(target) and inside is not None:
             assert isinstance(target, ast.Attribute)
-            held = self.own.setdefault(inside, {})
-            held[target.attr] = held.get(target.attr, NOTHING) | self._kinds(value, names, inside)
+            attributes = self.attributes.setdefault(inside, {})
+            attributes[target.attr] = attributes.get(target.attr, NOTHING) | self._kinds(value, names, inside)
 
     # -- expressions ------------------------------------------------------------------------------
 
@@ -134,19 +134,19 @@ class Reader:
             return self._kinds(node.body, names, inside) | self._kinds(node.orelse, names, inside)
         if not isinstance(node, ast.Attribute):
             return NOTHING
-        found = set(self._held(inside, node.attr)) if _of_self(node) else set()
+        kinds = set(self._held(inside, node.attr)) if _of_self(node) else set()
         for kind in self._kinds(node.value, names, inside):
-            known = kind.model_fields.get(node.attr)
-            inner = None if known is None else known.annotation
+            model_field = kind.model_fields.get(node.attr)
+            inner = None if model_field is None else model_field.annotation
             options = {inner, *getattr(inner, "__args__", ())}
-            found |= {option for option in options if isinstance(option, type) and issubclass(option, BaseModel)}
-        return frozenset(found)
+            kinds |= {option for option in options if isinstance(option, type) and issubclass(option, BaseModel)}
+        return frozenset(kinds)
 
     def _held(self, inside: str | None, name: str) -> Kinds:
         if inside is None:
             return NOTHING
         return (
-            self.own.get(inside, {})
+            self.attributes.get(inside, {})
             .get(name, NOTHING)
             .union(*(self._held(base, name) for base in self.bases.get(inside, [])))
         )
@@ -154,9 +154,9 @@ class Reader:
     def _note(self, node: ast.Attribute, names: dict[str, Kinds], inside: str | None) -> None:
         kinds = self._kinds(node.value, names, inside)
         for kind in kinds:
-            found = owner(kind, node.attr)
-            if found is not None:
-                self.reads.add((found, node.attr))
+            owner_class = owner(kind, node.attr)
+            if owner_class is not None:
+                self.reads.add((owner_class, node.attr))
         if not kinds and not _of_self(node):
             self.loose.add(node.attr)
 
@@ -168,7 +168,7 @@ def _of_self(node: ast.expr) -> bool:
 def is_read(reader: Reader, kind: type[BaseModel], name: str) -> bool:
     declared = owner(kind, name)
     assert declared is not None
-    alone = sum(name in vars(other).get("__annotations__", {}) for other in set(reader.known.values())) == 1
+    alone = sum(name in vars(other).get("__annotations__", {}) for other in set(reader.classes.values())) == 1
     return (declared, name) in reader.reads or (alone and name in reader.loose)
 
 
@@ -273,8 +273,8 @@ def made_up(code: str) -> list[str]:
 def test_keys_that_nothing_reads_are_found() -> None:
     # The source reads actor.optim.lr, actor.epochs, actor.clip (in a method), and critic.alone by its unique name. It
     # never reads `critic`, and it only writes `forgotten`.
-    found = made_up(CODE)
-    assert set(found) == {
+    dead = made_up(CODE)
+    assert set(dead) == {
         "actor.optim.forgotten",
         "critic.optim.lr",
         "critic.optim.forgotten",

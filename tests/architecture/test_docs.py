@@ -68,8 +68,11 @@ def test_cluster_page_shows_the_error_of_a_small_cluster() -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     actor = PoolSpec("global_pool", 2, 8, "cuda", roles=("actor_rollout_ref",))
     critic = PoolSpec("critic_pool", 1, 4, "cuda", roles=("critic",))
-    has = {"GPU": 8, "CPU": 64}
-    assert str(shortage([actor, critic], [Node("10.0.0.1", has, has), Node("10.0.0.2", has, has)])) in page
+    resources = {"GPU": 8, "CPU": 64}
+    assert (
+        str(shortage([actor, critic], [Node("10.0.0.1", resources, resources), Node("10.0.0.2", resources, resources)]))
+        in page
+    )
 
 
 def test_the_cluster_page_lists_every_forwarded_variable() -> None:

@@ -84,23 +84,23 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
 
 
 def test_every_part_of_the_package_has_its_level() -> None:
-    known = set().union(*LEVELS)
-    assert {part_of(path) for path in modules()} - {"__init__"} <= known
+    all_parts = set().union(*LEVELS)
+    assert {part_of(path) for path in modules()} - {"__init__"} <= all_parts
 
 
 def test_packages_import_lower_layers_only() -> None:
     wrong = []
     for path in modules():
-        here = part_of(path)
-        if here == "__init__" or str(path.relative_to(ROOT)) in ENTRY_POINTS:
+        part = part_of(path)
+        if part == "__init__" or str(path.relative_to(ROOT)) in ENTRY_POINTS:
             continue
         for name, line in imports(path):
             if not name.startswith("camshaft.") or name == "camshaft.__version__":
                 continue
-            there = name.split(".")[1]
-            if there == here or (here, there) in ALLOWED_ON_ONE_LEVEL:
+            imported = name.split(".")[1]
+            if imported == part or (part, imported) in ALLOWED_ON_ONE_LEVEL:
                 continue
-            if level_of(there) >= level_of(here):
+            if level_of(imported) >= level_of(part):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
 
@@ -202,12 +202,12 @@ except SystemExit:
 
 def run(code: str) -> str:
     """Run `code` in a new Python process that must succeed, and return its output."""
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
-    return done.stdout
+    process = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    return process.stdout
 
 
 def test_no_device_type_is_hard_coded() -> None:
     """The code gets a device module by its configured name, `torch.get_device_module(device)`, not by `torch.cuda`."""
     named = re.compile(r"\btorch\.(cuda|xpu|mps|npu)\b")
-    found = [str(path.relative_to(ROOT)) for path in modules() if named.search(path.read_text(encoding="utf-8"))]
-    assert not found, found
+    files = [str(path.relative_to(ROOT)) for path in modules() if named.search(path.read_text(encoding="utf-8"))]
+    assert not files, files

@@ -51,9 +51,9 @@ def test_all_specified_methods_are_abstract() -> None:
 
 @pytest.mark.parametrize("module", PUBLIC)
 def test_public_names_are_exported(module: str) -> None:
-    found = importlib.import_module(module)
-    assert PUBLIC[module] <= set(dir(found))
-    missing = set(getattr(found, "__all__", [])) - set(dir(found))
+    imported = importlib.import_module(module)
+    assert PUBLIC[module] <= set(dir(imported))
+    missing = set(getattr(imported, "__all__", [])) - set(dir(imported))
     assert not missing, f"{module}.__all__ names what is not there: {missing}"
 
 

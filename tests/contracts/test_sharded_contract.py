@@ -58,8 +58,8 @@ def _cases() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
-    with RuleRanks(request.param) as found:
-        yield found
+    with RuleRanks(request.param) as rule_ranks:
+        yield rule_ranks
 
 
 @pytest.mark.parametrize(("ranks", "layout", "rule"), _cases(), indirect=["ranks"], scope="module")

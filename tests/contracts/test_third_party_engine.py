@@ -83,8 +83,8 @@ def command(tmp_path: Path) -> Iterator[Command]:
         return Run(result.returncode, result.stdout, result.stderr)
 
     yield run
-    left = still_running(marked(mark), 10)
-    assert not left, f"processes {left} still run"
+    remaining = still_running(marked(mark), 10)
+    assert not remaining, f"processes {remaining} still run"
 
 
 def options(**values: int) -> list[str]:
@@ -109,10 +109,10 @@ def test_the_engine_keeps_every_rule_of_the_contract(words: list[str], command: 
 
 def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Command, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("pipeline", "reference")}
-    here = {name: {"trainer.default_local_dir": folder} for name, folder in folders.items()}
-    run = command("ppo", *ppo_words(tmp_path, PPO | PIPELINE | here["pipeline"]))
+    overrides = {name: {"trainer.default_local_dir": folder} for name, folder in folders.items()}
+    run = command("ppo", *ppo_words(tmp_path, PPO | PIPELINE | overrides["pipeline"]))
     assert run.status == 0, run.err
-    reference = camshaft("ppo", *ppo_words(tmp_path, PPO | here["reference"]))
+    reference = camshaft("ppo", *ppo_words(tmp_path, PPO | overrides["reference"]))
     assert reference.status == 0, reference.err
     steps, expected = (read_metrics(folder / "metrics.jsonl") for folder in folders.values())
     assert len(steps) == len(expected) == STEPS

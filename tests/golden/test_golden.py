@@ -56,14 +56,14 @@ def written(name: str) -> tuple[str, list[dict[str, float]]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_run_reproduces_its_golden_metrics(name: str, tmp_path: Path) -> None:
     where, golden = written(name)
-    found = metrics_of(name, tmp_path)
-    assert len(found) == len(golden) == STEPS
+    steps = metrics_of(name, tmp_path)
+    assert len(steps) == len(golden) == STEPS
     exact = where == processor()
-    for step, (ours, theirs) in enumerate(zip(found, golden, strict=True), start=1):
-        assert ours.keys() == theirs.keys(), f"step {step}: metrics {sorted(ours.keys() ^ theirs.keys())}"
-        for key, value in theirs.items():
-            wanted = value if exact else pytest.approx(value, rel=1e-3, abs=1e-4)
-            assert ours[key] == wanted, f"step {step}: {key}"
+    for step, (actual, reference) in enumerate(zip(steps, golden, strict=True), start=1):
+        assert actual.keys() == reference.keys(), f"step {step}: metrics {sorted(actual.keys() ^ reference.keys())}"
+        for key, value in reference.items():
+            expected = value if exact else pytest.approx(value, rel=1e-3, abs=1e-4)
+            assert actual[key] == expected, f"step {step}: {key}"
 
 
 def test_two_equal_runs_are_bitwise_equal(tmp_path: Path) -> None:

@@ -44,14 +44,14 @@ def replays(case: Case) -> dict[int, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Path) -> None:
     harness, sampling = RolloutHarness(TorchRollout, tmp_path, "cuda"), SamplingParams(24, temperature=0)
-    found = []
+    responses = []
     for eager in (True, False):
         case = harness.case(family, FAMILIES[family], max_num_seqs=7, enforce_eager=eager)
         out = case.rollout.generate_sequences(prompts_of(harness), sampling)
         close(out.log_probs, case.log_probs(prompts_of(harness), out.responses, sampling), 1e-3, "log-probs")
-        found.append([row.tolist() for row in out.responses.rows()])
+        responses.append([row.tolist() for row in out.responses.rows()])
         assert eager or replays(case)
-    assert found[0] == found[1]
+    assert responses[0] == responses[1]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -63,9 +63,9 @@ def test_bfloat16_is_near(family: str, tmp_path: Path) -> None:
         weight.data /= 4 if weight.ndim > 1 else 1
     case.rollout.load_weights(case.weights())
     out = case.rollout.generate_sequences(prompts_of(harness), sampling)
-    wanted = case.log_probs(prompts_of(harness), out.responses, sampling)
+    expected = case.log_probs(prompts_of(harness), out.responses, sampling)
     assert replays(case)
-    assert (out.log_probs.values.double() - wanted.values).abs().mean() < 2e-2
+    assert (out.log_probs.values.double() - expected.values).abs().mean() < 2e-2
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))

@@ -30,19 +30,19 @@ def test_values_and_gradients(dtype: torch.dtype, within: float, words: int):
     hidden, weight, targets, mixture = inputs(words, dtype)
     fused = linear_logprob(hidden, weight, targets, None, 0.7, need_entropy=True)
     assert fused[1] is not None
-    got = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
+    gradients = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
     plain = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    wanted = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), wide)
-    for found, expected in zip((*fused, *got), (*plain, *wanted), strict=True):
-        assert found is not None
-        assert float((found.double() - expected).norm() / expected.norm()) < within
+    expected_gradients = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), wide)
+    for actual, expected in zip((*fused, *gradients), (*plain, *expected_gradients), strict=True):
+        assert actual is not None
+        assert float((actual.double() - expected).norm() / expected.norm()) < within
 
 
 def test_memory_does_not_grow_with_the_vocabulary():
     """Only tiles use memory beyond the gradient of the weight."""
-    taken = []
+    peaks = []
     for words in (50_000, 150_000):
         hidden, weight, targets, mixture = inputs(words, torch.bfloat16)
         torch.cuda.synchronize()
@@ -51,5 +51,5 @@ def test_memory_does_not_grow_with_the_vocabulary():
         log_probs, _ = linear_logprob(hidden, weight, targets, None, 1.0)
         gradients = torch.autograd.grad((log_probs * mixture[0]).sum(), [hidden, weight])
         of_weight = gradients[1].numel() * gradients[1].element_size()
-        taken.append(torch.cuda.max_memory_allocated() - before - of_weight)
-    assert taken[1] < 1.1 * taken[0]
+        peaks.append(torch.cuda.max_memory_allocated() - before - of_weight)
+    assert peaks[1] < 1.1 * peaks[0]

@@ -48,8 +48,8 @@ def _cases() -> Iterator[Any]:
 def test_engine_keeps_rule_on_the_accelerator(
     problem: Callable[[str, str], str | None], rule: str, tmp_path: Path
 ) -> None:
-    found = problem(rule, str(tmp_path))
-    assert found is None, found
+    violation = problem(rule, str(tmp_path))
+    assert violation is None, violation
 
 
 def test_offloaded_parts_leave_the_device_between_phases(tmp_path: Path) -> None:
@@ -66,9 +66,9 @@ def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
     """Variable-length flash attention with half-precision products agrees with the loop in float32."""
     harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE)
     half = harness.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
-    exact, found = harness.infer(harness.build())["log_probs"], harness.infer(half)["log_probs"]
-    assert not torch.equal(exact.values, found.values)  # pyright: ignore
-    torch.testing.assert_close(found.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
+    exact, rounded = harness.infer(harness.build())["log_probs"], harness.infer(half)["log_probs"]
+    assert not torch.equal(exact.values, rounded.values)  # pyright: ignore
+    torch.testing.assert_close(rounded.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
 
 
 def test_an_engine_alone_trains_on_the_accelerator(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_an_engine_alone_trains_on_the_accelerator(tmp_path: Path) -> None:
     model = EngineModel(path=str(harness.model_folder))
     engine = engine_class("fsdp2")(EngineConfig(model=model, optim=OptimConfig(lr=1e-2), device=DEVICE))
     engine.init_model()
-    engine.set_loss_fn(lambda data, found, ctx: (-found["log_probs"].values.sum() / ctx["num_tokens"], ctx))
+    engine.set_loss_fn(lambda data, predictions, ctx: (-predictions["log_probs"].values.sum() / ctx["num_tokens"], ctx))
     with engine.train_mode():
         losses = [engine.train_batch(harness.batch).loss for _ in range(10)]
     assert losses[-1] < losses[0]

@@ -69,9 +69,9 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window:
     shared = len(query) // len(keys)
     mixed = []
     for head, one in enumerate(query.double()):
-        seen = slice(first, position + 1)
-        weights = (keys[head // shared, seen].double() @ one * 0.3).softmax(0)
-        mixed.append(weights @ values[head // shared, seen].double())
+        visible = slice(first, position + 1)
+        weights = (keys[head // shared, visible].double() @ one * 0.3).softmax(0)
+        mixed.append(weights @ values[head // shared, visible].double())
     return torch.stack(mixed)
 
 
@@ -122,23 +122,23 @@ def check(
     cache.reserve(rows + 2, 256)
     query = drawn(rows, 1, heads, dim, dtype=dtype)
     key, value = (drawn(rows, 1, key_heads, size, dtype=dtype) for size in (dim, value_dim))
-    held = cache.layer(LAYER, key, value)
-    for block in held:
+    stored = cache.layer(LAYER, key, value)
+    for block in stored:
         block.normal_()
         for row, position in enumerate(POSITIONS):
             block[row, :, position + 1 :] = torch.nan
-    wanted = [block.clone() for block in held]
-    for block, new in zip(wanted, (key, value), strict=True):
+    reference = [block.clone() for block in stored]
+    for block, new in zip(reference, (key, value), strict=True):
         for row, position in enumerate(POSITIONS):
             block[row, :, position] = new[row, :, 0]
     step = kernels.TritonDecodeStep(cache, torch.tensor(POSITIONS))
-    found = step.attend(LAYER, query, key, value, 0.3, window)
-    assert (found.shape, found.dtype) == ((rows, 1, heads, value_dim), dtype)
-    for block, expected in zip(held, wanted, strict=True):
+    actual = step.attend(LAYER, query, key, value, 0.3, window)
+    assert (actual.shape, actual.dtype) == ((rows, 1, heads, value_dim), dtype)
+    for block, expected in zip(stored, reference, strict=True):
         assert torch.equal(block.nan_to_num(99), expected.nan_to_num(99))
     for row, position in enumerate(POSITIONS):
-        expected = attended(query[row, :, 0], *(block[row] for block in wanted), position, window)
-        torch.testing.assert_close(found[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
+        expected = attended(query[row, :, 0], *(block[row] for block in reference), position, window)
+        torch.testing.assert_close(actual[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
     block = kernels.block_config(dtype, max(kernels._tile_size(size) for size in (dim, value_dim)))["BLOCK"]
     return step._splits(rows * key_heads, block, window)
 

@@ -100,12 +100,12 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
     grad = kernels.logit_gradient(logits, columns, lse.float(), entropy.float(), *of, temperature, dtype)
     scaled = (logits.double() / temperature).requires_grad_()
     log_p = scaled.log_softmax(1)
-    wanted = torch.zeros(())
+    objective = torch.zeros(())
     if of[0] is not None:
-        wanted = wanted + (log_p.gather(1, columns[:, None])[:, 0] * of[0]).sum()
+        objective = objective + (log_p.gather(1, columns[:, None])[:, 0] * of[0]).sum()
     if of[1] is not None:
-        wanted = wanted - ((log_p.exp() * log_p).sum(1) * of[1]).sum()
-    (expected,) = torch.autograd.grad(wanted, scaled)
+        objective = objective - ((log_p.exp() * log_p).sum(1) * of[1]).sum()
+    (expected,) = torch.autograd.grad(objective, scaled)
     assert grad.dtype == dtype
     within = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 5e-4}[dtype]  # bfloat16 truncates
     torch.testing.assert_close(grad.double(), expected, rtol=within, atol=2e-7 if dtype == torch.float32 else 1e-6)
@@ -123,13 +123,13 @@ def test_all_tiles_give_the_values_and_gradients_of_float64(
     targets = torch.randint(0, 29, (37,), generator=torch.Generator().manual_seed(2))
     mixture = numbers(2, 37, seed=3)
     fused = linear_logprob(hidden, weight, targets, None, temperature, need_entropy=True, tile=Tile(*tile))
-    got = torch.autograd.grad((torch.stack(fused) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
+    gradients = torch.autograd.grad((torch.stack(fused) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / temperature).log_softmax(1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
     torch.testing.assert_close([each.double() for each in fused], list(expected), rtol=1e-5, atol=1e-5)
-    wanted = torch.autograd.grad((torch.stack(expected) * mixture).sum(), wide)
-    torch.testing.assert_close([each.double() for each in got], list(wanted), rtol=1e-4, atol=1e-5)
+    expected_gradients = torch.autograd.grad((torch.stack(expected) * mixture).sum(), wide)
+    torch.testing.assert_close([each.double() for each in gradients], list(expected_gradients), rtol=1e-4, atol=1e-5)
 
 
 def test_no_tokens_give_empty_results(kernels: ModuleType):

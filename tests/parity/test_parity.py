@@ -99,8 +99,12 @@ def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: 
     named = {key: vars(settings)[name] for name, keys in KEYS.items() for key in keys}
     steps = run_ppo(folder, {**named, **extra}, settings.steps)
     critic = None if settings.critic is None else f"{folder}/{settings.critic}"
-    there = replace(settings, actor=f"{folder}/{settings.actor}", critic=critic, data=f"{folder}/{settings.data}")
-    for number, (real, plain) in enumerate(zip(steps, plain_ppo.train(there, compute_score), strict=True), start=1):
+    local_settings = replace(
+        settings, actor=f"{folder}/{settings.actor}", critic=critic, data=f"{folder}/{settings.data}"
+    )
+    for number, (real, plain) in enumerate(
+        zip(steps, plain_ppo.train(local_settings, compute_score), strict=True), start=1
+    ):
         assert ids(real, "prompts") == plain.prompts, f"step {number}"
         assert ids(real, "responses") == plain.responses, f"step {number}"
         pairs: dict[str, tuple[Any, Any]] = {name: (real.metrics[name], value) for name, value in plain.metrics.items()}
@@ -109,8 +113,10 @@ def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: 
             list(chain.from_iterable(plain.rollout_log_probs)),
         )
         pairs |= paired("actor", real.actor, plain.actor) | paired("critic", real.critic, plain.critic)
-        wrong = {name: found for name, pair in pairs.items() if (found := distance(*pair)) > tolerance}
-        wrong = {name: found for name, found in wrong.items() if not in_rounding(name, *pairs[name], tolerance)}
+        wrong = {name: difference for name, pair in pairs.items() if (difference := distance(*pair)) > tolerance}
+        wrong = {
+            name: difference for name, difference in wrong.items() if not in_rounding(name, *pairs[name], tolerance)
+        }
         assert not wrong, f"step {number}: {wrong}"
     return steps
 

@@ -47,8 +47,8 @@ def _train(harness: EngineHarness, engine: BaseEngine) -> dict[str, Any]:
 
 def _run(strategy: str, folder: str, always: dict[str, Any]) -> dict[str, Any] | None:
     harness = EngineHarness(engine_class(strategy), folder, always=always)
-    found = _train(harness, harness.build())
-    return found if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else None
+    actual = _train(harness, harness.build())
+    return actual if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else None
 
 
 def _fields(dtype: str) -> dict[str, Any]:
@@ -58,40 +58,40 @@ def _fields(dtype: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Ranks]:
-    with Ranks() as found:
-        yield found
+    with Ranks() as pool:
+        yield pool
 
 
 def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of (the sharded engine, the reference engine)."""
     of_model = {name: value for name, value in layout.always.items() if name == "lora"}
     reference = EngineHarness(SingleDeviceEngine, folder / "reference", always=_fields(dtype) | of_model)
-    wanted = _train(reference, reference.build())
+    expected = _train(reference, reference.build())
     always = _fields(dtype) | layout.always
     if "max_tokens" in layout.always:
         always |= {"max_tokens": 150, "micro_batch_size": None}
-    found = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
-    return found, wanted
+    actual = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
+    return actual, expected
 
 
-def _furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+def _furthest(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of a weight, relative to the largest entry of its tensor.
 
     Key biases are a few thousandths and have a zero gradient except for rounding, because softmax ignores them. AdamW
     divides that gradient by its magnitude, so the biases are compared with a typical weight instead.
     """
     return max(
-        float((tensor - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=0.05))
-        for name, tensor in found.items()
+        float((tensor - expected[name]).abs().max() / expected[name].abs().max().clamp(min=0.05))
+        for name, tensor in actual.items()
     )
 
 
-def _check(found: dict[str, Any], wanted: dict[str, Any], bound: float) -> None:
+def _check(actual: dict[str, Any], expected: dict[str, Any], bound: float) -> None:
     for name in ("loss", "norm"):
-        for a, b in zip(found[name], wanted[name], strict=True):
+        for a, b in zip(actual[name], expected[name], strict=True):
             assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"
-    assert found["weights"].keys() == wanted["weights"].keys()
-    assert _furthest(found["weights"], wanted["weights"]) <= bound
+    assert actual["weights"].keys() == expected["weights"].keys()
+    assert _furthest(actual["weights"], expected["weights"]) <= bound
 
 
 LAYOUTS = ALONE | {name: OLDER[name] for name in ("fsdp1_two", "fsdp1_hsdp+sp2")}
@@ -109,14 +109,14 @@ def test_three_steps_in_bfloat16_with_float32_weights(feature: str, ranks: Ranks
     """Losses agree within 0.1 %, norms within 1 %, and the change of all weights within 6 % of its length."""
     always = together(feature) if feature else {}
     always = always | {"options": always.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}}
-    found, wanted = _compared(ranks, Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
+    actual, expected = _compared(ranks, Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
     for name, bound in (("loss", 1e-3), ("norm", 1e-2)):
-        for a, b in zip(found[name], wanted[name], strict=True):
+        for a, b in zip(actual[name], expected[name], strict=True):
             assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"
             assert a != b, "nothing was computed in bfloat16"
-    assert {weight.dtype for weight in found["weights"].values()} == {torch.float32}
+    assert {weight.dtype for weight in actual["weights"].values()} == {torch.float32}
     way, off = 0.0, 0.0
-    for name, weight in found["weights"].items():
-        way += float((wanted["weights"][name] - wanted["before"][name]).double().norm() ** 2)
-        off += float((wanted["weights"][name] - weight).double().norm() ** 2)
+    for name, weight in actual["weights"].items():
+        way += float((expected["weights"][name] - expected["before"][name]).double().norm() ** 2)
+        off += float((expected["weights"][name] - weight).double().norm() ** 2)
     assert math.sqrt(off / way) < 0.06

@@ -109,8 +109,8 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
     """Return the run's exit status, its output, and the time from the kill to the error message in seconds."""
     mark = f"{kind}-{seed}-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)
-    said = run.with_suffix(".err")
-    with said.open("w") as file:
+    log = run.with_suffix(".err")
+    with log.open("w") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "camshaft", *words(home, run)], stdout=subprocess.DEVNULL, stderr=file
         )
@@ -120,20 +120,20 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
         time.sleep(random.Random(seed).uniform(0.0, 2.0))
         os.kill(victim(kind, mark, process.pid), signal.SIGKILL)
         at = time.monotonic()
-        wait_for(lambda: "camshaft: " in said.read_text() or process.poll() is not None, 60)
+        wait_for(lambda: "camshaft: " in log.read_text() or process.poll() is not None, 60)
         took = time.monotonic() - at
         status = process.wait(60)
     finally:
         process.kill()
-    ours = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
-    assert still_running(ours, 5) == []
+    workers = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
+    assert still_running(workers, 5) == []
     assert still_running(marked(mark), 60) == []  # Ray's agents check for their daemon periodically
-    return status, said.read_text(), took
+    return status, log.read_text(), took
 
 
-def wait_for(there: Callable[[], bool], seconds: float) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
     until = time.monotonic() + seconds
-    while not there():
+    while not condition():
         assert time.monotonic() < until
         time.sleep(0.01)
 
@@ -157,8 +157,8 @@ def test_a_run_resumes_after_any_killed_process(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    status, said, took = killed(home, run, kind, seed, monkeypatch)
-    message = next((line for line in said.splitlines() if line.startswith("camshaft: ")), "")
+    status, output, took = killed(home, run, kind, seed, monkeypatch)
+    message = next((line for line in output.splitlines() if line.startswith("camshaft: ")), "")
     print(f"{kind:6} {seed}  {took:5.1f} s  status {status:2}  {message}")  # noqa: T201
     if status == 0:
         # An idle reward worker is replaced, and a run that is almost finished no longer needs a daemon.
@@ -168,7 +168,7 @@ def test_a_run_resumes_after_any_killed_process(
         assert took < SECONDS
         assert status == 1
         assert KINDS[kind] in message
-        assert said.count("Traceback") <= 1
+        assert output.count("Traceback") <= 1
     again = finished(start("-m", "camshaft", *words(home, run)))
     assert again.status == 0, again.err
     assert numbers(run) == numbers(home / "whole")

@@ -30,17 +30,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
     return home, run_ppo(home, SHUFFLED, steps=2)
 
 
-def told(step: Step) -> dict[str, float]:
+def untimed(step: Step) -> dict[str, float]:
     return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
 @pytest.mark.usefixtures("cluster")
 def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> None:
-    here, there = (run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **more}, steps=2) for more in ({}, RAY))
-    for ours, theirs in zip(there, here, strict=True):
-        assert told(ours) == told(theirs)
-        assert all(torch.equal(ours.actor[name], weight) for name, weight in theirs.actor.items())
-        assert all(torch.equal(ours.critic[name], weight) for name, weight in theirs.critic.items())
+    local, remote = (run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **more}, steps=2) for more in ({}, RAY))
+    for actual, expected in zip(remote, local, strict=True):
+        assert untimed(actual) == untimed(expected)
+        assert all(torch.equal(actual.actor[name], weight) for name, weight in expected.actor.items())
+        assert all(torch.equal(actual.critic[name], weight) for name, weight in expected.critic.items())
 
 
 @pytest.mark.usefixtures("cluster")
@@ -52,26 +52,26 @@ def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, alone: tuple[Pat
 
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_ranks_match_two_local_ranks_bitwise(tmp_path: Path) -> None:
-    local, there = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
-    for ours, theirs in zip(there, local, strict=True):
-        assert told(ours) == told(theirs)
+    local, remote = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
+    for actual, expected in zip(remote, local, strict=True):
+        assert untimed(actual) == untimed(expected)
 
 
 @pytest.mark.usefixtures("cluster")
 def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
     with late_rank(tmp_path, 0) as words:
         words |= {**RANKS, "algorithm.adv_estimator": "reinforce_plus_plus", "actor_rollout_ref.rollout.n": 2}
-        (there,) = run_ppo(tmp_path, {**words, **RAY}, steps=1)
+        (remote,) = run_ppo(tmp_path, {**words, **RAY}, steps=1)
         (local,) = run_ppo(tmp_path, words, steps=1)
-    assert told(there) == told(local)
-    assert there.metrics["reward/errors"] > 0, "the test needs a row that fails"
+    assert untimed(remote) == untimed(local)
+    assert remote.metrics["reward/errors"] > 0, "the test needs a row that fails"
 
 
 @pytest.fixture(scope="module")
 def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Step]]:
     """Return the folder, the overrides and the steps of a run in this process with a reward model."""
     home = tmp_path_factory.mktemp("home")
-    asked = {
+    overrides = {
         **SHUFFLED,
         "reward_model.enable": True,
         "reward_model.model.path": make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True),
@@ -79,14 +79,14 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
         "reward_model.micro_batch_size_per_gpu": 3,
         "reward_model.max_length": 60,
     }
-    return home, asked, run_ppo(home, asked, steps=2)
+    return home, overrides, run_ppo(home, overrides, steps=2)
 
 
 @pytest.mark.parametrize("controller", ["ray", "local"])
 @pytest.mark.usefixtures("cluster")
 def test_roles_on_pools_of_their_own(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
     """The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
-    home, asked, steps = scored
+    home, overrides, steps = scored
     pools = {
         "actor_rollout_ref.resource_pool": "a",
         "critic.resource_pool": "b",
@@ -96,6 +96,6 @@ def test_roles_on_pools_of_their_own(controller: str, scored: tuple[Path, dict[s
         "+trainer.resource_pools.c.n_gpus_per_node": 1,
         "trainer.controller": controller,
     }
-    found = run_ppo(home, {**asked, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2)
-    compare(found, steps, rel=1e-6)
-    assert all(step.metrics["reward/model/mean"] != 0 for step in found)
+    actual = run_ppo(home, {**overrides, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2)
+    compare(actual, steps, rel=1e-6)
+    assert all(step.metrics["reward/model/mean"] != 0 for step in actual)

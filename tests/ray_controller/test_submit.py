@@ -176,7 +176,7 @@ def logs_of_two_ranks(run: Path) -> bool:
     return all((run / "logs" / f"global_pool_rank{rank}.log").exists() for rank in range(2))
 
 
-def left(machine: Machine) -> list[str]:
+def remaining_daemons(machine: Machine) -> list[str]:
     """Return the daemons that do not exit within a few seconds."""
     until = time.monotonic() + 15
     while (running := machine.running("raylet")) and time.monotonic() < until:
@@ -193,7 +193,7 @@ def test_a_slurm_job_is_a_cluster_of_its_machines(
     finished(["bash", str(CLUSTER / "slurm.sh"), *words], {**played, **slurm}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
-    assert [left(machine) for machine in machines] == [[], []]
+    assert [remaining_daemons(machine) for machine in machines] == [[], []]
 
 
 @pytest.mark.cluster
@@ -204,7 +204,7 @@ def test_machines_reached_by_ssh_form_a_cluster(
     finished([str(CLUSTER / "ssh.sh"), *words], {**played, "HOSTS": "one two"}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
-    assert [left(machine) for machine in machines] == [[], []]
+    assert [remaining_daemons(machine) for machine in machines] == [[], []]
 
 
 # -- scripts and manifest as text --------------------------------------------------------------------
@@ -215,8 +215,8 @@ def test_scripts_are_whole(script: Path) -> None:
     assert os.access(script, os.X_OK)
     for checker in (["bash", "-n"], ["shellcheck"]):
         if shutil.which(checker[0]):
-            done = subprocess.run([*checker, str(script)], capture_output=True, text=True, timeout=30, check=False)
-            assert done.returncode == 0, done.stdout + done.stderr
+            process = subprocess.run([*checker, str(script)], capture_output=True, text=True, timeout=30, check=False)
+            assert process.returncode == 0, process.stdout + process.stderr
 
 
 JOB = {
@@ -259,8 +259,8 @@ def test_the_manifest_requests_the_machines_of_the_run() -> None:
     spec = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
     command, run, *words = spec["entrypoint"].split()
     assert [command, run] == ["camshaft", "ppo"]
-    asked = dict(word.split("=", 1) for word in words)
+    requested = dict(word.split("=", 1) for word in words)
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
-    assert int(asked["trainer.nnodes"]) == group["replicas"]
-    assert asked["trainer.n_gpus_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert int(requested["trainer.nnodes"]) == group["replicas"]
+    assert requested["trainer.n_gpus_per_node"] == container["resources"]["limits"]["nvidia.com/gpu"]

@@ -43,9 +43,9 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
     """Return the worker processes that do not exit within this number of seconds."""
     until = time.monotonic() + within
-    while (left := machine.running("ActorHost")) and time.monotonic() < until:
+    while (remaining := machine.running("ActorHost")) and time.monotonic() < until:
         time.sleep(0.1)
-    return left
+    return remaining
 
 
 def test_machines_with_networks_of_their_own_give_the_same_numbers(
@@ -56,11 +56,11 @@ def test_machines_with_networks_of_their_own_give_the_same_numbers(
 
 
 def test_each_rank_has_its_node_and_network_interface(machines: tuple[Machine, Machine]) -> None:
-    found = machines[0].call(places)
-    assert sorted(host for host, *_ in found) == ["one", "two"]
-    assert sorted(place.address for _, place, _ in found) == sorted(machine.address for machine in machines)
-    assert {interface for *_, interface in found} == {"eth0"}
-    assert [(place.rank, place.local_rank, place.local_world) for _, place, _ in found] == [(0, 0, 1), (1, 0, 1)]
+    ranks = machines[0].call(places)
+    assert sorted(host for host, *_ in ranks) == ["one", "two"]
+    assert sorted(place.address for _, place, _ in ranks) == sorted(machine.address for machine in machines)
+    assert {interface for *_, interface in ranks} == {"eth0"}
+    assert [(place.rank, place.local_rank, place.local_world) for _, place, _ in ranks] == [(0, 0, 1), (1, 0, 1)]
 
 
 @pytest.mark.cluster
@@ -92,12 +92,12 @@ def test_a_disconnected_machine_is_an_error_within_seconds(machines: tuple[Machi
     head, worker = machines
     sign = tmp_path / "sign"
     with ThreadPoolExecutor() as threads:
-        told = threads.submit(head.call, failing, "stall", sign)
+        failure = threads.submit(head.call, failing, "stall", sign)
         until = time.monotonic() + 60
-        while not sign.exists() and not told.done() and time.monotonic() < until:
+        while not sign.exists() and not failure.done() and time.monotonic() < until:
             time.sleep(0.05)
         worker.unplug()
-        message, seconds = told.result(timeout=90)
+        message, seconds = failure.result(timeout=90)
     assert message.startswith(f"critic.stall: the Ray daemon of machine {worker.address}")
     assert "dead or cut off" in message
     assert seconds < 15

@@ -41,10 +41,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def check(run: Run, status: int, said: Sequence[str]) -> None:
+def check(run: Run, status: int, phrases: Sequence[str]) -> None:
     """Check that the output has a single error that contains all of these strings."""
     assert run.status == status, f"{run.out}\n{run.err}"
-    assert [words for words in said if words not in run.err] == [], run.err
+    assert [words for words in phrases if words not in run.err] == [], run.err
     assert "Traceback" not in run.err
     assert run.err.count("camshaft: ") + run.err.count(" in the config:") == 1
 
@@ -95,14 +95,14 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_invalid_config_is_one_error_with_a_fix(case: str, home: Path) -> None:
-    overrides, said = WRONG[case]
-    check(camshaft("ppo", *ppo_words(home, overrides)), 2, said)
+    overrides, phrases = WRONG[case]
+    check(camshaft("ppo", *ppo_words(home, overrides)), 2, phrases)
 
 
 def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
     words = sft_words(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
-    said = ["3 errors", "trainer.sede = 1", "data.max_length = long", "integer >= 2", "model.path"]
-    check(camshaft("sft", *words), 2, said)
+    phrases = ["3 errors", "trainer.sede = 1", "data.max_length = long", "integer >= 2", "model.path"]
+    check(camshaft("sft", *words), 2, phrases)
 
 
 @pytest.mark.parametrize("word", ["trainer.seed={", "trainer.seed", "--no-such-option"])
@@ -183,9 +183,9 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 
 @pytest.mark.parametrize("case", FILES)
 def test_bad_data_is_one_error_that_names_file_and_row(case: str, home: Path, tmp_path: Path) -> None:
-    write, said = FILES[case]
+    write, phrases = FILES[case]
     words = ppo_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})
-    check(camshaft("ppo", *words), 1, said)
+    check(camshaft("ppo", *words), 1, phrases)
 
 
 def test_bad_validation_data_is_an_error_before_training(home: Path, tmp_path: Path) -> None:
@@ -215,8 +215,8 @@ SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 
 @pytest.mark.parametrize("case", SFT_FILES)
 def test_bad_data_of_a_supervised_run_is_an_error(case: str, home: Path, tmp_path: Path) -> None:
-    write, said = SFT_FILES[case]
-    check(camshaft("sft", *sft_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, said)
+    write, phrases = SFT_FILES[case]
+    check(camshaft("sft", *sft_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, phrases)
 
 
 def no_weights(folder: Path) -> None:
@@ -247,12 +247,12 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 
 @pytest.mark.parametrize("case", MODELS)
 def test_a_broken_model_folder_is_one_error(case: str, home: Path, tmp_path: Path) -> None:
-    spoil, said = MODELS[case]
+    spoil, phrases = MODELS[case]
     folder = tmp_path / "broken"
     shutil.copytree(home / "actor", folder)
     spoil(folder)
-    check(camshaft("ppo", *ppo_words(home, {MODEL: folder, "data.tokenizer": "null"})), 1, said)
-    check(camshaft("sft", *sft_words(home, {"model.path": folder})), 1, said)
+    check(camshaft("ppo", *ppo_words(home, {MODEL: folder, "data.tokenizer": "null"})), 1, phrases)
+    check(camshaft("sft", *sft_words(home, {"model.path": folder})), 1, phrases)
 
 
 # -- reward functions -----------------------------------------------------------------------------
@@ -270,10 +270,10 @@ UNLOADABLE: dict[str, tuple[str, list[str]]] = {
 def test_an_unloadable_reward_is_an_error_before_the_run(
     case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body, said = UNLOADABLE[case]
+    body, phrases = UNLOADABLE[case]
     monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if case == "takes for ever" else 60.0)
     (tmp_path / "my_reward.py").write_text(body)
-    check(camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})), 1, said)
+    check(camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})), 1, phrases)
 
 
 def test_a_reward_import_error_shows_the_users_lines(home: Path, tmp_path: Path) -> None:
@@ -348,10 +348,10 @@ def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> N
 def test_each_entry_point_of_its_own_is_as_clean(case: str, home: Path, tmp_path: Path) -> None:
     bad = without("prompt")(tmp_path / "rows.parquet")
     (tmp_path / "my_reward.py").write_text("def compute_score(:\n")
-    arguments, status, said = {
+    arguments, status, phrases = {
         "unknown key": (["camshaft", "ppo", *ppo_words(home, {"trainer.sede": 1})], 2, "Did you mean trainer.seed?"),
         "main_ppo": (["camshaft.trainer.main_ppo", *ppo_words(home, {"data.train_files": bad})], 1, "no column"),
         "main_sft": (["camshaft.trainer.main_sft", *sft_words(home, {"data.train_files": bad})], 1, "no column"),
         "reward": (["camshaft", "ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})], 1, "SyntaxError"),
     }[case]
-    check(finished(start("-m", *arguments)), status, [said])
+    check(finished(start("-m", *arguments)), status, [phrases])

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[2]
 def test_an_engine_alone_trains_on_two_ranks(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(ROOT / "examples" / "engine" / "train.py")
-    done = subprocess.run([*launch, script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    process = subprocess.run([*launch, script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", process.stdout)]
     assert len(losses) == 6
     assert losses[-1] < losses[0] / 5
     assert storage.verify(tmp_path / "global_step_60")["global_step"] == 60

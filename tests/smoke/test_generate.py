@@ -55,9 +55,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return parquet.ParquetFile(path).read().to_pylist()
 
 
-def refused(run: Run, *said: str, status: int = 2) -> None:
+def refused(run: Run, *phrases: str, status: int = 2) -> None:
     assert run.status == status, f"{run.out}\n{run.err}"
-    assert [words for words in said if words not in run.err] == [], run.err
+    assert [words for words in phrases if words not in run.err] == [], run.err
     assert "Traceback" not in run.err
 
 
@@ -85,16 +85,16 @@ def test_greedy_responses_are_those_of_transformers(name: str, home: Path, tmp_p
     assert run.status == 0, run.err
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor")
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
-    found = rows(out)
-    assert len(found) == 5
-    for row in found:
+    outputs = rows(out)
+    assert len(outputs) == 5
+    for row in outputs:
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        made = model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)[0, ids.shape[1] :]
-        assert row["responses"] == [tokenizer.decode(made, skip_special_tokens=True)]
-        assert row["responses_tokens"] == [len(made)]
-        assert row["responses_finished"] == [int(made[-1]) == tokenizer.eos_token_id]
-        logits = model(torch.cat([ids[0], made])[None]).logits[0, ids.shape[1] - 1 : -1]
-        total = logits.log_softmax(-1).gather(-1, made[:, None]).sum()
+        tokens = model.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0)[0, ids.shape[1] :]
+        assert row["responses"] == [tokenizer.decode(tokens, skip_special_tokens=True)]
+        assert row["responses_tokens"] == [len(tokens)]
+        assert row["responses_finished"] == [int(tokens[-1]) == tokenizer.eos_token_id]
+        logits = model(torch.cat([ids[0], tokens])[None]).logits[0, ids.shape[1] - 1 : -1]
+        total = logits.log_softmax(-1).gather(-1, tokens[:, None]).sum()
         assert row["responses_log_prob"] == [pytest.approx(total.item(), abs=1e-3)]
 
 
@@ -156,13 +156,13 @@ def shown(run: Run) -> dict[str, str]:
 def test_scores_come_from_the_function_with_their_means(home: Path, tmp_path: Path) -> None:
     run = generate(home, tmp_path / "out.parquet", custom_reward_function__path=even_digits.__file__)
     assert run.status == 0, run.err
-    found = rows(tmp_path / "out.parquet")
+    outputs = rows(tmp_path / "out.parquet")
     every = []
-    for row in found:
+    for row in outputs:
         truth = row["reward_model"]["ground_truth"]
-        own = [even_digits.compute_score("", text, truth, None) for text in row["responses"]]
-        assert row["responses_score"] == pytest.approx(own)
-        every.append(own)
+        scores = [even_digits.compute_score("", text, truth, None) for text in row["responses"]]
+        assert row["responses_score"] == pytest.approx(scores)
+        every.append(scores)
     mean, best = sum(map(sum, every)) / 32, sum(map(max, every)) / 16
     assert 0 < mean < best
     assert shown(run) == {"mean@2": f"{mean:.4g}", "best@2": f"{best:.4g}"} | {
@@ -220,17 +220,17 @@ def test_a_killed_run_resumes_with_the_same_output_file(
     call: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scored = {"rollout.name": holding.NAME, "custom_reward_function.path": even_digits.__file__}
-    whole, killed = tmp_path / "whole.parquet", tmp_path / "killed.parquet"
+    uninterrupted, killed = tmp_path / "whole.parquet", tmp_path / "killed.parquet"
     killed_in_call(call, generate_words(home, {**scored, "data.output_path": killed}), tmp_path / "hold", monkeypatch)
     assert not killed.exists()
     again = camshaft("generate", *generate_words(home, {**scored, "data.output_path": killed}))
     assert again.status == 0, again.err
-    done = 4 * (call - 1)
-    assert (f"resuming: {done} of 16 prompts are complete" in again.out) == (done > 0)
+    num_done = 4 * (call - 1)
+    assert (f"resuming: {num_done} of 16 prompts are complete" in again.out) == (num_done > 0)
     assert again.out.count("step ") == 5 - call
-    assert camshaft("generate", *generate_words(home, {**scored, "data.output_path": whole})).status == 0
-    assert parquet.ParquetFile(killed).read().equals(parquet.ParquetFile(whole).read(), check_metadata=True)
-    assert killed.read_bytes() == whole.read_bytes()
+    assert camshaft("generate", *generate_words(home, {**scored, "data.output_path": uninterrupted})).status == 0
+    assert parquet.ParquetFile(killed).read().equals(parquet.ParquetFile(uninterrupted).read(), check_metadata=True)
+    assert killed.read_bytes() == uninterrupted.read_bytes()
     assert not list(tmp_path.glob("*.parts"))
 
 
@@ -369,8 +369,8 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_an_unknown_command_is_one_error_with_a_fix(case: str, home: Path) -> None:
-    overrides, said = WRONG[case]
-    refused(camshaft("generate", *generate_words(home, overrides)), *said)
+    overrides, phrases = WRONG[case]
+    refused(camshaft("generate", *generate_words(home, overrides)), *phrases)
     assert not (home / "out.parquet").exists()
 
 

@@ -30,24 +30,24 @@ RUN: dict[str, Any] = {
 
 
 def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hold, run, whole = tmp_path / "hold", tmp_path / "run", tmp_path / "whole"
+    hold, run, uninterrupted = tmp_path / "hold", tmp_path / "run", tmp_path / "whole"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))
-    own = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
-    words = ppo_words(tmp_path, {**RUN, **own, "trainer.default_local_dir": run})
+    overrides = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
+    words = ppo_words(tmp_path, {**RUN, **overrides, "trainer.default_local_dir": run})
     hold.write_text("4")  # the fourth weight sync belongs to the last step
-    process, told = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
+    process, pid_file = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
     try:
         until = time.monotonic() + 150
-        while not (told.exists() and told.read_text()):
+        while not (pid_file.exists() and pid_file.read_text()):
             assert process.poll() is None, finished(process)
             assert time.monotonic() < until
             time.sleep(0.02)
-        generator = int(told.read_text())
+        generator = int(pid_file.read_text())
         os.kill(generator, signal.SIGKILL)
         killed = time.monotonic()
     finally:
-        if not told.exists():
+        if not pid_file.exists():
             process.kill()
         ended = finished(process)
     assert time.monotonic() - killed < 20
@@ -59,12 +59,12 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
 
     hold.unlink()
     assert camshaft("ppo", *words).status == 0
-    plain = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": whole}
+    plain = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": uninterrupted}
     assert camshaft("ppo", *ppo_words(tmp_path, {**RUN, **plain})).status == 0
-    found, wanted = (
-        [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, whole)
+    actual, expected = (
+        [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, uninterrupted)
     )
-    assert found == wanted, (
+    assert actual == expected, (
         "in a process of its own, killed and resumed: the run of the built-in generator, bit for bit"
     )
     assert still_running([generator], seconds=1) == []

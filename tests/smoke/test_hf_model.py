@@ -49,7 +49,7 @@ def server() -> None:
     start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
-def there(root: Path) -> dict[int, list[str]]:
+def contents(root: Path) -> dict[int, list[str]]:
     return {step: sorted(path.name for path in folder.iterdir()) for step, folder in storage.step_folders(root)}
 
 
@@ -58,12 +58,12 @@ def resumed(config: EngineConfig, folder: Path) -> Tensor:
     engine = SingleDeviceEngine(config.model_copy(update={"optim": None, "options": {}}))
     engine.init_model()
     engine.load_checkpoint(str(folder))
-    told: Any = engine.infer_batch(ROWS)
+    predictions: Any = engine.infer_batch(ROWS)
     name = "values" if config.model.head == "value" else "log_probs"
-    return told[name].values[ROWS["loss_mask"].values]
+    return predictions[name].values[ROWS["loss_mask"].values]
 
 
-def wanted(numbers: Any) -> Tensor:
+def in_loss(numbers: Any) -> Tensor:
     """Return, for each row, the values of `numbers` (all tokens but the first) at the tokens in the loss."""
     rows, masks = ROWS.ragged("input_ids").rows(), ROWS.ragged("loss_mask").rows()
     with torch.no_grad():
@@ -74,19 +74,19 @@ def log_probs(model: Any) -> Tensor:
     def numbers(ids: Tensor) -> Tensor:
         return model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
 
-    return wanted(numbers)
+    return in_loss(numbers)
 
 
 def values(model: Any) -> Tensor:
-    return wanted(lambda ids: model(ids[None]).logits[0, :-1, 0])
+    return in_loss(lambda ids: model(ids[None]).logits[0, :-1, 0])
 
 
 def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) -> None:
     keep = {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
     second = {"trainer.default_hdfs_dir": tmp_path / "second"}
     run_ppo(tmp_path, {**RANKS, **keep, **second}, steps=2)
-    assert there(tmp_path / "run") == {2: ALL}
-    assert there(tmp_path / "second") == {1: ALL, 2: ALL}
+    assert contents(tmp_path / "run") == {2: ALL}
+    assert contents(tmp_path / "second") == {1: ALL, 2: ALL}
     config, step = ppo_config(tmp_path, RANKS), tmp_path / "run" / "global_step_2"
     for root in (step, tmp_path / "second" / "global_step_2"):
         actor = log_probs(AutoModelForCausalLM.from_pretrained(root / "actor_huggingface"))
@@ -101,7 +101,7 @@ def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) 
 
 def test_an_adapter_is_merged_and_stands_beside_for_peft(tmp_path: Path) -> None:
     run_ppo(tmp_path, {**RANKS, **LORA}, steps=1)
-    assert there(tmp_path / "run") == {1: ALL}
+    assert contents(tmp_path / "run") == {1: ALL}
     config, step = ppo_config(tmp_path, {**RANKS, **LORA}), tmp_path / "run" / "global_step_1"
     for role, loader, numbers, engine in (
         ("actor", AutoModelForCausalLM, log_probs, actor_engine(config, Topology(2), 1)),

@@ -85,14 +85,16 @@ def lines(run: Path) -> list[dict[str, float]]:
 
 def saved(run: Path) -> dict[str, Any]:
     """Return all saved tensors by step, role and name; the rank that writes a replicated tensor may differ."""
-    found: dict[str, Any] = {}
+    tensors: dict[str, Any] = {}
     for role in sorted(run.glob("global_step_*/[!t]*")):
         name = str(role.relative_to(run))
         for part in ("model", "optimizer"):
-            found |= {f"{name}/{part}/{key}": tensor.tolist() for key, tensor in saved_weights(role, part).items()}
+            tensors |= {f"{name}/{part}/{key}": tensor.tolist() for key, tensor in saved_weights(role, part).items()}
         files = storage.read_manifest(role)["files"]
-        found |= {f"{name}/{file}": told for file, told in files.items() if file.startswith(("random", "state"))}
-    return found
+        tensors |= {
+            f"{name}/{file}": checksum for file, checksum in files.items() if file.startswith(("random", "state"))
+        }
+    return tensors
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
     def words(run: Path) -> list[str]:
         return ["ppo", *ppo_words(tmp_path, {**settings, "trainer.default_local_dir": run})]
 
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed, uninterrupted = tmp_path / "killed", tmp_path / "whole"
     draw = random.Random(f"{layout} {algorithm} {steps}")
     reached = 0
     for _ in range(2 if steps == 20 else 1):
@@ -120,16 +122,16 @@ def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
         if first > last:  # the first kill came late: no step remains for the second
             break
         reached = kill(killed, words(killed), draw, first, (first + last) // 2)
-    for run in (killed, whole):
+    for run in (killed, uninterrupted):
         ended = (
             camshaft(*words(run)) if layout == "one process" else finished(start("-m", "camshaft", *words(run)), 300)
         )
         assert ended.status == 0, ended.err
     assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
-    assert lines(killed) == lines(whole)
-    ours, theirs = saved(killed), saved(whole)
-    assert len(theirs) > 100
-    assert [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)] == []
-    best = [(run / "best_checkpointed_iteration.txt").read_text() for run in (killed, whole)]
+    assert lines(killed) == lines(uninterrupted)
+    actual, expected = saved(killed), saved(uninterrupted)
+    assert len(expected) > 100
+    assert [name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)] == []
+    best = [(run / "best_checkpointed_iteration.txt").read_text() for run in (killed, uninterrupted)]
     assert best[0] == best[1]
-    assert (whole / f"global_step_{best[0]}" / "actor").is_dir()
+    assert (uninterrupted / f"global_step_{best[0]}" / "actor").is_dir()

@@ -57,14 +57,14 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
     filtered = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 4, "algorithm.filter_groups.enable": True}
     greedy = {"algorithm.adv_estimator": "remax", "custom_reward_function.path": folder / "scored.py"}
-    ppo = [step for asked in (everything, little, filtered, greedy) for step in run_ppo(folder, asked, 1)]
-    found = {"ppo": {name for step in ppo for name in step.metrics}}
+    ppo = [step for overrides in (everything, little, filtered, greedy) for step in run_ppo(folder, overrides, 1)]
+    names = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, words, rows in (("sft", sft_words, "sft_heldout"), ("rm", rm_words, "preference_heldout")):
         short = {"data.val_files": folder / "data" / f"{rows}.parquet", "trainer.test_freq": 1}
         assert camshaft(trainer, *words(folder, {**short, "trainer.total_training_steps": 1})).status == 0
         lines = read_metrics(folder / trainer / "metrics.jsonl")
-        found[trainer] = {name for line in lines for name in line} - {"step"}
-    return found
+        names[trainer] = {name for line in lines for name in line} - {"step"}
+    return names
 
 
 @pytest.mark.parametrize("trainer", ["ppo", "sft", "rm"])
@@ -79,7 +79,9 @@ def test_documented_metrics_are_logged(logged: dict[str, set[str]], trainer: str
     unlogged = [
         name
         for metric, name in table
-        if not any(matches(name, found) and find(found, trainer) is metric for found in logged[trainer])
+        if not any(
+            matches(name, logged_name) and find(logged_name, trainer) is metric for logged_name in logged[trainer]
+        )
     ]
     assert set(unlogged) == (OTHER_GENERATORS if trainer == "ppo" else set())
 
@@ -103,8 +105,8 @@ def test_names_used_elsewhere_are_in_the_table() -> None:
 
 
 def test_an_unknown_metric_suggests_the_nearest() -> None:
-    told = camshaft("metrics", "explain", "val-core/openai/gsm8k/acc/maj@8/mean")
-    assert (told.status, told.out.splitlines()[0]) == (0, "val-core/<source>/{reward,acc}/{best,maj}@<n>/mean")
+    run = camshaft("metrics", "explain", "val-core/openai/gsm8k/acc/maj@8/mean")
+    assert (run.status, run.out.splitlines()[0]) == (0, "val-core/<source>/{reward,acc}/{best,maj}@<n>/mean")
     wrong = camshaft("metrics", "explain", "actor/ppo_lk")
     assert wrong.status == 2
     assert "Nearest: actor/ppo_kl" in wrong.err

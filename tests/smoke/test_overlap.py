@@ -29,7 +29,7 @@ def server() -> None:
     start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
-def told(step: Step) -> dict[str, float]:
+def untimed(step: Step) -> dict[str, float]:
     return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
@@ -44,9 +44,9 @@ def failed(run: Path) -> list[dict[str, Any]]:
 def test_scoring_begins_while_another_rank_generates(late: int, changes: dict[str, Any], tmp_path: Path) -> None:
     with late_rank(tmp_path, late) as words:
         words |= {**RANKS, **changes}
-        found = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "late"}, steps=1)
+        actual = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "late"}, steps=1)
         words["actor_rollout_ref.rollout.name"] = "torch"
-        wanted = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "plain"}, steps=1)
-    assert [told(step) for step in found] == [told(step) for step in wanted]
+        expected = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "plain"}, steps=1)
+    assert [untimed(step) for step in actual] == [untimed(step) for step in expected]
     assert failed(tmp_path / "late") == failed(tmp_path / "plain")
-    assert found[-1].metrics["reward/errors"] > 0, "the test needs a row that fails"
+    assert actual[-1].metrics["reward/errors"] > 0, "the test needs a row that fails"

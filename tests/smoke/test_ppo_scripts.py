@@ -45,17 +45,17 @@ def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -
     bin_folder.mkdir(parents=True)
     (bin_folder / "python3").write_text(f'#!/bin/sh\n{python} "$@"\n')
     (bin_folder / "python3").chmod(0o755)
-    there = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
+    environment = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "WANDB_MODE": "offline"}
     command = ["bash", str(SCRIPTS / script), *(f"{key}={value}" for key, value in overrides.items())]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | there, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True, timeout=280, check=False
     )
 
 
 def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
     """Return the trainer's command-line arguments."""
-    done = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
-    assert done.returncode == 0, done.stderr
+    process = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
+    assert process.returncode == 0, process.stderr
     module, name, *words = (folder / "words").read_text().splitlines()
     assert (module, name) == ("-m", "camshaft.trainer.main_ppo")
     return words
@@ -63,8 +63,8 @@ def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
-    done = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    process = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
+    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"
     metrics = history(run)  # of wandb, in offline mode
     assert [line["step"] for line in metrics] == [0, 1, 2]  # validation before the first step and after every step
@@ -79,8 +79,8 @@ def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Path) -> None:
     steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 2}
-    done = started("run_tiny_cpu.sh", tmp_path, steps, shlex.quote(sys.executable))
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    process = started("run_tiny_cpu.sh", tmp_path, steps, shlex.quote(sys.executable))
+    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "camshaft_examples" / "tiny"
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2]
     assert (run / "global_step_2" / "actor" / "model" / "model.safetensors").exists()
@@ -88,9 +88,9 @@ def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Pat
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if "tiny" not in path.name))
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
-    there = places(tmp_path)
-    there |= {"reward_model.model.path": there["critic.model.path"]}
-    run = camshaft("ppo", *words_of(script, tmp_path / "there", there), "--cfg", "job")
+    paths = places(tmp_path)
+    paths |= {"reward_model.model.path": paths["critic.model.path"]}
+    run = camshaft("ppo", *words_of(script, tmp_path / "there", paths), "--cfg", "job")
     assert run.status == 0, run.err
     missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {}), "--cfg", "job")
     assert missing.status == 2

@@ -133,9 +133,9 @@ class Recorder:
 
 def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return (metrics of the steps, weights of the exported model)."""
-    here = {"trainer.default_local_dir": folder / overrides["strategy"], "trainer.total_training_steps": 3}
+    paths = {"trainer.default_local_dir": folder / overrides["strategy"], "trainer.total_training_steps": 3}
     validated = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 3}
-    config = load_sft(sft_words(folder, {**here, **validated, **overrides}))
+    config = load_sft(sft_words(folder, {**paths, **validated, **overrides}))
     recorder = Recorder()
     with SFTTrainer(config) as trainer:
         trainer.prepare()
@@ -149,9 +149,9 @@ def test_supervised_training_does_not_depend_on_the_number_of_ranks(tmp_path: Pa
     adapter = {"model.lora_rank": 4, "data.train_batch_size": 6}
     alone, exported = supervised(tmp_path, strategy="reference", **adapter)
     steps, weights = supervised(tmp_path, strategy="fsdp", **{"trainer.n_gpus_per_node": 2, **adapter})
-    for ours, theirs in zip(steps, alone, strict=True):
+    for actual, expected in zip(steps, alone, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/lr"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5), name
+            assert actual[name] == pytest.approx(expected[name], rel=1e-5), name
     assert steps[-1]["val/loss"] == pytest.approx(alone[-1]["val/loss"], rel=1e-5)
     assert math.isfinite(steps[-1]["val/loss"])
     close(weights, exported, 1e-4)
@@ -195,14 +195,14 @@ def lines(run: Path) -> list[str]:
 def test_a_killed_run_on_two_ranks_resumes_bitwise(
     async_save: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, killed = home / "whole", tmp_path / "killed"
+    uninterrupted, killed = home / "whole", tmp_path / "killed"
     run_until(3, killed, words(home, killed, async_save), monkeypatch)
-    left = [step for step, folder in storage.step_folders(killed) if storage.is_complete(folder / "actor")]
+    complete = [step for step, folder in storage.step_folders(killed) if storage.is_complete(folder / "actor")]
     # A background save of the last step may be incomplete.
-    assert left == [1, 2] or (async_save and left == [1])
+    assert complete == [1, 2] or (async_save and complete == [1])
     assert camshaft(*words(home, killed, async_save)).status == 0
     assert len(lines(killed)) == 3
-    assert lines(killed) == lines(whole)
-    ours, theirs = (saved_weights(run / "global_step_3" / "actor") for run in (killed, whole))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert lines(killed) == lines(uninterrupted)
+    actual, expected = (saved_weights(run / "global_step_3" / "actor") for run in (killed, uninterrupted))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -42,8 +42,8 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     assert len(script) > 5, "the README has lost its commands"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "all.sh").write_text("\n".join(script), encoding="utf-8")
-    done = subprocess.run(["bash", "all.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    process = subprocess.run(["bash", "all.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
     run = tmp_path / "checkpoints" / "example_sums" / "tiny"
     promised = ("metrics.jsonl", "validation/step_4.jsonl", "global_step_4/actor/model/model.safetensors")
     assert all((run / name).exists() for name in promised), sorted(str(path) for path in run.rglob("*"))
@@ -52,9 +52,9 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 def test_the_demo_runs_in_a_short_form(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/arithmetic/demo.py"), "--out", "out", "--sft-steps", "3"]
-    done = subprocess.run([*command, "--steps", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert "held-out sums right" in done.stdout
+    process = subprocess.run([*command, "--steps", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    assert "held-out sums right" in process.stdout
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
     assert len((tmp_path / "out" / "ppo" / "metrics.jsonl").read_text().splitlines()) == 3
 

@@ -117,37 +117,37 @@ def test_a_killed_run_resumes_bitwise(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, killed = undisturbed, tmp_path / "killed"
+    uninterrupted, killed = undisturbed, tmp_path / "killed"
     if settings is not PPO:
-        whole = tmp_path / "whole"
-        assert camshaft(*command(settings, whole)).status == 0
+        uninterrupted = tmp_path / "whole"
+        assert camshaft(*command(settings, uninterrupted)).status == 0
     assert run_until(killed_after, killed, command(settings, killed), monkeypatch).status == -signal.SIGKILL
     assert steps(killed) == [goes_on_after]
     assert camshaft(*command(settings, killed)).status == 0
     assert [line["step"] for line in read_metrics(killed / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
-    assert lines(killed) == lines(whole)
-    assert weights(killed, 6) == weights(whole, 6)
+    assert lines(killed) == lines(uninterrupted)
+    assert weights(killed, 6) == weights(uninterrupted, 6)
 
 
 def test_a_killed_supervised_run_resumes_bitwise(
     command: Command, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    uninterrupted, killed = tmp_path / "whole", tmp_path / "killed"
     assert run_until(4, killed, command(SFT, killed), monkeypatch).status == -signal.SIGKILL
     assert steps(killed) == [2]
     assert camshaft(*command(SFT, killed)).status == 0
-    assert camshaft(*command(SFT, whole)).status == 0
+    assert camshaft(*command(SFT, uninterrupted)).status == 0
     assert len(lines(killed)) == 6
-    assert lines(killed) == lines(whole)
-    assert weights(killed, 6) == weights(whole, 6)
+    assert lines(killed) == lines(uninterrupted)
+    assert weights(killed, 6) == weights(uninterrupted, 6)
 
     exported: Any = AutoModelForCausalLM.from_pretrained(killed / "huggingface")
     trained = load_file(killed / "global_step_6" / "model" / "model" / "model.safetensors")
     begun = load_file(home / "actor" / "model.safetensors")
-    found = dict(exported.named_parameters())
-    assert found.keys() == trained.keys() == begun.keys()
-    assert all(torch.equal(found[name], trained[name]) for name in found)
-    assert not any(torch.equal(found[name], begun[name]) for name in found)
+    parameters = dict(exported.named_parameters())
+    assert parameters.keys() == trained.keys() == begun.keys()
+    assert all(torch.equal(parameters[name], trained[name]) for name in parameters)
+    assert not any(torch.equal(parameters[name], begun[name]) for name in parameters)
     assert AutoTokenizer.from_pretrained(killed / "huggingface")("1+1=")["input_ids"]
 
 
@@ -162,16 +162,16 @@ def test_an_interrupted_run_reports_it_and_resumes_bitwise(
 
 
 def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
-    whole, ended = tmp_path / "whole", tmp_path / "ended"
+    uninterrupted, ended = tmp_path / "whole", tmp_path / "ended"
     ended.mkdir()
     (ended / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):
         camshaft(*command(GRPO, ended))
     (ended / "stop").unlink()
     assert camshaft(*command(GRPO, ended)).status == 0
-    assert camshaft(*command(GRPO, whole)).status == 0
-    assert lines(ended) == lines(whole)
-    assert weights(ended, 6) == weights(whole, 6)
+    assert camshaft(*command(GRPO, uninterrupted)).status == 0
+    assert lines(ended) == lines(uninterrupted)
+    assert weights(ended, 6) == weights(uninterrupted, 6)
 
 
 def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
@@ -187,11 +187,11 @@ def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, undisturb
     assert camshaft(*command(PPO, tmp_path, total_training_steps=4)).status == 0
     assert camshaft(*command(PPO, tmp_path)).status == 0
     # Step 4 was the last step of the first run, so it was validated.
-    found, wanted = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
-    extra = {name for name in found[4] if name.startswith("val")}
-    assert extra == {name for name in found[3] if name.startswith("val")}
-    found[4] = {name: value for name, value in found[4].items() if name not in extra}
-    assert [deterministic(line) for line in found] == [deterministic(line) for line in wanted]
+    actual, expected = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
+    extra = {name for name in actual[4] if name.startswith("val")}
+    assert extra == {name for name in actual[3] if name.startswith("val")}
+    actual[4] = {name: value for name, value in actual[4].items() if name not in extra}
+    assert [deterministic(line) for line in actual] == [deterministic(line) for line in expected]
     assert weights(tmp_path, 6) == weights(undisturbed, 6)
 
 
@@ -291,10 +291,10 @@ def test_a_newest_step_that_is_not_whole_is_passed_over(
     spoil(run / "global_step_6")
     again = camshaft(*command(PPO, run))
     assert again.status == 0
-    said = "".join(again.out.split())
-    assert "skipped:" in said
-    assert "resumedfrom" in said
-    assert "global_step_4" in said.split("resumedfrom")[1]
+    output = "".join(again.out.split())
+    assert "skipped:" in output
+    assert "resumedfrom" in output
+    assert "global_step_4" in output.split("resumedfrom")[1]
     assert lines(run) == lines(undisturbed)
     assert weights(run, 6) == weights(undisturbed, 6)
 

@@ -47,22 +47,24 @@ def scored_by(home: Path, **more: Any) -> dict[str, Any]:
 
 
 def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
-    asked = {**PLAIN, **scored_by(home, weight=0.5)}
-    (step,) = run_ppo(home, asked, steps=1)
+    overrides = {**PLAIN, **scored_by(home, weight=0.5)}
+    (step,) = run_ppo(home, overrides, steps=1)
     tokenizer: Any = AutoTokenizer.from_pretrained(home / "actor")
-    own: Any = AutoTokenizer.from_pretrained(home / "rm")
+    reward_tokenizer: Any = AutoTokenizer.from_pretrained(home / "rm")
     batch, chats = step.batch, []
     responses = tokenizer.batch_decode([row.tolist() for row in batch["responses"].rows()], skip_special_tokens=True)
     for prompt, response in zip(batch["raw_prompt"], responses, strict=True):
         assert prompt[0]["role"] == "user"
-        chats.append(own.apply_chat_template([*prompt, {"role": "assistant", "content": response}])["input_ids"])
-    wanted, metrics = plain_scores(home / "rm", chats), step.metrics
-    assert batch["rm_scores"].sum().tolist() == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
-    assert metrics["reward/model/mean"] == pytest.approx(float(wanted.mean()), rel=1e-4, abs=1e-6)
+        chats.append(
+            reward_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": response}])["input_ids"]
+        )
+    expected, metrics = plain_scores(home / "rm", chats), step.metrics
+    assert batch["rm_scores"].sum().tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
+    assert metrics["reward/model/mean"] == pytest.approx(float(expected.mean()), rel=1e-4, abs=1e-6)
     together = metrics["reward/function/mean"] + 0.5 * metrics["reward/model/mean"]
     assert metrics["critic/score/mean"] == pytest.approx(together, rel=1e-5)
     assert metrics["reward/model/truncated"] == 0
-    (ranks,) = run_ppo(home, {**asked, **RANKS}, steps=1)
+    (ranks,) = run_ppo(home, {**overrides, **RANKS}, steps=1)
     assert ranks.metrics.keys() == metrics.keys()
     for name, value in metrics.items():
         if not name.startswith(("timing_s/", "perf/", "rollout/")):
@@ -87,22 +89,22 @@ def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
 
 @pytest.mark.parametrize("more", [{}, RANKS], ids=["one rank", "two ranks"])
 def test_a_custom_class_scores(more: dict[str, Any], home: Path) -> None:
-    own = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:Longest"}
-    (step,) = run_ppo(home, {**PLAIN, **own, **more}, steps=1)
+    overrides = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:Longest"}
+    (step,) = run_ppo(home, {**PLAIN, **overrides, **more}, steps=1)
     assert step.metrics["reward/model/mean"] == pytest.approx(float(step.batch["responses"].lengths.float().mean()))
     assert "reward/model/truncated" not in step.metrics
 
 
 def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -> None:
-    here = {"trainer.logger": "[jsonl]", "trainer.default_local_dir": tmp_path, "trainer.total_training_steps": 1}
-    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **here}))
+    overrides = {"trainer.logger": "[jsonl]", "trainer.default_local_dir": tmp_path, "trainer.total_training_steps": 1}
+    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **overrides}))
     assert run.status == 0, run.err
     assert ["actor", "ref", "critic", "reward"] in [line.split()[:4] for line in run.out.splitlines()]
     assert "reward/model/mean" in read_metrics(tmp_path / "metrics.jsonl")[0]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "status", "said"),
+    ("overrides", "status", "message"),
     [
         ({f"{MODEL}.path": "/nowhere/rm"}, 2, f"{MODEL}.path = /nowhere/rm"),
         ({f"{MODEL}.input_tokenizer": "null"}, 2, "the tokenizers differ"),
@@ -110,11 +112,11 @@ def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -
         ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "no registered method compute_rm_score"),
     ],
 )
-def test_all_problems_are_one_error(overrides: dict[str, str], status: int, said: str, home: Path) -> None:
-    there = {key: value.format(home=home) for key, value in overrides.items()}
-    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **there}))
+def test_all_problems_are_one_error(overrides: dict[str, str], status: int, message: str, home: Path) -> None:
+    arguments = {key: value.format(home=home) for key, value in overrides.items()}
+    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **arguments}))
     assert run.status == status, run.err
-    assert said in run.err
+    assert message in run.err
     assert "Traceback" not in run.err
 
 

@@ -80,10 +80,10 @@ def test_plain_transformers_gives_the_same_scores_in_padded_batches(finished: Pa
         batch = tokenizer.apply_chat_template(turns, return_dict=True, return_tensors="pt", padding=True)
         with torch.no_grad():
             scores[key] = model(**batch).logits[:, 0]
-    told = read_metrics(finished / "metrics.jsonl")[-1]
-    assert float((scores["chosen"] > scores["rejected"]).float().mean()) == told["val/accuracy"]
-    for key, found in scores.items():
-        assert float(found.mean()) == pytest.approx(told[f"val/{key}_reward"], rel=1e-4)
+    metrics = read_metrics(finished / "metrics.jsonl")[-1]
+    assert float((scores["chosen"] > scores["rejected"]).float().mean()) == metrics["val/accuracy"]
+    for key, values in scores.items():
+        assert float(values.mean()) == pytest.approx(metrics[f"val/{key}_reward"], rel=1e-4)
 
 
 @pytest.mark.parametrize("same_tokens", [False, True], ids=["as text", "as tokens"])
@@ -100,8 +100,8 @@ def test_ppo_takes_it_as_its_reward_model(same_tokens: bool, finished: Path, hom
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         heads = tokenizer.batch_decode(prompts, skip_special_tokens=False)
         rows = tokenizer([f"{head}{text}<|im_end|>" for head, text in zip(heads, texts, strict=True)])["input_ids"]
-    wanted = float(plain_scores(folder, rows).mean())
-    assert step.metrics["reward/model/mean"] == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    expected = float(plain_scores(folder, rows).mean())
+    assert step.metrics["reward/model/mean"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 # -- interruption ---------------------------------------------------------------------------------
@@ -122,35 +122,39 @@ def words(home: Path, run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(home: Path) -> Path:
-    assert camshaft(*words(home, home / "whole")).status == 0
-    return home / "whole"
+def uninterrupted(home: Path) -> Path:
+    assert camshaft(*words(home, home / "uninterrupted")).status == 0
+    return home / "uninterrupted"
 
 
-def same(run: Path, whole: Path) -> None:
-    lines = [[json.dumps(deterministic(line)) for line in read_metrics(r / "metrics.jsonl")] for r in (run, whole)]
+def same(run: Path, uninterrupted: Path) -> None:
+    lines = [
+        [json.dumps(deterministic(line)) for line in read_metrics(r / "metrics.jsonl")] for r in (run, uninterrupted)
+    ]
     assert len(lines[0]) == 6
     assert lines[0] == lines[1]
     for part in ("model", "model_huggingface"):
-        ours, theirs = (storage.read_manifest(r / "global_step_6" / part)["files"] for r in (run, whole))
-        assert ours == theirs
+        actual, expected = (storage.read_manifest(r / "global_step_6" / part)["files"] for r in (run, uninterrupted))
+        assert actual == expected
 
 
-def test_a_killed_run_resumes_bitwise(whole: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_resumes_bitwise(
+    uninterrupted: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     assert run_until(3, run, words(home, run), monkeypatch).status == -signal.SIGKILL
     assert [step for step, _ in storage.step_folders(run)] == [2]
     assert camshaft(*words(home, run)).status == 0
-    same(run, whole)
+    same(run, uninterrupted)
 
 
-def test_a_failed_run_resumes_bitwise(whole: Path, home: Path, tmp_path: Path) -> None:
+def test_a_failed_run_resumes_bitwise(uninterrupted: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):
         camshaft(*words(home, tmp_path))
     (tmp_path / "stop").unlink()
     assert camshaft(*words(home, tmp_path)).status == 0
-    same(tmp_path, whole)
+    same(tmp_path, uninterrupted)
 
 
 # -- features shared with other trainers ----------------------------------------------------------
@@ -173,24 +177,24 @@ def test_the_step_with_the_best_accuracy_is_kept(home: Path, tmp_path: Path) -> 
     }
     run = camshaft("rm", *rm_words(home, overrides))
     assert run.status == 0, run.err
-    found = [line["val/accuracy"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    best = found.index(max(found)) + 1
+    accuracies = [line["val/accuracy"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    best = accuracies.index(max(accuracies)) + 1
     assert (tmp_path / "run" / "best_checkpointed_iteration.txt").read_text() == str(best)
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == sorted({best, 5})
 
 
-def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_path: Path) -> None:
-    run = camshaft("export", str(whole), str(tmp_path / "exported"))
+def test_a_checkpoint_is_exported_with_the_scores_of_the_run(uninterrupted: Path, tmp_path: Path) -> None:
+    run = camshaft("export", str(uninterrupted), str(tmp_path / "exported"))
     assert run.status == 0, run.err
     rows = [[5, 6, 7], [8, 9, 10, 11]]
-    assert torch.equal(plain_scores(tmp_path / "exported", rows), plain_scores(whole / "huggingface", rows))
+    assert torch.equal(plain_scores(tmp_path / "exported", rows), plain_scores(uninterrupted / "huggingface", rows))
 
 
 # -- invalid input --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("overrides", "status", "said"),
+    ("overrides", "status", "phrases"),
     [
         (
             {"trainer.sede": 1, "data.chosen_key": "null"},
@@ -210,10 +214,10 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(whole: Path, tmp_pa
     ],
     ids=["keys", "bounds", "token budget", "ranks", "column", "length", "batch"],
 )
-def test_all_problems_are_one_error(overrides: dict[str, Any], status: int, said: list[str], home: Path) -> None:
+def test_all_problems_are_one_error(overrides: dict[str, Any], status: int, phrases: list[str], home: Path) -> None:
     run = camshaft("rm", *rm_words(home, overrides))
     assert run.status == status, run.err
-    assert [text for text in said if text not in run.err] == [], run.err
+    assert [text for text in phrases if text not in run.err] == [], run.err
     assert "Traceback" not in run.err
 
 

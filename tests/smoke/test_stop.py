@@ -41,21 +41,21 @@ def words(home: Path, run: Path, **more: Any) -> list[str]:
 
 
 def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    run, uninterrupted = tmp_path / "run", tmp_path / "whole"
     ended = run_until(2, run, words(tmp_path, run), monkeypatch, signal.SIGTERM)
     assert ended.status == 143
     assert "camshaft: SIGTERM: finishing the current step and saving;" in ended.err
     assert "Traceback" not in ended.err
-    said = " ".join(ended.out.split())
-    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in said
+    output = " ".join(ended.out.split())
+    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
     assert steps(run) == [2]
     again = camshaft(*words(tmp_path, run))
     assert again.status == 0
     assert "step 3 of 4 is next" in " ".join(again.out.split())
-    assert camshaft(*words(tmp_path, whole)).status == 0
-    assert lines(run) == lines(whole)
+    assert camshaft(*words(tmp_path, uninterrupted)).status == 0
+    assert lines(run) == lines(uninterrupted)
     assert len(lines(run)) == 4
-    assert steps(whole) == []
+    assert steps(uninterrupted) == []
 
 
 @pytest.mark.parametrize(

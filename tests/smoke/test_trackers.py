@@ -47,17 +47,17 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    wanted = {
+    overrides = {
         "trainer.logger": "[console,jsonl,tensorboard,tracking,mlflow]",
         "trainer.total_training_steps": 2,
         "trainer.test_freq": 2,
         "trainer.log_val_generations": 3,
     }
-    ended = camshaft("ppo", *ppo_words(tmp_path, wanted))
+    ended = camshaft("ppo", *ppo_words(tmp_path, overrides))
     assert (ended.status, ended.err) == (0, "")
     assert capfd.readouterr() == ("", "")
-    told = [line for line in ended.out.splitlines() if "wandb" in line or "mlflow" in line.lower()]
-    assert len(told) >= 2, ended.out
+    library_lines = [line for line in ended.out.splitlines() if "wandb" in line or "mlflow" in line.lower()]
+    assert len(library_lines) >= 2, ended.out
     assert "step 2/2" in ended.out
 
     run = tmp_path / "run"
@@ -73,9 +73,9 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
     for name, value in lines[2].items():
         assert events.Scalars(name)[-1].value == pytest.approx(value), name
     client = MlflowClient(tracking_uri=(run / "mlruns").as_uri())
-    (found,) = client.search_runs([client.get_experiment_by_name("camshaft_examples").experiment_id])
-    assert {name.replace("_at_", "@"): value for name, value in found.data.metrics.items()} == pytest.approx(lines[2])
-    assert found.data.params["actor_rollout_ref.rollout.name"] == "torch"
+    (tracked,) = client.search_runs([client.get_experiment_by_name("camshaft_examples").experiment_id])
+    assert {name.replace("_at_", "@"): value for name, value in tracked.data.metrics.items()} == pytest.approx(lines[2])
+    assert tracked.data.params["actor_rollout_ref.rollout.name"] == "torch"
     (table,) = run.glob("mlruns/*/*/artifacts/validation/step_2.json")
     assert len(json.loads(table.read_text())["data"]) == 3
 
@@ -139,9 +139,9 @@ def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> Non
     words = {"trainer.logger": "[full_disk:FullDisk,jsonl]", "trainer.total_training_steps": 3}
     ended = camshaft("sft", *sft_words(tmp_path, words))
     assert ended.status == 0
-    said = " ".join(ended.out.split())
-    assert said.count("OSError: no space left on device. The run continues") == 1
-    assert "failed in 3 of 3 calls" in said
+    output = " ".join(ended.out.split())
+    assert output.count("OSError: no space left on device. The run continues") == 1
+    assert "failed in 3 of 3 calls" in output
     assert [line["step"] for line in read_metrics(tmp_path / "sft" / "metrics.jsonl")] == [1, 2, 3]
 
 

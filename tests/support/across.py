@@ -42,9 +42,9 @@ def chosen() -> list[str | None]:
     os.environ["NCCL_DEBUG"] = "of the driver"
     init = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "of the runtime environment"}}}
     with pool(TWO, "ray", Options(ray_init=init)) as two:
-        found = spawn(Traveller, pool=two, timeout=60).nccl_debug()
+        values = spawn(Traveller, pool=two, timeout=60).nccl_debug()
     ray.shutdown()
-    return found
+    return values
 
 
 def places() -> list[tuple[str, RankInfo, str | None]]:
@@ -52,9 +52,9 @@ def places() -> list[tuple[str, RankInfo, str | None]]:
     with pool(TWO, "ray") as two:
         role = spawn(Traveller, pool=two, timeout=60)
         assert role.sum_over_ranks(1.0) == 3.0
-        found = role.where()
+        locations = role.where()
     ray.shutdown()
-    return found
+    return locations
 
 
 def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]:

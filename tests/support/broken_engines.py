@@ -150,8 +150,8 @@ class SwallowsKeys(SingleDeviceEngine):
     """Drop unknown ctx keys."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
-        known = StepContext.__annotations__
-        ctx = None if ctx is None else {k: v for k, v in ctx.items() if k in known}
+        control_keys = StepContext.__annotations__
+        ctx = None if ctx is None else {k: v for k, v in ctx.items() if k in control_keys}
         return _as_ever(self, batch, ctx, *args, **kwargs)
 
 
@@ -249,10 +249,10 @@ class SkipsHooks(SingleDeviceEngine):
         ctx = dict(ctx or {})
         if preprocess_fn is not None:
             batch, ctx = preprocess_fn(batch, ctx)
-        found, *rest = _as_ever(self, batch, ctx, forward_only)
+        predictions, *rest = _as_ever(self, batch, ctx, forward_only)
         if postprocess_fn is not None:
-            found, _ = postprocess_fn(found, ctx)
-        return found, *rest
+            predictions, _ = postprocess_fn(predictions, ctx)
+        return predictions, *rest
 
 
 class HalfGradient(SingleDeviceEngine):

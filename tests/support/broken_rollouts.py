@@ -182,10 +182,10 @@ class TakesWhatFits(TorchRollout):
     """Keep the old values of missing weights and skip weights of the wrong shape."""
 
     def load_weights(self, weights: Weights) -> None:
-        known = self.model.expected.weights
-        fitting = {n: w for n, w in weights if n in known and w.shape == known[n].meta.shape}
-        self.held = self.__dict__.get("held", {}) | fitting
-        super().load_weights(self.held.items())
+        expected = self.model.expected.weights
+        fitting = {n: w for n, w in weights if n in expected and w.shape == expected[n].meta.shape}
+        self.received = self.__dict__.get("received", {}) | fitting
+        super().load_weights(self.received.items())
 
 
 class BeginsWithNoise(TorchRollout):
@@ -207,10 +207,10 @@ class KeepsTheFirstDigests(TorchRollout):
 class RemembersDigestsInItsSleep(TorchRollout):
     def load_weights(self, weights: Weights) -> None:
         super().load_weights(weights)
-        self.known = super().weight_digests()
+        self.digests = super().weight_digests()
 
     def weight_digests(self) -> Mapping[str, int]:
-        return self.__dict__.get("known") or super().weight_digests()
+        return self.__dict__.get("digests") or super().weight_digests()
 
 
 class RoundsTooMuch(TorchRollout):

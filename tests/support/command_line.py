@@ -64,34 +64,34 @@ class Run:
 def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
     """Return the arguments of a supervised run on the model and the data that `ppo_words` writes to `folder`."""
     ppo_words(folder)
-    here = {
+    paths = {
         "data.train_files": folder / "data" / "sft_train.parquet",
         "model.path": folder / "actor",
         "trainer.default_local_dir": folder / "sft",
     }
-    return [f"{key}={value}" for key, value in {**SMALL_SFT, **here, **(overrides or {})}.items()]
+    return [f"{key}={value}" for key, value in {**SMALL_SFT, **paths, **(overrides or {})}.items()]
 
 
 def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
     """Return the arguments of reward model training on the model and the data that `ppo_words` writes to `folder`."""
     ppo_words(folder)
-    here = {
+    paths = {
         "data.train_files": folder / "data" / "preference_train.parquet",
         "model.path": folder / "actor",
         "trainer.default_local_dir": folder / "rm",
     }
-    return [f"{key}={value}" for key, value in {**SMALL_RM, **here, **(overrides or {})}.items()]
+    return [f"{key}={value}" for key, value in {**SMALL_RM, **paths, **(overrides or {})}.items()]
 
 
 def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
     """Return the arguments of `camshaft generate` on the model and 16 held-out prompts of `ppo_words`."""
     ppo_words(folder)
-    here = {
+    paths = {
         "data.path": folder / "data" / "heldout.parquet",
         "data.output_path": folder / "out.parquet",
         "model.path": folder / "actor",
     }
-    return [f"{key}={value}" for key, value in {**SMALL_GENERATE, **here, **(overrides or {})}.items()]
+    return [f"{key}={value}" for key, value in {**SMALL_GENERATE, **paths, **(overrides or {})}.items()]
 
 
 def camshaft(*words: str) -> Run:

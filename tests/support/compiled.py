@@ -33,6 +33,6 @@ def resources(
     path = folder / "kernel.cubin"
     path.write_bytes(compiled.asm["cubin"])
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    told = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
-    found = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", told)}
-    return found | {"SHARED": compiled.metadata.shared}
+    output = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout
+    usage = {name: int(count) for name, count in re.findall(r"(REG|STACK):(\d+)", output)}
+    return usage | {"SHARED": compiled.metadata.shared}

@@ -4,7 +4,7 @@
         actor = ...                                         # built on that device
         with HostWaits() as waits:
             actor.update_actor(batch)
-    assert not waits.found, waits.found                     # ["aten._local_scalar_dense at engine/optim.py:185"]
+    assert not waits.operations, waits.operations                  # ["aten._local_scalar_dense at engine/optim.py:185"]
 
 Tensors on "meta" have shapes but no values, so every operation that needs a value is detected. A dispatch mode sees
 each operator, including those of the backward pass. It answers an operation that needs values with ones and continues.
@@ -69,13 +69,13 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 class HostWaits(TorchDispatchMode):
-    """Record waits in `found` and the names of all operators in `operators`."""
+    """Record waits in `operations` and the names of all operators in `operators`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.operations: list[str] = []
         self.operators: set[str] = set()
-        self._makers = _Makers(self.found)
+        self._makers = _Makers(self.operations)
 
     def __enter__(self) -> Any:
         self._makers.__enter__()
@@ -91,25 +91,25 @@ class HostWaits(TorchDispatchMode):
         self.operators.add(f"{name}.{func._overloadname}")
         if not _waits(name, args, options):
             return func(*args, **options)
-        self.found.append(f"{name} at {_place()}")
+        self.operations.append(f"{name} at {_place()}")
         return _answer(name, func, args, options)
 
 
 class _Makers(TorchFunctionMode):
     """Detect tensors that are made on the device from Python numbers."""
 
-    def __init__(self, found: list[str]):
+    def __init__(self, operations: list[str]):
         super().__init__()
-        self.found = found
+        self.operations = operations
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in MAKERS:
-            own = args[0].device if name == "new_tensor" else "cpu"
+            device = args[0].device if name == "new_tensor" else "cpu"
             # An existing tensor is copied as usual, which the dispatch mode sees.
-            if _there(options.get("device") or own) and not isinstance(args[name == "new_tensor"], Tensor):
-                self.found.append(f"torch.{name} at {_place()}")
+            if _there(options.get("device") or device) and not isinstance(args[name == "new_tensor"], Tensor):
+                self.operations.append(f"torch.{name} at {_place()}")
         return func(*args, **options)
 
 
@@ -176,10 +176,10 @@ def inside(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> tuple[l
     plain: Callable[..., Any] = getattr(owner, method)
 
     def watched(self: Any, *args: Any, **options: Any) -> Any:
-        before = len(waits.found)
+        before = len(waits.operations)
         with waits:
             result = plain(self, *args, **options)
-        calls.append(len(waits.found) - before)
+        calls.append(len(waits.operations) - before)
         return result
 
     monkeypatch.setattr(owner, method, watched)

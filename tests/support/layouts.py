@@ -55,11 +55,11 @@ SAME = {("checkpointing", "selective")}
 
 def together(*names: str) -> dict[str, Any]:
     """Return one config with the fields of several features."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name in names:
         for key, value in FEATURES[name].items():
-            found[key] = {**found.get(key, {}), **value} if key == "options" else value
-    return found
+            fields[key] = {**fields.get(key, {}), **value} if key == "options" else value
+    return fields
 
 
 MESH = ("hsdp", "sp2", "tp2")

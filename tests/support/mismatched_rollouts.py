@@ -108,15 +108,15 @@ class RawLogProbs(TorchRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
         model: Any = self.model.require_model()
-        told = []
+        log_probs = []
         for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
             ids, config = torch.cat([prompt, response])[None], model.config
             attention, config._attn_implementation = config._attn_implementation, "eager"
             with torch.no_grad():
                 scores = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
             config._attn_implementation = attention
-            told.append(scores.gather(-1, response[:, None])[:, 0])
-        return replace(out, log_probs=Ragged.from_rows(told))
+            log_probs.append(scores.gather(-1, response[:, None])[:, 0])
+        return replace(out, log_probs=Ragged.from_rows(log_probs))
 
 
 class Noisy(TorchRollout):

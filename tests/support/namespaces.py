@@ -100,8 +100,8 @@ def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
     ray = str(Path(sys.executable).with_name("ray"))
     size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}")
     with two_bare_machines() as (head, worker):
-        own = (f"--node-ip-address={head.address}", f"--port={PORT}", "--include-dashboard=false")
-        head.run(ray, "start", "--head", *own, *size)
+        options = (f"--node-ip-address={head.address}", f"--port={PORT}", "--include-dashboard=false")
+        head.run(ray, "start", "--head", *options, *size)
         worker.run(ray, "start", f"--address={head.address}:{PORT}", *size)
         yield head, worker
 
@@ -138,9 +138,9 @@ def _first_process() -> Iterator[int]:
     )
     assert process.stdout is not None
     try:
-        said = process.stdout.readline()
-        if said != "ready\n":
-            raise OSError(said + process.stdout.read())
+        line = process.stdout.readline()
+        if line != "ready\n":
+            raise OSError(line + process.stdout.read())
         yield int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8"))
     finally:
         process.kill()

@@ -85,14 +85,14 @@ def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
         make_tiny_model(actor, hidden=32, initializer_range=SPREAD)
         _make_tiny_critic(critic)
         write_arithmetic(data, left=(0, 20), right=(0, 20), num_train=64, num_heldout=16)
-    here = {
+    paths = {
         "data.train_files": data / "train.parquet",
         "data.val_files": data / "heldout.parquet",
         "actor_rollout_ref.model.path": actor,
         "critic.model.path": critic,
         "trainer.default_local_dir": folder / "run",
     }
-    return [f"{key}={value}" for key, value in {**SMALL, **here, **(overrides or {})}.items()]
+    return [f"{key}={value}" for key, value in {**SMALL, **paths, **(overrides or {})}.items()]
 
 
 def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
@@ -164,8 +164,8 @@ def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:
 def saved_weights(folder: Path, part: str = "model") -> dict[str, Tensor]:
     """Return the weights of an engine's checkpoint, or its `optimizer` state, from any number of files."""
     reader = HuggingFaceStorageReader(str(folder / part))
-    held: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in held.items()}
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    weights = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in metadata.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns when one process reads the files of several
         state_dict_loader.load(weights, storage_reader=reader, no_dist=True)

@@ -17,11 +17,11 @@ MARK = "CAMSHAFT_TEST_MARK"
 def still_running(pids: Iterable[int], seconds: float) -> list[int]:
     """Return the processes that run for longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    left = [pid for pid in pids if is_running(pid)]
-    while left and time.monotonic() < deadline:
+    remaining = [pid for pid in pids if is_running(pid)]
+    while remaining and time.monotonic() < deadline:
         time.sleep(0.02)
-        left = [pid for pid in left if is_running(pid)]
-    return left
+        remaining = [pid for pid in remaining if is_running(pid)]
+    return remaining
 
 
 def marked(mark: str) -> list[int]:

@@ -51,15 +51,15 @@ class OperatorCapture:
 
 
 class TouchedDevices(TorchDispatchMode):
-    """Record in `found` the types of the devices on which operators read or write tensors."""
+    """Record in `devices` the types of the devices on which operators read or write tensors."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[str] = set()
+        self.devices: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.found |= {tensor.device.type for tensor in tensors((args, kwargs, result))}
+        self.devices |= {tensor.device.type for tensor in tensors((args, kwargs, result))}
         return result
 
 

@@ -40,9 +40,9 @@ def make_tiny_reward_model(
     if turned:
         path = folder / "tokenizer.json"
         content = json.loads(path.read_text(encoding="utf-8"))
-        held = content["model"]["vocab"]
-        numbers = [held[character] for character in CHARACTERS]
-        held.update(zip(CHARACTERS, reversed(numbers), strict=True))
+        vocabulary = content["model"]["vocab"]
+        numbers = [vocabulary[character] for character in CHARACTERS]
+        vocabulary.update(zip(CHARACTERS, reversed(numbers), strict=True))
         path.write_text(json.dumps(content), encoding="utf-8")
     if template is not None:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -79,8 +79,8 @@ class Negated(RewardModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        found = super().compute_rm_score(data)
-        return found.with_columns(rm_scores=found.ragged("rm_scores").map(Tensor.neg))
+        scores = super().compute_rm_score(data)
+        return scores.with_columns(rm_scores=scores.ragged("rm_scores").map(Tensor.neg))
 
 
 class Halfway(Worker):

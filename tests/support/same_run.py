@@ -37,21 +37,21 @@ MEASURED = ("timing_s/", "perf/", "rollout/")
 """Metrics that depend on the machine, or (mismatch with the rollout) consist of rounding errors."""
 
 
-def compare(found: list[Step], wanted: list[Step], rel: float) -> None:
+def compare(actual: list[Step], expected: list[Step], rel: float) -> None:
     """Compare tokens, metrics and weights step by step."""
-    for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True), start=1):
-        assert ours.batch["responses"].values.tolist() == theirs.batch["responses"].values.tolist(), f"step {number}"
-        assert ours.metrics.keys() == theirs.metrics.keys()
-        for name, value in theirs.metrics.items():
+    for number, (step, reference) in enumerate(zip(actual, expected, strict=True), start=1):
+        assert step.batch["responses"].values.tolist() == reference.batch["responses"].values.tolist(), f"step {number}"
+        assert step.metrics.keys() == reference.metrics.keys()
+        for name, value in reference.metrics.items():
             if not name.startswith(MEASURED):
-                assert ours.metrics[name] == pytest.approx(value, rel=rel, abs=rel / 10), f"step {number}: {name}"
-        assert ours.metrics["rollout/response_tokens"] == theirs.metrics["rollout/response_tokens"]
-        assert ours.metrics["rollout/log_prob_diff_max"] < 1e-4
-        close(ours.actor, theirs.actor, 10 * rel)
-        close(ours.critic, theirs.critic, 10 * rel)
+                assert step.metrics[name] == pytest.approx(value, rel=rel, abs=rel / 10), f"step {number}: {name}"
+        assert step.metrics["rollout/response_tokens"] == reference.metrics["rollout/response_tokens"]
+        assert step.metrics["rollout/log_prob_diff_max"] < 1e-4
+        close(step.actor, reference.actor, 10 * rel)
+        close(step.critic, reference.critic, 10 * rel)
 
 
-def close(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], rel: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, weight in theirs.items():
-        torch.testing.assert_close(ours[name], weight, rtol=rel, atol=rel / 10, msg=name)
+def close(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rel: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(actual[name], weight, rtol=rel, atol=rel / 10, msg=name)

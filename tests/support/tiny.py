@@ -60,7 +60,7 @@ def tiny_rows(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:
     return [torch.randint(3, VOCABULARY_ROWS, (length,), generator=generator) for length in lengths]
 
 
-def wanted(lengths: Sequence[int]) -> Tensor:
+def predicted_tokens(lengths: Sequence[int]) -> Tensor:
     """Return `at` for all tokens that follow another token of their row."""
     ids = Ragged(torch.zeros(sum(lengths)), torch.tensor(lengths))
     return ids.positions().nonzero().squeeze(-1)

@@ -19,7 +19,7 @@ _FULL, _LAST = 1, 4
 
 def records(folder: Path) -> list[Any]:
     """Yield the records of all finished offline runs in `<folder>/wandb`, file by file."""
-    found: list[Any] = []
+    all_records: list[Any] = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         until = time.monotonic() + 20
         of_file: list[Any] = []
@@ -27,16 +27,16 @@ def records(folder: Path) -> list[Any]:
             of_file = list(_records(path.read_bytes()))
             assert time.monotonic() < until, f"{path} has no end"
             time.sleep(0.01)  # the library's `finish` returns shortly before the file is complete
-        found += of_file
-    return found
+        all_records += of_file
+    return all_records
 
 
 def _records(data: bytes) -> Iterator[Any]:
     place, parts = _HEAD, b""  # size of the file header
     while place + _HEAD <= len(data):
-        left = _BLOCK - place % _BLOCK
-        if left < _HEAD:
-            place += left
+        remaining = _BLOCK - place % _BLOCK
+        if remaining < _HEAD:
+            place += remaining
             continue
         _, length, kind = struct.unpack("<IHB", data[place : place + _HEAD])
         parts += data[place + _HEAD : place + _HEAD + length]
@@ -48,13 +48,13 @@ def _records(data: bytes) -> Iterator[Any]:
 
 def history(folder: Path) -> list[dict[str, Any]]:
     """Return the logged metrics without wandb's internal entries."""
-    found = []
+    entries = []
     for record in records(folder):
         if record.WhichOneof("record_type") == "history":
             items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
             step = {"step": record.history.step.num}
-            found.append(step | {key: value for key, value in items.items() if not key.startswith("_")})
-    return found
+            entries.append(step | {key: value for key, value in items.items() if not key.startswith("_")})
+    return entries
 
 
 def exit_codes(folder: Path) -> list[int]:

@@ -132,11 +132,11 @@ def test_select_drop_pop_rename():
     batch = batch_of()
     assert list(batch.select("score", "responses").columns) == ["score", "responses"]
     assert list(batch.drop("score", "absent").columns) == ["responses", "extra_info"]
-    taken, rest = batch.pop("score")
-    assert (list(taken.columns), list(rest.columns)) == (["score"], ["responses", "extra_info"])
+    popped, rest = batch.pop("score")
+    assert (list(popped.columns), list(rest.columns)) == (["score"], ["responses", "extra_info"])
     assert list(batch.rename({"score": "reward"}).columns) == ["responses", "reward", "extra_info"]
     assert list(batch.columns) == ["responses", "score", "extra_info"]
-    assert taken.meta_info == rest.meta_info == {"step": 7}
+    assert popped.meta_info == rest.meta_info == {"step": 7}
 
 
 def test_select_and_rename_of_a_missing_column_are_errors():
@@ -273,10 +273,10 @@ def test_repeat():
 @pytest.mark.parametrize(("num_rows", "divisor", "added"), [(4, 2, 0), (5, 4, 3), (2, 7, 5), (1, 1, 0)])
 def test_padding_repeats_the_first_rows_and_is_taken_back(num_rows, divisor, added):
     batch = batch_of(num_rows)
-    padded, found = batch.pad_to_divisor(divisor)
-    assert found == added
+    padded, padding = batch.pad_to_divisor(divisor)
+    assert padding == added
     assert ids(padded) == [i % num_rows for i in range(num_rows + added)]
-    assert ids(padded.unpad(found)) == list(range(num_rows))
+    assert ids(padded.unpad(padding)) == list(range(num_rows))
 
 
 def test_padding_errors():
@@ -510,8 +510,8 @@ def test_padding_and_back(batch, divisor):
 @settings(deadline=None)
 @given(batches())
 def test_popping_and_uniting(batch):
-    taken, rest = batch.pop("tokens")
-    assert same(taken.union(rest), batch)
+    popped, rest = batch.pop("tokens")
+    assert same(popped.union(rest), batch)
     assert same(batch.union(pickle.loads(pickle.dumps(batch))), batch)
 
 

@@ -18,11 +18,11 @@ def in_plain_python(tensor: Tensor) -> int:
     drawn = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)
     factors = [number | 1 for number in struct.unpack(f"<{BLOCK}Q", drawn)]
     words = struct.unpack(f"<{len(data) // 4}i", data)
-    told = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
+    hasher = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     for start in range(0, len(words), BLOCK):
         block = zip(words[start : start + BLOCK], factors, strict=True)
-        told.update(struct.pack("<Q", sum(word * factor for word, factor in block) % 2**64))
-    return int.from_bytes(told.digest(), "little")
+        hasher.update(struct.pack("<Q", sum(word * factor for word, factor in block) % 2**64))
+    return int.from_bytes(hasher.digest(), "little")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
@@ -34,13 +34,13 @@ def test_a_digest_is_what_plain_python_computes(dtype: torch.dtype, shape: tuple
 
 def test_every_bit_counts() -> None:
     tensor = torch.randn(5, 3, generator=torch.Generator().manual_seed(2)).bfloat16()
-    seen = {digest(tensor)}
+    digests = {digest(tensor)}
     for byte in range(30):
         for bit in range(8):
             other = tensor.clone()
             other.view(torch.uint8).view(-1)[byte] ^= 1 << bit
-            seen.add(digest(other))
-    assert len(seen) == 1 + 30 * 8
+            digests.add(digest(other))
+    assert len(digests) == 1 + 30 * 8
 
 
 def test_transmission_errors_change_the_digest() -> None:
@@ -82,13 +82,13 @@ def test_large_tensors_are_read_in_chunks_that_do_not_count(monkeypatch: pytest.
     tensor = torch.randn(300, 1001, generator=torch.Generator().manual_seed(5))
     turned = tensor.t().contiguous().t()
     long_rows = torch.randn(2, 5 * BLOCK, generator=torch.Generator().manual_seed(6)).t().contiguous().t()
-    found = digest(tensor), digest(turned), digest(long_rows)
-    assert found[0] == found[1]
+    digests = digest(tensor), digest(turned), digest(long_rows)
+    assert digests[0] == digests[1]
     monkeypatch.setitem(module.CHUNK, "cpu", BLOCK)
-    assert (digest(tensor), digest(turned), digest(long_rows)) == found
-    assert digest(long_rows.contiguous()) == found[2]
+    assert (digest(tensor), digest(turned), digest(long_rows)) == digests
+    assert digest(long_rows.contiguous()) == digests[2]
     monkeypatch.setitem(module.CHUNK, "cpu", 2**24)
-    assert (digest(tensor), digest(turned), digest(long_rows)) == found
+    assert (digest(tensor), digest(turned), digest(long_rows)) == digests
 
 
 def test_weights_that_are_trained_have_digests_too() -> None:

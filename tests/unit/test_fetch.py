@@ -44,9 +44,9 @@ class Counting(MemoryFileSystem):
             self.pipe_file(rpath, self.cat_file(rpath))
 
     def info(self, path, **kwargs):
-        found = super().info(path, **kwargs)
+        details = super().info(path, **kwargs)
         name = self._strip_protocol(path)
-        return {**found, "md5Hash": self.md5[name]} if name in self.md5 else found
+        return {**details, "md5Hash": self.md5[name]} if name in self.md5 else details
 
 
 @pytest.fixture(autouse=True)
@@ -93,21 +93,21 @@ def test_a_modified_copy_is_downloaded_again(remote: Counting, damage: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("short", "received 4 of the 5 bytes of /bucket/data/train.parquet"),
         ("broken", "ConnectionError: the line is dead"),
         ("changed", "changed during the download"),
     ],
 )
-def test_an_incomplete_download_is_never_used(remote: Counting, monkeypatch, fault: str, said: str) -> None:
+def test_an_incomplete_download_is_never_used(remote: Counting, monkeypatch, fault: str, message: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     with monkeypatch.context() as patch:
         patch.setattr(Counting, "fault", fault)
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=message):
             fetch(URL)
         assert not (cache_folder("files") / "counting/bucket/data/train.parquet.origin.json").exists()
-        with pytest.raises(StorageError, match=said):
+        with pytest.raises(StorageError, match=message):
             fetch(URL)
     assert fetch(URL).read_bytes() == b"hello"
 
@@ -186,7 +186,7 @@ def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: p
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("counting://bucket/none.parquet", "counting://bucket/none.parquet does not exist"),
         ("s4://bucket/x", "Protocol not known: s4"),
@@ -194,9 +194,9 @@ def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: p
         ("hdfs://nowhere:1/x", r"hdfs:// is unreachable.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     ],
 )
-def test_unreachable_urls_report_the_reason(remote: Counting, url: str, said: str) -> None:
+def test_unreachable_urls_report_the_reason(remote: Counting, url: str, message: str) -> None:
     fsspec.register_implementation("needs-s3", "no_such_s3fs.core.FS", clobber=True, errtxt="Install s3fs")
-    with pytest.raises(StorageError, match=said):
+    with pytest.raises(StorageError, match=message):
         fetch(url)
 
 
@@ -217,6 +217,6 @@ def test_a_cache_that_cannot_be_written_names_the_variable(remote: Counting, tmp
 def test_the_record_says_where_a_copy_is_from(remote: Counting) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
-    told = json.loads(path.with_name(path.name + ".origin.json").read_text())
-    assert told["url"] == URL
-    assert told["files"][""]["bytes"] == 5
+    record = json.loads(path.with_name(path.name + ".origin.json").read_text())
+    assert record["url"] == URL
+    assert record["files"][""]["bytes"] == 5

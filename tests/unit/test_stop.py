@@ -46,16 +46,16 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 def test_no_signal_handler_outside_the_main_thread() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    found = []
+    handlers = []
 
     def run() -> None:
         with listening() as stop:
-            found.append((stop.requested, signal.getsignal(signal.SIGTERM)))
+            handlers.append((stop.requested, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=run)
     thread.start()
     thread.join()
-    assert found == [(None, before)]
+    assert handlers == [(None, before)]
 
 
 def test_workers_ignore_stop_signals_but_their_children_do_not() -> None:

@@ -136,18 +136,18 @@ class Killed(BaseException):
 @pytest.mark.parametrize("reader", ["verify", "is_complete", "read_manifest"])
 def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [(os, "replace"), (shutil, "rmtree")]
-    found = []
+    states = []
     for survived in range(4):
         folder = tmp_path / str(survived)
         write(folder, "old")
         with monkeypatch.context() as patch:
-            left = [survived]
+            countdown = [survived]
 
-            def killing(plain: Callable[..., None], left: list[int] = left) -> Callable[..., None]:
+            def killing(plain: Callable[..., None], countdown: list[int] = countdown) -> Callable[..., None]:
                 def step(*args: Any, **kwargs: Any) -> None:
-                    if not left[0]:
+                    if not countdown[0]:
                         raise Killed
-                    left[0] -= 1
+                    countdown[0] -= 1
                     plain(*args, **kwargs)
 
                 return step
@@ -162,12 +162,12 @@ def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, m
                 killed = False
         assert reads(reader)(folder) is not False
         storage.verify(folder)
-        found.append((killed, (folder / "a.txt").read_text()))
+        states.append((killed, (folder / "a.txt").read_text()))
         write(folder, "newest")
         assert (folder / "a.txt").read_text() == "newest"
         assert not list(tmp_path.glob(f"{survived}.*"))
     # Two renames and one removal: the old folder exists until the second rename.
-    assert found == [(True, "old"), (True, "old"), (True, "new"), (False, "new")]
+    assert states == [(True, "old"), (True, "old"), (True, "new"), (False, "new")]
 
 
 def test_folders_moved_aside_count_as_existing(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, na
 
 
 def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: str) -> None:
-    told = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
-    fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(told).encode())
+    manifest = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
+    fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(manifest).encode())
     with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*not inside the folder"):
         storage.copy_folder(remote, str(tmp_path / "back"))
 
@@ -153,19 +153,19 @@ def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "message"),
     [
         ("s4://bucket/x", "Protocol not known: s4; use a local path"),
         ("memory://", "has no path"),
         ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
     ],
 )
-def test_invalid_urls_report_the_fix(tmp_path: Path, url: str, said: str) -> None:
+def test_invalid_urls_report_the_fix(tmp_path: Path, url: str, message: str) -> None:
     fsspec.register_implementation(
         "needs-more", "morefs_that_nobody_has.core.MoreFS", clobber=True, errtxt="Install morefs"
     )
     write(tmp_path / "x")
-    with pytest.raises(StorageError, match=said):
+    with pytest.raises(StorageError, match=message):
         storage.copy_folder(str(tmp_path / "x"), url)
 
 

@@ -41,14 +41,14 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
 
 
 @pytest.fixture(scope="module")
-def own(harness: RolloutHarness) -> Case:
+def started_case(harness: RolloutHarness) -> Case:
     """Return a rollout that started its server."""
     return harness.case(engine_kwargs=SLOW, max_model_len=1024, max_num_seqs=64)
 
 
-def given(harness: RolloutHarness, url: str, **own: Any) -> Case:
+def connected_case(harness: RolloutHarness, url: str, **options: Any) -> Case:
     """Return a rollout with the URL of a running server."""
-    return harness.empty_case(engine_kwargs={"vllm_server_base_url": url, **own})
+    return harness.empty_case(engine_kwargs={"vllm_server_base_url": url, **options})
 
 
 def process_of(rollout: Any) -> ServerProcess:
@@ -82,64 +82,64 @@ def resident(pids: list[int]) -> int:
     return sum(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_started_server_follows_the_weights(own: Case, harness: RolloutHarness) -> None:
-    assert off(own, harness) < 1e-4
-    train(own)
-    assert off(own, harness) > 0.1
-    own.rollout.load_weights(own.weights())
-    assert off(own, harness) < 1e-4
+def test_started_server_follows_the_weights(started_case: Case, harness: RolloutHarness) -> None:
+    assert off(started_case, harness) < 1e-4
+    train(started_case)
+    assert off(started_case, harness) > 0.1
+    started_case.rollout.load_weights(started_case.weights())
+    assert off(started_case, harness) < 1e-4
 
 
-def test_prefix_cache_is_reset_by_a_weight_sync(own: Case, harness: RolloutHarness) -> None:
+def test_prefix_cache_is_reset_by_a_weight_sync(started_case: Case, harness: RolloutHarness) -> None:
     prompts = harness.prompts(300, 300)
 
     def cached() -> float:
-        return own.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
+        return started_case.rollout.generate_sequences(prompts, SAMPLING).metrics["prompt_tokens_cached"]
 
     cached()
     assert cached() == 2 * 256  # full blocks: the cache is used
-    own.rollout.load_weights(own.weights())
+    started_case.rollout.load_weights(started_case.weights())
     assert cached() == 0
 
 
-def test_sleep_frees_the_kv_cache(own: Case, harness: RolloutHarness) -> None:
-    pids = group_of(process_of(own.rollout)._server.pid)
+def test_sleep_frees_the_kv_cache(started_case: Case, harness: RolloutHarness) -> None:
+    pids = group_of(process_of(started_case.rollout)._server.pid)
     awake = resident(pids)
-    own.rollout.sleep()
+    started_case.rollout.sleep()
     assert awake - resident(pids) > 0.9 * 2**28
-    own.rollout.wake_up()
-    own.rollout.load_weights(own.weights())
-    assert off(own, harness) < 1e-4
+    started_case.rollout.wake_up()
+    started_case.rollout.load_weights(started_case.weights())
+    assert off(started_case, harness) < 1e-4
 
 
-def test_given_server_receives_weights_by_broadcast(own: Case, harness: RolloutHarness) -> None:
-    url = own.rollout.http.url  # pyright: ignore[reportAttributeAccessIssue]
-    case = given(harness, url, weight_transfer="broadcast")
+def test_given_server_receives_weights_by_broadcast(started_case: Case, harness: RolloutHarness) -> None:
+    url = started_case.rollout.http.url  # pyright: ignore[reportAttributeAccessIssue]
+    case = connected_case(harness, url, weight_transfer="broadcast")
     train(case)
     case.rollout.load_weights(case.weights())
     assert off(case, harness) < 1e-4
     with pytest.raises(RolloutError, match=r"holds the weights of weight sync .*another process also sends it weights"):
-        own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
-    own.rollout.load_weights(own.weights())
-    assert off(own, harness) < 1e-4
+        started_case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
+    started_case.rollout.load_weights(started_case.weights())
+    assert off(started_case, harness) < 1e-4
 
 
-def test_interrupted_weight_sync_leaves_no_weights(own: Case, harness: RolloutHarness) -> None:
+def test_interrupted_weight_sync_leaves_no_weights(started_case: Case, harness: RolloutHarness) -> None:
     def broken() -> Iterator[Any]:
-        yield from own.weights()[:4]
+        yield from started_case.weights()[:4]
         raise ZeroDivisionError("the engine broke")
 
     with pytest.raises(ZeroDivisionError):
-        own.rollout.load_weights(broken())
+        started_case.rollout.load_weights(broken())
     with pytest.raises(RolloutError, match="has no weights"):
-        own.rollout.generate_sequences(harness.prompts(4), SAMPLING)
-    train(own)
-    own.rollout.load_weights(own.weights())
-    assert off(own, harness) < 1e-4
+        started_case.rollout.generate_sequences(harness.prompts(4), SAMPLING)
+    train(started_case)
+    started_case.rollout.load_weights(started_case.weights())
+    assert off(started_case, harness) < 1e-4
 
 
-def test_unknown_options_are_rejected_by_vllm(own: Case) -> None:
-    config = own.rollout.config.model_copy(update={"engine_kwargs": SLOW | {"no_such_option": 1}})
+def test_unknown_options_are_rejected_by_vllm(started_case: Case) -> None:
+    config = started_case.rollout.config.model_copy(update={"engine_kwargs": SLOW | {"no_such_option": 1}})
     with pytest.raises(RolloutError, match=r"(?s)has ended.*last lines.*no-such-option"):
         ServerRollout(config)
 
@@ -156,11 +156,11 @@ time.sleep(600)
 """
 
 
-def test_server_killed_restarted_and_ended_with_its_trainer(own: Case, harness: RolloutHarness) -> None:
+def test_server_killed_restarted_and_ended_with_its_trainer(started_case: Case, harness: RolloutHarness) -> None:
     """The last test of the module, because it ends the server."""
-    rollout: Any = own.rollout
+    rollout: Any = started_case.rollout
     url, server = rollout.http.url, process_of(rollout)._server.pid
-    case = given(harness, url)
+    case = connected_case(harness, url)
     case.rollout.load_weights(case.weights())
 
     # Killed during a generation.
@@ -170,11 +170,11 @@ def test_server_killed_restarted_and_ended_with_its_trainer(own: Case, harness: 
         generate_until_it_fails(case, harness)
     assert time.monotonic() - begun < 30
     with pytest.raises(RolloutError, match=rf"(?s){url} did not answer .*has ended.*SIGKILL"):
-        rollout.load_weights(own.weights())
+        rollout.load_weights(started_case.weights())
     assert not still_running(group_of(server), seconds=10)
 
     # Restarted on the same port by another trainer.
-    config: RolloutEngineConfig = own.rollout.config
+    config: RolloutEngineConfig = started_case.rollout.config
     arguments = [config.model_dump_json(), url.rpartition(":")[2]]
     command = [sys.executable, "-c", ANOTHER_TRAINER, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as trainer:

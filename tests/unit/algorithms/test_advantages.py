@@ -111,8 +111,8 @@ def test_opo_by_hand():
 def test_reinforce_plus_plus_by_hand():
     # gamma 1/2: row 0: (0 + 1/2, 1); row 1: 3; row 2: (1 + 1/4, 1/2, 1); row 3: 6
     returns = torch.tensor([[0.5, 1.0, 0.0], [3.0, 0.0, 0.0], [1.25, 0.5, 1.0], [6.0, 0.0, 0.0]], dtype=F64)
-    advantages, found = reinforce_plus_plus(REWARDS, MASK, gamma=0.5)
-    torch.testing.assert_close(found, returns)
+    advantages, actual_returns = reinforce_plus_plus(REWARDS, MASK, gamma=0.5)
+    torch.testing.assert_close(actual_returns, returns)
     torch.testing.assert_close(advantages, whitened(returns, MASK))
 
 
@@ -208,9 +208,9 @@ def test_options_reach_the_formulas():
         "reinforce_plus_plus": reinforce_plus_plus(REWARDS, MASK, gamma=0.5),
     }
     for name, (advantages, returns) in expected.items():
-        found = ESTIMATORS[name](inputs, options)
-        assert torch.equal(found[0], advantages), name
-        assert torch.equal(found[1], returns), name
+        actual = ESTIMATORS[name](inputs, options)
+        assert torch.equal(actual[0], advantages), name
+        assert torch.equal(actual[1], returns), name
 
 
 # -- comparison with loops --------------------------------------------------------------------------------
@@ -275,9 +275,9 @@ def batches(draw):
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
 def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
     expected = loop_gae(batch.rewards, batch.values, batch.mask, gamma, lam)
-    found = gae(batch.rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found[1], expected[1])
+    actual = gae(batch.rewards, batch.values, batch.mask, gamma=gamma, lam=lam)
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
@@ -306,9 +306,9 @@ def test_padding_and_what_stands_at_masked_tokens_do_not_matter(name, batch, pad
 
     mask = torch.cat([batch.mask, torch.zeros(len(batch.mask), padding, dtype=torch.bool)], dim=1)
     spoilt = AdvantageInputs(spoil(batch.rewards), mask, spoil(batch.values), batch.groups, batch.baselines)
-    for expected, found in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](spoilt, OPTIONS), strict=True):
-        torch.testing.assert_close(found[:, :width], expected)
-        assert (found[~mask] == 0).all()
+    for expected, actual in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](spoilt, OPTIONS), strict=True):
+        torch.testing.assert_close(actual[:, :width], expected)
+        assert (actual[~mask] == 0).all()
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
@@ -319,14 +319,14 @@ def test_rows_may_come_in_any_order(name, batch, seed):
     shuffled = AdvantageInputs(
         batch.rewards[order], batch.mask[order], batch.values[order], batch.groups[order], batch.baselines[order]
     )
-    for expected, found in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](shuffled, OPTIONS), strict=True):
-        torch.testing.assert_close(found, expected[order], rtol=1e-6, atol=1e-6)
+    for expected, actual in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](shuffled, OPTIONS), strict=True):
+        torch.testing.assert_close(actual, expected[order], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_results_match_the_rewards_in_dtype_and_shape(name):
-    whole = inputs_of(REWARDS.float(), MASK)
-    inputs = AdvantageInputs(whole.rewards, MASK, whole.values.requires_grad_(), whole.groups, whole.baselines)
+    batch = inputs_of(REWARDS.float(), MASK)
+    inputs = AdvantageInputs(batch.rewards, MASK, batch.values.requires_grad_(), batch.groups, batch.baselines)
     for grid in ESTIMATORS[name](inputs, AdvantageOptions()):
         assert grid.dtype == torch.float32
         assert grid.shape == MASK.shape

@@ -42,8 +42,8 @@ def test_an_answer_scores_the_mean_of_its_responses() -> None:
 
 
 def test_a_response_of_two_prompts_by_hand() -> None:
-    found = at_n([[1.0, 0.0], [3.0, 3.0]], [["a", "b"], ["c", "c"]])
-    assert found == {
+    result = at_n([[1.0, 0.0], [3.0, 3.0]], [["a", "b"], ["c", "c"]])
+    assert result == {
         "mean@2": 1.75,  # (0.5 + 3) / 2
         "std@2": 0.25,  # (0.5 + 0) / 2
         "best@2/mean": 2.0,  # (1 + 3) / 2
@@ -59,13 +59,13 @@ def test_one_response_has_only_a_mean() -> None:
 
 def plain_majority(scores: list[float], answers: list[Answer], k: int) -> float:
     """Compute the same value by enumerating all draws."""
-    found = []
+    outcomes = []
     for drawn in combinations(range(len(scores)), k):
         votes = Counter(answers[i] for i in drawn)
         winners = [answer for answer, count in votes.items() if count == max(votes.values())]
         of = [fmean(s for s, a in zip(scores, answers, strict=True) if a == winner) for winner in winners]
-        found.append(fmean(of))
-    return fmean(found)
+        outcomes.append(fmean(of))
+    return fmean(outcomes)
 
 
 def test_majorities_of_many_responses() -> None:
@@ -92,8 +92,8 @@ def test_every_draw_counts_once(seed: int) -> None:
     for k in range(1, n + 1):
         assert best_score(scores, k) == pytest.approx(fmean(max(drawn) for drawn in combinations(scores, k)))
         assert majority_score(scores, answers, k) == pytest.approx(plain_majority(scores, answers, k))
-    found = at_n([scores])
-    assert found["worst@2/mean"] == pytest.approx(fmean(min(drawn) for drawn in combinations(scores, 2)))
+    result = at_n([scores])
+    assert result["worst@2/mean"] == pytest.approx(fmean(min(drawn) for drawn in combinations(scores, 2)))
 
 
 def test_many_responses_with_many_answers_agree_with_simulated_draws() -> None:

@@ -56,8 +56,8 @@ def test_aggregations_by_hand(mode, expected):
 def test_counts_are_those_of_the_whole_mini_batch():
     # the same three tokens, but the mini-batch has 12 tokens in 4 sequences
     counts = Counts(COUNTS.mask, COUNTS.lengths, num_tokens=12.0, num_sequences=4.0, horizon=10.0)
-    found = [float(aggregate(PER_TOKEN, counts, mode)) for mode in MODES]
-    assert found == pytest.approx([7 / 12, 7 / 4, 5.5 / 4, 7 / 40])
+    result = [float(aggregate(PER_TOKEN, counts, mode)) for mode in MODES]
+    assert result == pytest.approx([7 / 12, 7 / 4, 5.5 / 4, 7 / 40])
 
 
 def test_unknown_mode_names_the_known_ones():
@@ -126,8 +126,8 @@ def all_losses(columns, counts, mode):
         sft_loss(a, counts),
         aggregate(f, counts, mode),
     ]
-    told = [share for _, metrics in policies for share in metrics.values()]
-    return [*(loss for loss, _ in policies), *weighted, value, *others, *told, *value_metrics.values()]
+    policy_metrics = [share for _, metrics in policies for share in metrics.values()]
+    return [*(loss for loss, _ in policies), *weighted, value, *others, *policy_metrics, *value_metrics.values()]
 
 
 TRAINED = 2 * len(POLICY_LOSSES) + 4
@@ -137,11 +137,15 @@ TRAINED = 2 * len(POLICY_LOSSES) + 4
 def cut(mini_batch):
     """Return (columns, Counts) of each micro-batch, with the counts of the mini-batch."""
     lengths, mask, columns, cuts = mini_batch
-    whole = counts_of(mask, lengths)
+    total_counts = counts_of(mask, lengths)
     ends = [sum(lengths[:row]) for row in cuts]
     for first, last, start, stop in zip(cuts, cuts[1:], ends, ends[1:], strict=False):
         counts = Counts(
-            mask[start:stop], torch.tensor(lengths[first:last]), whole.num_tokens, whole.num_sequences, whole.horizon
+            mask[start:stop],
+            torch.tensor(lengths[first:last]),
+            total_counts.num_tokens,
+            total_counts.num_sequences,
+            total_counts.horizon,
         )
         yield columns[:, start:stop], counts
 
@@ -151,9 +155,9 @@ def cut(mini_batch):
 @given(mini_batch=mini_batches())
 def test_shares_of_micro_batches_add_up_for_any_split(mode, mini_batch):
     lengths, mask, columns, _ = mini_batch
-    whole = all_losses(columns, counts_of(mask, lengths), mode)
+    full = all_losses(columns, counts_of(mask, lengths), mode)
     parts = [all_losses(part, counts, mode) for part, counts in cut(mini_batch)]
-    for expected, *shares in zip(whole, *parts, strict=True):
+    for expected, *shares in zip(full, *parts, strict=True):
         torch.testing.assert_close(sum(share.double() for share in shares), expected.double(), rtol=1e-5, atol=1e-6)
 
 
@@ -179,10 +183,10 @@ def test_values_at_masked_tokens_do_not_matter(mode, mini_batch, junk):
     lengths, mask, columns, _ = mini_batch
     counts = counts_of(mask, lengths)
     spoilt = torch.where(mask, columns, junk).requires_grad_()
-    found = all_losses(spoilt, counts, mode)
-    for expected, value in zip(all_losses(columns, counts, mode), found, strict=True):
+    actual = all_losses(spoilt, counts, mode)
+    for expected, value in zip(all_losses(columns, counts, mode), actual, strict=True):
         torch.testing.assert_close(value, expected)
-    sum(found[:TRAINED]).backward()
+    sum(actual[:TRAINED]).backward()
     assert (spoilt.grad[:, ~mask] == 0).all()
 
 
@@ -195,10 +199,10 @@ def test_rows_may_come_in_any_order(mode, mini_batch, seed):
     tokens = torch.arange(len(mask)).split(lengths)
     index = torch.cat([tokens[row] for row in order])
     shuffled = counts_of(mask[index], [lengths[row] for row in order])
-    for expected, found in zip(
+    for expected, actual in zip(
         all_losses(columns, counts_of(mask, lengths), mode), all_losses(columns[:, index], shuffled, mode), strict=True
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_losses_and_metrics_are_tensors_of_one_number():
@@ -236,8 +240,8 @@ def one_token(ratio, advantage):
     ],
 )
 def test_policy_loss_by_hand(ratio, advantage, loss, clipped, lower):
-    found, metrics = one_token(ratio, advantage)
-    assert found == pytest.approx(loss)
+    actual, metrics = one_token(ratio, advantage)
+    assert actual == pytest.approx(loss)
     assert metrics["pg_clipfrac"] == clipped
     assert metrics["pg_clipfrac_lower"] == lower
     assert metrics["ppo_kl"] == pytest.approx(-math.log(ratio), abs=1e-6)
@@ -327,8 +331,8 @@ def test_vanilla_is_the_policy_loss():
 def test_value_loss_by_hand(value, old, target, loss, clipped):
     counts = counts_of(torch.tensor([True]), (1,))
     tensors = [torch.tensor([x], dtype=F64) for x in (value, old, target)]
-    found, metrics = value_loss(*tensors, counts, cliprange=0.5, mode="token-mean")
-    assert float(found) == pytest.approx(loss)
+    actual, metrics = value_loss(*tensors, counts, cliprange=0.5, mode="token-mean")
+    assert float(actual) == pytest.approx(loss)
     assert float(metrics["vf_clipfrac"]) == clipped
     assert float(metrics["vpred_mean"]) == value
 
@@ -353,8 +357,8 @@ def test_kl_loss_by_hand():
     # d = (0, log 2, -log 2): k3 = (0, log 2 - 1/2, 1 - log 2), sum 1/2
     log_probs = torch.tensor([0.0, math.log(2), -math.log(2), NAN, NAN], dtype=F64)
     ref = torch.tensor([0.0, 0.0, 0.0, NAN, NAN], dtype=F64)
-    found = kl_loss(log_probs, ref, COUNTS, kind="low_var_kl", mode="token-mean")
-    assert float(found) == pytest.approx(0.5 / 3)
+    loss = kl_loss(log_probs, ref, COUNTS, kind="low_var_kl", mode="token-mean")
+    assert float(loss) == pytest.approx(0.5 / 3)
 
 
 def test_sft_loss_is_cross_entropy():

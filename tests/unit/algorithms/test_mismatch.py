@@ -40,9 +40,9 @@ def batches(draw):
 
 
 def test_the_report_by_hand():
-    found = {name: float(value) for name, value in mismatch(*FLAT).items()}
+    metrics = {name: float(value) for name, value in mismatch(*FLAT).items()}
     logs = [math.log(2), math.log(0.75), math.log(0.5), math.log(0.5)]
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "log_prob_diff_max": math.log(2),
             "log_prob_diff_mean": sum(map(abs, logs)) / 4,
@@ -70,8 +70,8 @@ def test_the_report_is_that_of_a_plain_loop(batch):
         "kl_k3": sum(math.exp(d) - d - 1 for d in counted) / len(counted),
         "effective_sample_share": sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights)),
     }
-    found = {name: float(value) for name, value in mismatch(*batch).items()}  # of float32
-    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    metrics = {name: float(value) for name, value in mismatch(*batch).items()}  # of float32
+    assert metrics == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_small_differences_in_float32_are_not_lost_to_rounding():
@@ -91,9 +91,9 @@ def test_small_differences_in_float32_are_not_lost_to_rounding():
 def test_no_difference_is_zero_and_nothing_counted_is_no_difference():
     same = mismatch(TRAIN, TRAIN, MASK, LENGTHS)
     none = mismatch(TRAIN, ROLLOUT, torch.zeros_like(MASK), LENGTHS)
-    for found in (same, none):
-        assert float(found.pop("effective_sample_share")) == pytest.approx(1.0)
-        assert [float(value) for value in found.values()] == [0.0] * 5
+    for metrics in (same, none):
+        assert float(metrics.pop("effective_sample_share")) == pytest.approx(1.0)
+        assert [float(value) for value in metrics.values()] == [0.0] * 5
 
 
 def test_effective_share_of_equal_and_degenerate_weights():
@@ -117,21 +117,21 @@ def test_effective_share_of_equal_and_degenerate_weights():
     ],
 )
 def test_weights_by_hand(level, threshold, normalize, expected):
-    found = importance_weights(*FLAT, level=level, threshold=threshold, normalize=normalize)
-    assert found.dtype == torch.float32
-    assert found.tolist() == pytest.approx(expected)
+    weights = importance_weights(*FLAT, level=level, threshold=threshold, normalize=normalize)
+    assert weights.dtype == torch.float32
+    assert weights.tolist() == pytest.approx(expected)
 
 
 def test_weights_are_detached_and_finite_whatever_differs():
     train = torch.tensor([-300.0, -1.0, -1.0], requires_grad=True)
     rollout = torch.tensor([-1.0, -300.0, -1.0])
     for level in ("token", "sequence"):
-        found = importance_weights(
+        weights = importance_weights(
             train, rollout, torch.ones(3, dtype=torch.bool), torch.tensor([1, 2]), level=level, threshold=1e12
         )
-        assert not found.requires_grad
+        assert not weights.requires_grad
         # Clamped to exp(-20) and exp(20); a single token in a row gives the row's weight.
-        assert found[:2].log().tolist() == pytest.approx([-20, 20], rel=1e-5)
+        assert weights[:2].log().tolist() == pytest.approx([-20, 20], rel=1e-5)
 
 
 def test_an_unknown_level_is_rejected():
@@ -189,10 +189,10 @@ def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
     low, high = (1 / (1 + high), 1 + high) if k == "k1" else (0.0, high)
     estimate = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[k]
     train, rollout, mask, lengths = batch
-    found = accepted(train, rollout, mask, lengths, rule, (low, high))
-    assert not found[~mask].any()
+    mask_of_rows = accepted(train, rollout, mask, lengths, rule, (low, high))
+    assert not mask_of_rows[~mask].any()
     sizes = lengths.tolist()
-    for row, kept, counted in zip(plain(*batch), found.split(sizes), mask.split(sizes), strict=True):
+    for row, kept, counted in zip(plain(*batch), mask_of_rows.split(sizes), mask.split(sizes), strict=True):
         values = [estimate(d) for d in row]
         if not values:
             continue

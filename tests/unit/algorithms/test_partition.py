@@ -15,8 +15,8 @@ def sums(costs: list[float], groups: list[list[int]]) -> list[float]:
 
 
 def spread(costs: list[float], groups: list[list[int]]) -> float:
-    found = sums(costs, groups)
-    return max(found) - min(found)
+    totals = sums(costs, groups)
+    return max(totals) - min(totals)
 
 
 def longest_first(costs: list[float], count: int) -> list[list[int]]:
@@ -62,8 +62,8 @@ def test_every_row_is_in_one_group_heaviest_first(costs: list[int], count: int) 
     assert len(groups) == count
     assert sorted(row for rows in groups for row in rows) == list(range(len(costs)))
     assert sum(1 for rows in groups if rows) == min(count, len(costs))
-    found = sums([float(cost) for cost in costs], groups)
-    assert found == sorted(found, reverse=True)
+    totals = sums([float(cost) for cost in costs], groups)
+    assert totals == sorted(totals, reverse=True)
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
@@ -80,13 +80,13 @@ def test_the_heaviest_group_is_close_to_the_best_there_is(costs: list[int], coun
 @pytest.mark.parametrize("count", [2, 4, 16])
 def test_random_rows_are_spread_less_than_by_longest_first(count: int) -> None:
     # Not for every input: with few rows per group, the other order sometimes wins.
-    draw, ours, theirs = random.Random(7), [], []
+    draw, spreads, baseline = random.Random(7), [], []
     for _ in range(20):
         costs = [draw.lognormvariate(6, 0.8) for _ in range(16 * count)]
-        ours.append(spread(costs, karmarkar_karp(costs, count)))
-        theirs.append(spread(costs, longest_first(costs, count)))
-    assert all(a <= b for a, b in zip(ours, theirs, strict=True))
-    assert 5 * sum(ours) < sum(theirs)
+        spreads.append(spread(costs, karmarkar_karp(costs, count)))
+        baseline.append(spread(costs, longest_first(costs, count)))
+    assert all(a <= b for a, b in zip(spreads, baseline, strict=True))
+    assert 5 * sum(spreads) < sum(baseline)
 
 
 def test_at_the_pivot_attention_costs_half() -> None:

@@ -73,7 +73,7 @@ def paper_cispo(log_probs, old, advantages, mask):
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
-    ("ours", "paper", "mode", "per_row"),
+    ("implementation", "paper", "mode", "per_row"),
     [
         (gspo_loss, paper_gspo, "seq-mean-token-mean", True),
         (gspo_loss, paper_gspo_token, "seq-mean-token-mean", False),
@@ -82,15 +82,15 @@ def paper_cispo(log_probs, old, advantages, mask):
     ],
     ids=["gspo", "gspo-token", "cispo", "cispo, advantages per token"],
 )
-def test_loss_and_gradient_are_those_of_the_paper(ours, paper, mode, per_row, seed):
+def test_loss_and_gradient_are_those_of_the_paper(implementation, paper, mode, per_row, seed):
     log_probs, old, advantages, mask = rows(seed, per_row)
-    mine, theirs = (log_probs.clone().requires_grad_() for _ in range(2))
+    leaf, paper_leaf = (log_probs.clone().requires_grad_() for _ in range(2))
     spoilt = [torch.where(mask, column, NAN) for column in (old, advantages)]
-    loss, metrics = ours(mine, *spoilt, counts_of(mask), clip=NARROW, mode=mode)
-    wanted = paper(theirs, old, advantages, mask)
-    torch.testing.assert_close(loss, wanted)
-    (found,), (expected,) = torch.autograd.grad(loss, mine), torch.autograd.grad(wanted, theirs)
-    torch.testing.assert_close(found, expected)
+    loss, metrics = implementation(leaf, *spoilt, counts_of(mask), clip=NARROW, mode=mode)
+    paper_loss = paper(paper_leaf, old, advantages, mask)
+    torch.testing.assert_close(loss, paper_loss)
+    (gradient,), (expected,) = torch.autograd.grad(loss, leaf), torch.autograd.grad(paper_loss, paper_leaf)
+    torch.testing.assert_close(gradient, expected)
     assert float(metrics["ppo_kl"]) == pytest.approx(float((old - log_probs)[mask].mean()))
     assert float(metrics["pg_clipfrac"]) > 0, "the case says nothing about the clip"
 

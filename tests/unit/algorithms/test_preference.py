@@ -19,8 +19,8 @@ def test_numbers_by_hand() -> None:
     # Leads of 2, 0 and -1; -log sigmoid(d) = log(1 + exp(-d)).
     chosen, rejected = torch.tensor([3.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0])
     loss, metrics = preference_loss(chosen, rejected, torch.zeros(3), 3)
-    wanted = math.log(1 + math.exp(-2)) + math.log(2) + math.log(1 + math.e)
-    assert float(loss) == pytest.approx(wanted / 3)
+    expected = math.log(1 + math.exp(-2)) + math.log(2) + math.log(1 + math.e)
+    assert float(loss) == pytest.approx(expected / 3)
     assert {name: float(value) for name, value in metrics.items()} == pytest.approx(
         {"accuracy": 1 / 3, "margin": 1 / 3, "chosen_reward": 4 / 3, "rejected_reward": 1}
     )
@@ -41,9 +41,9 @@ def test_centering_adds_the_square_of_the_sum() -> None:
 
 def test_shares_of_parts_add_up_to_the_whole() -> None:
     columns = pairs()
-    whole, metrics = preference_loss(*columns, 6, center=0.01)
+    total, metrics = preference_loss(*columns, 6, center=0.01)
     parts = [preference_loss(*(c[rows] for c in columns), 6, center=0.01) for rows in (slice(0, 1), slice(1, 6))]
-    assert float(whole) == pytest.approx(sum(float(loss) for loss, _ in parts), rel=1e-12)
+    assert float(total) == pytest.approx(sum(float(loss) for loss, _ in parts), rel=1e-12)
     for name, value in metrics.items():
         assert float(value) == pytest.approx(sum(float(share[name]) for _, share in parts), rel=1e-6)
 

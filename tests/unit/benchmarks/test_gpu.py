@@ -32,20 +32,20 @@ def started(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """Return the JSON results and the page of a run of all parts."""
-    out = tmp_path_factory.mktemp("gpu") / "found"
+    out = tmp_path_factory.mktemp("gpu") / "results"
     small = ["--model", "tiny", "--device", "cpu", "--rounds", "1", "--datasheet", "2"]
     small += ["--set", "actor_rollout_ref.model.enable_gradient_checkpointing=false"]
-    done = started(*small, "--out", str(out))
-    assert done.returncode == 0, done.stderr
+    process = started(*small, "--out", str(out))
+    assert process.returncode == 0, process.stderr
     page = out.with_suffix(".md").read_text(encoding="utf-8")
-    assert done.stdout.strip() in page
+    assert process.stdout.strip() in page
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8")), page
 
 
-def test_an_update_reports_its_share_of_both_rates(found: tuple[dict[str, Any], str]) -> None:
-    rows = {row["what"]: row for row in found[0]["rows"] if row["part"] == "update"}
+def test_an_update_reports_its_share_of_both_rates(results: tuple[dict[str, Any], str]) -> None:
+    rows = {row["what"]: row for row in results[0]["rows"] if row["part"] == "update"}
     assert rows.keys() == {"camshaft", "textbook"}
     for row in rows.values():
         assert row["of_matmul_rate"] * row["matmul_tflops"] == pytest.approx(row["of_datasheet"] * 2)
@@ -53,46 +53,46 @@ def test_an_update_reports_its_share_of_both_rates(found: tuple[dict[str, Any], 
     assert (rows["camshaft"]["goal"], rows["textbook"]["goal"]) == ("MFU of at least 45 %", "")
 
 
-def test_both_sides_compute_the_same(found: tuple[dict[str, Any], str]) -> None:
-    ours, theirs = (row for row in found[0]["rows"] if row["part"] == "update")
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
+def test_both_sides_compute_the_same(results: tuple[dict[str, Any], str]) -> None:
+    actual, expected = (row for row in results[0]["rows"] if row["part"] == "update")
+    assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+    assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
 
 
-def test_cuda_metrics_are_absent_without_cuda(found: tuple[dict[str, Any], str]) -> None:
-    rows = [row for row in found[0]["rows"] if row["part"] in ("memory", "syncs")]
-    rows += [row for row in found[0]["rows"] if row["what"] == "enforce_eager=False"]
+def test_cuda_metrics_are_absent_without_cuda(results: tuple[dict[str, Any], str]) -> None:
+    rows = [row for row in results[0]["rows"] if row["part"] in ("memory", "syncs")]
+    rows += [row for row in results[0]["rows"] if row["what"] == "enforce_eager=False"]
     assert len(rows) == len(TINY.vocabularies) + 2 + 1
     assert all(row["measured"] == gpu_parts.NEEDS_CUDA for row in rows)
     assert not any(key.endswith("mib") or key == "seconds" for row in rows for key in row)
     assert sum(row.get("micro_batches", 0) > 1 for row in rows) == 2  # every device has the marks
 
 
-def test_generation_is_measured_on_every_device(found: tuple[dict[str, Any], str]) -> None:
-    (row,) = (row for row in found[0]["rows"] if row["what"] == "enforce_eager=True")
+def test_generation_is_measured_on_every_device(results: tuple[dict[str, Any], str]) -> None:
+    (row,) = (row for row in results[0]["rows"] if row["what"] == "enforce_eager=True")
     assert row["ms"] * (TINY.answer - 1) == pytest.approx(1000 * row["seconds"])
     assert row["gigabytes"] == pytest.approx(gpu_parts.decode_work(TINY, "float32").bytes / 1e9)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--device", "cpu", "--parts", "update,speed"], "unknown: speed; use update"),
         (["--device", "cpu", "--against", "trl"], "unknown: trl; use textbook"),
         (["--device", "cpu", "--set", "x"], "--set takes KEY=VALUE"),
     ],
 )
-def test_an_unknown_argument_is_rejected(arguments: list[str], told: str) -> None:
-    done = started("--model", "tiny", *arguments)
-    assert done.returncode == 2
-    assert told in done.stderr
+def test_an_unknown_argument_is_rejected(arguments: list[str], message: str) -> None:
+    process = started("--model", "tiny", *arguments)
+    assert process.returncode == 2
+    assert message in process.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_it_says_what_can_be_run() -> None:
-    done = started()
-    assert done.returncode == 2
-    assert "--model tiny --device cpu" in done.stderr
+    process = started()
+    assert process.returncode == 2
+    assert "--model tiny --device cpu" in process.stderr
 
 
 # -- counts ---------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def test_the_settings_of_the_large_model_are_a_config(tmp_path: Path) -> None:
     from camshaft_side import config
 
     gpu_model.make_model(tmp_path, replace(TINY, longest_response=LARGE.longest))
-    found = config(tmp_path, **gpu_model.settings(LARGE, "cuda", "bfloat16"))
-    actor = found.actor_rollout_ref.actor
+    actual = config(tmp_path, **gpu_model.settings(LARGE, "cuda", "bfloat16"))
+    actor = actual.actor_rollout_ref.actor
     assert (actor.strategy, actor.fsdp_config.model_dtype, actor.fsdp_config.computes_in()) == (
         "fsdp",
         "float32",
         "bfloat16",
     )
-    assert found.actor_mini_batch() == LARGE.rows == len(gpu_model.rows_of(LARGE, seed=1))
+    assert actual.actor_mini_batch() == LARGE.rows == len(gpu_model.rows_of(LARGE, seed=1))
 
 
 def test_update_flops_count_the_prompt_of_each_row() -> None:
@@ -143,9 +143,9 @@ def test_waits_are_those_inside_of_marks() -> None:
     cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
 
     def event(name: str, start: float, stop: float, *kernels: str, device: Any = cpu) -> Any:
-        told = [SimpleNamespace(name=kernel) for kernel in kernels]
+        launched = [SimpleNamespace(name=kernel) for kernel in kernels]
         where = SimpleNamespace(start=start, end=stop)
-        return SimpleNamespace(name=name, time_range=where, kernels=told, device_type=device)
+        return SimpleNamespace(name=name, time_range=where, kernels=launched, device_type=device)
 
     events = [
         event("micro_batch", 10, 20),
@@ -178,7 +178,7 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
 # -- code paths that only CUDA takes, simulated with counters -------------------------------------
 
 
-class There(gpu_parts.Job):
+class ReportsCuda(gpu_parts.Job):
     """A tensor that reports a CUDA device and computes on the CPU."""
 
     on_cuda = True
@@ -187,7 +187,7 @@ class There(gpu_parts.Job):
 @pytest.fixture
 def job(tmp_path: Path) -> gpu_parts.Job:
     gpu_model.make_model(tmp_path, TINY)
-    return There(TINY, tmp_path, "cpu", "bfloat16", roofline.Rates(1, 1e9, 1e9), rounds=1)
+    return ReportsCuda(TINY, tmp_path, "cpu", "bfloat16", roofline.Rates(1, 1e9, 1e9), rounds=1)
 
 
 def test_memory_is_the_peak_less_what_has_to_be_there(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +228,8 @@ def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytes
     passes = by_trace["micro_batches"]
     assert passes > 1
     assert by_trace["measured"] == f"0 in {passes} micro-batches"
-    told = "refused: called a synchronizing" if waits else f"nothing refused in {passes} micro-batches"
-    assert by_cuda["measured"].startswith(told)
+    report = "refused: called a synchronizing" if waits else f"nothing refused in {passes} micro-batches"
+    assert by_cuda["measured"].startswith(report)
     assert modes == ["error", "default"] * (1 if waits else passes)
 
 
@@ -240,18 +240,18 @@ def test_update_time_on_cuda_includes_the_device(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 30)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
     loop = SimpleNamespace(update=lambda rows: calls.append("update") or {"loss": 1.0})
-    told = gpu.timed_update(loop, None, "cuda")
+    seconds = gpu.timed_update(loop, None, "cuda")
     assert calls == ["update", "synchronize", "reset_peak_memory_stats", "update", "synchronize", "empty_cache"]
-    assert (told["loss"], told["peak_gib"]) == (1.0, 3.0)
+    assert (seconds["loss"], seconds["peak_gib"]) == (1.0, 3.0)
 
 
 def test_the_page_has_every_goal_and_existing_tests() -> None:
     page = (BENCHMARKS.parent / "docs" / "gpu.md").read_text(encoding="utf-8")
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| ")]
     for part, goal in gpu.GOALS.items():
-        told = [row for row in rows if row[0].startswith(f"| {part}: ")]
-        assert told, part
-        assert {row[1] for row in told} == {goal}
+        lines = [row for row in rows if row[0].startswith(f"| {part}: ")]
+        assert lines, part
+        assert {row[1] for row in lines} == {goal}
     named = re.findall(r"`(tests/[\w/]+\.py)`", page)
     assert len(named) >= 6
     assert all((BENCHMARKS.parent / name).is_file() for name in named), named

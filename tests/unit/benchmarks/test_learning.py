@@ -36,14 +36,14 @@ def few(learning: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return learning
 
 
-def told(learning: Any, seed: int, correct: list[float], algorithm: str = "grpo", task: str = "gcd") -> Any:
+def curve_of(learning: Any, seed: int, correct: list[float], algorithm: str = "grpo", task: str = "gcd") -> Any:
     steps = [20 * i for i in range(len(correct))]
     return learning.Run(task, algorithm, seed, steps, correct, correct, [0.5], 60.0 + seed, 30.0 + seed)
 
 
 def test_a_goal_counts_only_from_at_most_the_stated_start(few: Any) -> None:
     def reached(*correct: float) -> bool:
-        return few.reached(few.TASKS["gcd"], told(few, 0, list(correct)))
+        return few.reached(few.TASKS["gcd"], curve_of(few, 0, list(correct)))
 
     assert reached(0.5, 0.2, 0.75)
     assert not reached(0.5, 0.9, 0.74)
@@ -51,8 +51,8 @@ def test_a_goal_counts_only_from_at_most_the_stated_start(few: Any) -> None:
 
 
 def test_the_table_has_mean_extremes_and_goal_counts(few: Any) -> None:
-    runs = [told(few, 2, [0.4, 0.8]), told(few, 0, [0.4, 0.9]), told(few, 1, [0.4, 0.6])]
-    runs.append(told(few, 0, [0.25, 1.0], "gae"))
+    runs = [curve_of(few, 2, [0.4, 0.8]), curve_of(few, 0, [0.4, 0.9]), curve_of(few, 1, [0.4, 0.6])]
+    runs.append(curve_of(few, 0, [0.25, 1.0], "gae"))
     _, _, *rows = few.result_table(few.TASKS, runs).splitlines()
     assert rows == [
         "| `gcd` | PPO | 0.25 | at most 0.5 | **1.00** | at least 0.75 | 1 of 1 | 0.25 | 1.00 | 60 | 30 |",
@@ -62,7 +62,7 @@ def test_the_table_has_mean_extremes_and_goal_counts(few: Any) -> None:
 
 
 def test_the_page_names_every_run_that_missed_its_goal(few: Any) -> None:
-    good, bad = told(few, 0, [0.4, 0.8]), told(few, 3, [0.4, 0.61], "gae", "arithmetic")
+    good, bad = curve_of(few, 0, [0.4, 0.8]), curve_of(few, 3, [0.4, 0.61], "gae", "arithmetic")
     assert few.verdict(few.TASKS, [good]) == "**All 1 runs reached their goal.**"
     assert few.verdict(few.TASKS, [good, bad]).splitlines() == [
         "**1 of 2 runs reached their goal.** These did not:",
@@ -73,7 +73,7 @@ def test_the_page_names_every_run_that_missed_its_goal(few: Any) -> None:
 
 def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few, "RESULTS", tmp_path / "learning.json")
-    few.write(tmp_path / "page.md", [told(few, 0, [0.4, 0.55, 0.8]), told(few, 1, [0.4, 0.5, 0.6])], tmp_path)
+    few.write(tmp_path / "page.md", [curve_of(few, 0, [0.4, 0.55, 0.8]), curve_of(few, 1, [0.4, 0.5, 0.6])], tmp_path)
     text = (tmp_path / "page.md").read_text(encoding="utf-8")
     assert "**1 of 2 runs reached their goal.**" in text
     assert "| `gcd` | GRPO | 0 | 0.40 0.55 0.80 |" in text
@@ -95,9 +95,9 @@ def test_held_out_problems_are_not_trained_and_sixty_percent_err(name: str, few:
     few.write_problems(name, tmp_path)
     columns = ["prompt", "reward_model"]
     train, heldout = (read_parquet(tmp_path / f"{split}.parquet", columns).rows for split in ("train", "heldout"))
-    asked = {few.question(row) for row in heldout}
+    questions = {few.question(row) for row in heldout}
     assert len(heldout) == 40
-    assert asked.isdisjoint(few.question(row) for row in train)
+    assert questions.isdisjoint(few.question(row) for row in train)
     answers = [row["response"] for row in read_parquet(tmp_path / "warm_up.parquet", ["prompt", "response"]).rows]
     right = [row["reward_model"]["ground_truth"] for row in train]
     other = [few.TASKS[name].mistake(answer) for answer in right]

@@ -14,8 +14,8 @@ import paired
 import workload
 
 
-def spent(cpu: float, **told: float) -> dict[str, Any]:
-    return {"wall": cpu, "cpu": cpu, "memory": 10.0, "result": told}
+def spent(cpu: float, **numbers: float) -> dict[str, Any]:
+    return {"wall": cpu, "cpu": cpu, "memory": 10.0, "result": numbers}
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
@@ -120,6 +120,6 @@ def test_the_sides_compute_one_loss(role: str, tmp_path: Path, monkeypatch: pyte
         with_score(tmp_path)
     monkeypatch.setitem(workload.SHAPES, "tiny", workload.Shape(32, 2, 4, 2, 64, 112))
     case = {"folder": str(tmp_path), "model": "tiny", "role": role}
-    ours, *others = (build(name, case)(5) for name in ("camshaft", "careful", "transformers"))
-    assert ours["grad_norm"] > 0.01
-    assert all(other == pytest.approx(ours, rel=1e-3) for other in others)
+    first, *others = (build(name, case)(5) for name in ("camshaft", "careful", "transformers"))
+    assert first["grad_norm"] > 0.01
+    assert all(other == pytest.approx(first, rel=1e-3) for other in others)

@@ -120,24 +120,24 @@ def test_smaller_mini_batches_read_and_write_the_weights_more_often() -> None:
 
 @pytest.mark.parametrize(("work", "bound"), [(Work(30e9, 1e9), "operations"), (Work(1e9, 30e9), "bytes")])
 def test_a_result_line_has_both_shares_and_the_bound(work: Work, bound: str) -> None:
-    found = roofline.reached(work, 2.0, Rates(threads=1, matmul=60e9, copy=20e9))
-    assert found["of_matmul_rate"] == pytest.approx(work.operations / 120e9)
-    assert found["of_copy_rate"] == pytest.approx(work.bytes / 40e9)
-    assert found["bound"] == bound
-    cells = [form.format(**found) for form in roofline.COLUMNS.values()]
+    line = roofline.reached(work, 2.0, Rates(threads=1, matmul=60e9, copy=20e9))
+    assert line["of_matmul_rate"] == pytest.approx(work.operations / 120e9)
+    assert line["of_copy_rate"] == pytest.approx(work.bytes / 40e9)
+    assert line["bound"] == bound
+    cells = [form.format(**line) for form in roofline.COLUMNS.values()]
     assert cells == (["30.0, 25%", "1.00, 2%"] if bound == "operations" else ["1.0, 1%", "30.00, 75%"]) + [bound]
-    assert "on 1 core 60 GFLOP/s and 20.0 GB/s" in roofline.sentence([found, found])
+    assert "on 1 core 60 GFLOP/s and 20.0 GB/s" in roofline.sentence([line, line])
 
 
 def test_rates_are_measured_on_the_threads_that_are_named() -> None:
     before = torch.get_num_threads()
     try:
-        found = roofline.measured_rates(threads=2, seconds=0.02)
-        assert torch.get_num_threads() == found.threads == 2
+        rates = roofline.measured_rates(threads=2, seconds=0.02)
+        assert torch.get_num_threads() == rates.threads == 2
     finally:
         torch.set_num_threads(before)
-    assert 1e8 < found.matmul < 1e14
-    assert 1e7 < found.copy < 1e12
+    assert 1e8 < rates.matmul < 1e14
+    assert 1e7 < rates.copy < 1e12
 
 
 def test_the_rate_of_products_is_that_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,19 +33,19 @@ def test_a_missing_environment_names_its_make_target(tmp_path: Path) -> None:
 
 
 def test_a_step_spans_two_consecutive_pauses(steps: Any) -> None:
-    done = []
+    calls = []
 
     def train() -> None:
         for number in range(4):
             steps.rest()
-            done.append(number)
+            calls.append(number)
             steps.lengths += [10, number]
 
     assert steps.prompts == ["ab", "c"]
     steps.begin(train)
-    assert done == []
+    assert calls == []
     assert [steps.step() for _ in range(2)] == [{"lengths": [10, 0]}, {"lengths": [10, 1]}]
-    assert done == [0, 1]
+    assert calls == [0, 1]
 
 
 def test_a_failing_loop_ends_its_side(steps: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,8 +64,8 @@ def test_reward_module_counts_even_ids_of_real_tokens() -> None:
     even.starts = 2
     ids = torch.tensor([[0, 8, 4, 6, 7, 0], [9, 9, 5, 2, 0, 0]])  # two of a prompt, 0 for padding
     real = ids != 0
-    told = even.score(even.backbone(input_ids=ids, attention_mask=real).hidden_states[-1])
-    assert torch.allclose(told[..., 0], torch.tensor([[2 / 3] * 6, [1 / 2] * 6]))
+    scores = even.score(even.backbone(input_ids=ids, attention_mask=real).hidden_states[-1])
+    assert torch.allclose(scores[..., 0], torch.tensor([[2 / 3] * 6, [1 / 2] * 6]))
     assert even.lengths == [3, 2]
 
 
@@ -104,8 +104,8 @@ def test_a_step_changes_actor_and_critic_but_not_the_reference(tmp_path: Path) -
 def test_settings_with_a_critic_match_the_stated_numbers(tmp_path: Path) -> None:
     make_tiny_model(tmp_path, hidden=16, layers=1)
     (tmp_path / "train.parquet").touch()
-    found = config(tmp_path, **with_critic(tmp_path))
-    assert found.needs_critic()
-    assert found.needs_ref_log_prob()
-    assert (found.algorithm.lam, found.algorithm.gamma, found.algorithm.kl_ctrl.kl_coef) == (0.95, 1.0, 0.05)
-    assert found.critic_mini_batch() == found.actor_mini_batch()
+    actual = config(tmp_path, **with_critic(tmp_path))
+    assert actual.needs_critic()
+    assert actual.needs_ref_log_prob()
+    assert (actual.algorithm.lam, actual.algorithm.gamma, actual.algorithm.kl_ctrl.kl_coef) == (0.95, 1.0, 0.05)
+    assert actual.critic_mini_batch() == actual.actor_mini_batch()

@@ -42,13 +42,13 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
     source = tiny_folder(**sizes)
     weights = trained(source)
     export_hugging_face(weights.items(), model_in(source), tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.named_parameters())
     tokens = tiny_rows([9])[0][None]
     plain = AutoModelForCausalLM.from_pretrained(source)
-    assert not torch.allclose(found(tokens).logits, plain(tokens).logits)
+    assert not torch.allclose(exported(tokens).logits, plain(tokens).logits)
     plain.load_state_dict(weights, strict=False)
-    assert torch.equal(found(tokens).logits, plain(tokens).logits)
+    assert torch.equal(exported(tokens).logits, plain(tokens).logits)
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "out")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert tokenizers[0].chat_template == tokenizers[1].chat_template
@@ -64,25 +64,25 @@ def test_a_large_model_is_exported_as_several_files(tmp_path) -> None:
     count = len(files)
     assert count >= 3
     assert files == [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.named_parameters())
 
 
 def test_a_write_error_on_one_rank_reaches_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
-    taken = []
+    names = []
 
     def gathered() -> Iterator[tuple[str, Tensor]]:
         yield from trained(tiny_folder()).items()
-        taken.append("weights")
+        names.append("weights")
 
     def run(rows: DataProto) -> dict[str, Any]:
-        taken.append("numbers")
+        names.append("numbers")
         return {}
 
     with pytest.raises(CheckpointError, match="already exists"):
         export_hugging_face(gathered(), model_in(tiny_folder()), tmp_path, check=Probe(run))
-    assert taken == ["weights", "numbers"]
+    assert names == ["weights", "numbers"]
 
 
 def test_the_number_format_and_the_changed_config_are_kept(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_the_number_format_and_the_changed_config_are_kept(tmp_path: Path) -> No
     export_hugging_face(
         weights.items(), model_in(source, override_config={"attention_dropout": 0.25}), tmp_path / "out"
     )
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert found.dtype == torch.bfloat16
-    assert found.config.attention_dropout == 0.25
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert exported.dtype == torch.bfloat16
+    assert exported.config.attention_dropout == 0.25
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
@@ -129,9 +129,9 @@ def test_only_an_older_export_is_replaced(tmp_path: Path) -> None:
     other.mkdir()
     empty.mkdir()
     (other / "notes.txt").write_text("mine")
-    for taken in (other, other / "notes.txt", tiny_folder()):
+    for existing in (other, other / "notes.txt", tiny_folder()):
         with pytest.raises(CheckpointError, match="already exists"):
-            check_export_path(taken)
+            check_export_path(existing)
     with pytest.raises(CheckpointError, match="already exists"):
         export_hugging_face(weights.items(), source, other)
     assert (other / "notes.txt").read_text() == "mine"
@@ -149,9 +149,9 @@ def test_trusted_custom_model_code_is_exported(tmp_path: Path, monkeypatch: pyte
     (source / "config.json").write_text(json.dumps(config))
     weights = trained(tiny_folder())
     export_hugging_face(weights.items(), model_in(source, trust_remote_code=True), tmp_path / "out")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
-    assert type(found).__name__ == "MineForCausalLM"
-    assert torch.equal(dict(found.named_parameters())["model.norm.weight"], weights["model.norm.weight"])
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(exported).__name__ == "MineForCausalLM"
+    assert torch.equal(dict(exported.named_parameters())["model.norm.weight"], weights["model.norm.weight"])
 
 
 # -- the same numbers -----------------------------------------------------------------------------
@@ -180,12 +180,12 @@ def test_every_exported_head_reproduces_the_engine(
 ) -> None:
     engine = engine_with(head, family=family)
     export_hugging_face(engine.named_weights(), engine.config.model, tmp_path / "out", check=Probe(engine.infer_batch))
-    found = loader.from_pretrained(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(found).__name__]
+    exported = loader.from_pretrained(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [type(exported).__name__]
     weights = dict(engine.named_weights())
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.named_parameters())
     if head != "causal_lm":
-        assert found(tiny_rows([9])[0][None]).logits.shape[-1] == 1
+        assert exported(tiny_rows([9])[0][None]).logits.shape[-1] == 1
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
@@ -200,10 +200,10 @@ def shifted(engine: SingleDeviceEngine, by: float) -> Any:
     """Return the engine's numbers with one of them wrong."""
 
     def run(rows: DataProto) -> dict[str, Any]:
-        found: Any = engine.infer_batch(rows)["log_probs"]
-        values = found.values.clone()
+        log_probs: Any = engine.infer_batch(rows)["log_probs"]
+        values = log_probs.values.clone()
         values[-1] += by
-        return {"log_probs": found.like(values)}
+        return {"log_probs": log_probs.like(values)}
 
     return run
 
@@ -257,16 +257,16 @@ def export_from_ranks(source: str, target: str) -> bool:
             yield name, together(weight.clone())
 
     def probe(rows: DataProto) -> dict[str, Any]:
-        found: Any = engine.infer_batch(rows)["log_probs"]
-        return {"log_probs": found.like(together(found.values.clone()))}
+        log_probs: Any = engine.infer_batch(rows)["log_probs"]
+        return {"log_probs": log_probs.like(together(log_probs.values.clone()))}
 
-    own = Path(target).with_name(f"rank_{dist.get_rank()}")
-    export_hugging_face(weights(), model, own, check=Probe(probe), write=dist.get_rank() == 0)
-    return own.exists()
+    rank_folder = Path(target).with_name(f"rank_{dist.get_rank()}")
+    export_hugging_face(weights(), model, rank_folder, check=Probe(probe), write=dist.get_rank() == 0)
+    return rank_folder.exists()
 
 
 def test_one_rank_writes_what_all_gather(tmp_path: Path) -> None:
     assert run_ranks(export_from_ranks, 2, str(tiny_folder()), str(tmp_path / "out")) == [True, False]
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "rank_0")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "rank_0")
     weights = trained(tiny_folder())
-    assert all(torch.equal(parameter, weights[name]) for name, parameter in found.named_parameters())
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.named_parameters())

@@ -34,7 +34,7 @@ def save(
     return manager
 
 
-def there(root: Path) -> dict[int, list[str]]:
+def contents(root: Path) -> dict[int, list[str]]:
     return {step: sorted(path.name for path in folder.iterdir()) for step, folder in storage.step_folders(root)}
 
 
@@ -47,7 +47,7 @@ def test_the_latest_step_has_its_state_and_all_roles(tmp_path: Path) -> None:
         assert (saved.step, saved.state) == (step, {"at": step})
         assert Path(saved.role("actor"), "weights.txt").read_text() == "weights"
         assert (tmp_path / "run" / LATEST).read_text() == str(step)
-    assert there(tmp_path / "run") == {9: ["actor", "critic", "trainer"], 10: ["actor", "critic", "trainer"]}
+    assert contents(tmp_path / "run") == {9: ["actor", "critic", "trainer"], 10: ["actor", "critic", "trainer"]}
 
 
 @pytest.mark.parametrize("lost", ["actor", "critic", "trainer", "actor/manifest.json", "trainer/state.json"])
@@ -58,9 +58,9 @@ def test_a_step_that_lost_a_part_is_passed_over(lost: str, tmp_path: Path, caplo
         storage.remove(path)
     else:
         path.unlink()
-    found = manager.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
     assert "skipped" in caplog.text
     assert "global_step_2" in caplog.text
 
@@ -69,9 +69,9 @@ def test_a_failed_save_keeps_the_older_step(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1)
     with pytest.raises(OSError, match="no space"):
         manager.save(2, {"actor": role(), "critic": fails}, {}, {"actor": 1, "critic": 1})
-    found = manager.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
     assert (tmp_path / LATEST).read_text() == "1"
 
 
@@ -79,16 +79,16 @@ def test_a_rewritten_step_never_mixes_old_and_new_parts(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path), 1), 2, text="old")
     with pytest.raises(OSError, match="no space"):
         manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
-    found = manager.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_each_role_keeps_its_configured_number(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3, 10):
         save(manager, step, actor=3, critic=1)
-    assert there(tmp_path) == {
+    assert contents(tmp_path) == {
         2: ["actor", "trainer"],
         3: ["actor", "trainer"],
         10: ["actor", "critic", "trainer"],
@@ -99,35 +99,35 @@ def test_without_a_number_all_are_kept(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3):
         save(manager, step, actor=None)
-    assert list(there(tmp_path)) == [1, 2, 3]
+    assert list(contents(tmp_path)) == [1, 2, 3]
 
 
 def test_incomplete_steps_do_not_count_for_retention(tmp_path: Path) -> None:
     manager = save(save(CheckpointManager(tmp_path), 1), 2)
     storage.remove(tmp_path / "global_step_2" / "trainer")
     save(manager, 3, actor=2, critic=2)
-    assert list(there(tmp_path)) == [1, 2, 3]
+    assert list(contents(tmp_path)) == [1, 2, 3]
     save(manager, 4, actor=2, critic=2)
-    assert list(there(tmp_path)) == [3, 4]
+    assert list(contents(tmp_path)) == [3, 4]
 
 
 def test_the_next_step_removes_leftovers_of_a_killed_write(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1)
     (tmp_path / "global_step_2" / "actor.unfinished").mkdir(parents=True)
     save(manager, 3)
-    assert list(there(tmp_path)) == [1, 3]
+    assert list(contents(tmp_path)) == [1, 3]
 
 
 def test_steps_of_an_earlier_run_are_moved_aside(tmp_path: Path) -> None:
     manager = save(save(save(CheckpointManager(tmp_path), 2), 4), 6)
     manager.move_aside(after=2)
-    assert list(there(tmp_path)) == [2]
-    assert list(there(tmp_path / "aside.1")) == [4, 6]
+    assert list(contents(tmp_path)) == [2]
+    assert list(contents(tmp_path / "aside.1")) == [4, 6]
     assert not (tmp_path / LATEST).exists()
     manager.move_aside(after=2)
     assert not (tmp_path / "aside.2").exists()
     manager.move_aside(after=0)
-    assert list(there(tmp_path / "aside.2")) == [2]
+    assert list(contents(tmp_path / "aside.2")) == [2]
     assert manager.latest() is None
 
 
@@ -150,16 +150,16 @@ def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) ->
 def test_the_second_place_holds_whole_steps_of_its_own(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", second=str(tmp_path / "second"))
     save(save(manager, 1), 2, actor=1, critic=1)
-    assert list(there(tmp_path / "run")) == [2]
-    assert list(there(tmp_path / "second")) == [1, 2]
-    found = CheckpointManager(tmp_path / "second").latest()
-    assert found is not None
-    assert (found.step, found.state) == (2, {"at": 2})
+    assert list(contents(tmp_path / "run")) == [2]
+    assert list(contents(tmp_path / "second")) == [1, 2]
+    latest = CheckpointManager(tmp_path / "second").latest()
+    assert latest is not None
+    assert (latest.step, latest.state) == (2, {"at": 2})
     with pytest.raises(OSError, match="no space"):
         manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
-    found = CheckpointManager(tmp_path / "second").latest()
-    assert found is not None
-    assert found.step == 1
+    latest = CheckpointManager(tmp_path / "second").latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
         for role_name in ("actor", "critic", "trainer"):
             url = f"memory://steps/run/global_step_2/{role_name}"
             storage.copy_folder(url, str(tmp_path / "back" / "global_step_2" / role_name))
-        found = CheckpointManager(tmp_path / "back").latest()
-        assert found is not None
-        assert (found.step, found.state) == (2, {"at": 2})
+        latest = CheckpointManager(tmp_path / "back").latest()
+        assert latest is not None
+        assert (latest.step, latest.state) == (2, {"at": 2})
         # A step that is written again and interrupted has no trainer folder that confirms it.
         with pytest.raises(OSError, match="no space"):
             manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
@@ -192,12 +192,12 @@ def with_best(manager: CheckpointManager, step: int, best: int | None, keep: int
 
 def test_the_best_step_is_kept_until_a_better_one_exists(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
-    found = []
+    history = []
     for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 5), (6, 5)):
         with_best(manager, step, best)
-        found.append(list(there(tmp_path)))
-    assert found == [[1], [2], [2, 3], [2, 4], [5], [5, 6]]
-    assert there(tmp_path)[5] == ["actor", "critic", "trainer"]
+        history.append(list(contents(tmp_path)))
+    assert history == [[1], [2], [2, 3], [2, 4], [5], [5, 6]]
+    assert contents(tmp_path)[5] == ["actor", "critic", "trainer"]
     assert (tmp_path / BEST).read_text() == "5"
 
 
@@ -207,10 +207,10 @@ def test_the_previous_best_step_stays_until_replaced(tmp_path: Path) -> None:
     behind: list[str] = []
     late = {"actor": role(), "critic": lambda local, _: behind.append(local)}
     manager.save(2, late, {}, {"actor": 1, "critic": 1}, best=2)
-    assert there(tmp_path) == {1: ["actor", "critic", "trainer"], 2: ["actor", "trainer"]}
+    assert contents(tmp_path) == {1: ["actor", "critic", "trainer"], 2: ["actor", "trainer"]}
     role()(behind[0], None)
     with_best(manager, 3, best=2)
-    assert list(there(tmp_path)) == [2, 3]
+    assert list(contents(tmp_path)) == [2, 3]
 
 
 def test_a_best_step_of_another_folder_is_not_marked_here(tmp_path: Path) -> None:
@@ -240,27 +240,27 @@ def test_a_run_without_local_steps_fetches_the_newest_complete_one(second: str, 
         save(first, step, text=f"weights of {step}")
     lost(second, "global_step_11/critic")
     manager = CheckpointManager(tmp_path / "b", second)
-    found = manager.latest()
-    assert found is not None
-    assert (found.step, found.state, found.roles) == (10, {"at": 10}, BOTH)
-    assert there(tmp_path / "b") == {10: ["actor", "critic", "trainer"]}
-    assert Path(found.role("critic"), "weights.txt").read_text() == "weights of 10"
+    latest = manager.latest()
+    assert latest is not None
+    assert (latest.step, latest.state, latest.roles) == (10, {"at": 10}, BOTH)
+    assert contents(tmp_path / "b") == {10: ["actor", "critic", "trainer"]}
+    assert Path(latest.role("critic"), "weights.txt").read_text() == "weights of 10"
 
 
 def test_a_local_step_precedes_a_newer_remote_step(second: str, tmp_path: Path) -> None:
     save(save(CheckpointManager(tmp_path / "a", second), 1), 2)
     save(CheckpointManager(tmp_path / "b"), 1)
-    found = CheckpointManager(tmp_path / "b", second).latest()
-    assert found is not None
-    assert found.step == 1
+    latest = CheckpointManager(tmp_path / "b", second).latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_a_new_run_ignores_steps_of_an_earlier_run(second: str, tmp_path: Path) -> None:
     save(CheckpointManager(tmp_path / "a", second), 30)
     save(CheckpointManager(tmp_path / "b", second), 5)
-    found = CheckpointManager(tmp_path / "c", second).latest()
-    assert found is not None
-    assert found.step == 5
+    latest = CheckpointManager(tmp_path / "c", second).latest()
+    assert latest is not None
+    assert latest.step == 5
 
 
 def test_an_empty_remote_copy_starts_a_new_run(second: str, tmp_path: Path) -> None:
@@ -272,16 +272,16 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path, caplog: pytest.LogCapture
     second = tmp_path / "second"
     save(save(CheckpointManager(tmp_path / "a", str(second)), 1), 2)
     (second / "global_step_2" / "actor" / "weights.txt").write_text("other")
-    found = CheckpointManager(tmp_path / "b", str(second)).latest()
-    assert found is not None
-    assert found.step == 1
+    latest = CheckpointManager(tmp_path / "b", str(second)).latest()
+    assert latest is not None
+    assert latest.step == 1
     assert "skipped" in caplog.text
 
 
 def test_a_step_rewritten_after_a_background_save_is_clean(tmp_path: Path) -> None:
     manager = save(CheckpointManager(tmp_path), 1, text="old")
     manager.save(1, {"actor": role("new"), "critic": lambda *_: None}, {}, {})
-    assert there(tmp_path) == {1: ["actor", "trainer"]}
+    assert contents(tmp_path) == {1: ["actor", "trainer"]}
     assert manager.latest() is None
 
 
@@ -296,13 +296,13 @@ def test_a_model_folder_is_copied_before_the_step_counts(tmp_path: Path) -> None
     manager = CheckpointManager(tmp_path / "run", str(tmp_path / "second"))
     with_export(manager, 1)
     for root in ("run", "second"):
-        assert there(tmp_path / root) == {1: ["actor", "actor_huggingface", "critic", "trainer"]}
+        assert contents(tmp_path / root) == {1: ["actor", "actor_huggingface", "critic", "trainer"]}
         assert (tmp_path / root / "global_step_1" / "actor_huggingface" / "weights.txt").read_text() == "export"
     with pytest.raises(OSError, match="no space"):
         with_export(manager, 2, fails)
-    found = manager.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_a_model_folder_is_removed_with_its_role(tmp_path: Path) -> None:
@@ -310,22 +310,22 @@ def test_a_model_folder_is_removed_with_its_role(tmp_path: Path) -> None:
     for step in (1, 2):
         with_export(manager, step, actor=2)
     save(manager, 3, actor=2)
-    assert there(tmp_path) == {
+    assert contents(tmp_path) == {
         1: ["critic", "trainer"],
         2: ["actor", "actor_huggingface", "critic", "trainer"],
         3: ["actor", "critic", "trainer"],
     }
     save(manager, 4, actor=1, critic=1)
-    assert there(tmp_path) == {4: ["actor", "critic", "trainer"]}
+    assert contents(tmp_path) == {4: ["actor", "critic", "trainer"]}
 
 
 def test_no_run_resumes_from_a_model_folder(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run")
     with_export(manager, 1)
     (tmp_path / "run" / "global_step_1" / "actor_huggingface").rename(tmp_path / "mine")
-    found = manager.latest()
-    assert found is not None
-    assert found.step == 1
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1
 
 
 def test_a_rewritten_step_has_no_old_model_folder(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_a_rewritten_step_has_no_old_model_folder(tmp_path: Path) -> None:
     with_export(manager, 1)
     save(manager, 1)
     for root in ("run", "second"):
-        assert there(tmp_path / root) == {1: ["actor", "critic", "trainer"]}
+        assert contents(tmp_path / root) == {1: ["actor", "critic", "trainer"]}
 
 
 # -- background writes ----------------------------------------------------------------------------
@@ -350,7 +350,7 @@ def test_an_older_step_stays_until_the_newer_is_complete(tmp_path: Path) -> None
     manager = CheckpointManager(tmp_path)
     for step in (1, 2, 3):
         manager.save(step, {"actor": later, "critic": role()}, {}, {"actor": 1, "critic": 1})
-        assert there(tmp_path).get(step) == ["critic", "trainer"]
-        found = manager.latest()
-        assert (found and found.step) == (step - 1 or None)
-    assert list(there(tmp_path)) == [2, 3]
+        assert contents(tmp_path).get(step) == ["critic", "trainer"]
+        latest = manager.latest()
+        assert (latest and latest.step) == (step - 1 or None)
+    assert list(contents(tmp_path)) == [2, 3]

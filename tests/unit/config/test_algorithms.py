@@ -56,6 +56,6 @@ def test_valid_combination_passes(words, more):
 
 
 def test_custom_estimator_has_a_critic_if_enabled(words):
-    own = [*words, "algorithm.adv_estimator=my.module:mine"]
-    assert not load_ppo(own).needs_critic()
-    assert load_ppo([*own, "critic.enable=true"]).needs_critic()
+    overrides = [*words, "algorithm.adv_estimator=my.module:mine"]
+    assert not load_ppo(overrides).needs_critic()
+    assert load_ppo([*overrides, "critic.enable=true"]).needs_critic()

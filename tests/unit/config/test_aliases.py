@@ -95,6 +95,6 @@ def test_global_micro_batch_size_is_not_an_alias(words, warnings):
 
 
 def test_aliases_are_no_keys_and_point_to_keys():
-    known = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
-    assert all(key in known and alias not in known for alias, key in ALIASES.items())
-    assert all(key in known for key in VALUE_ALIASES)
+    all_fields = {**fields(PPOConfig), **fields(SFTConfig), **fields(GenerateConfig)}
+    assert all(key in all_fields and alias not in all_fields for alias, key in ALIASES.items())
+    assert all(key in all_fields for key in VALUE_ALIASES)

@@ -113,7 +113,7 @@ OTHERS = ["hydra.run.dir", "hydra", "defaults", "hydra/job_logging", "_self_", "
 @st.composite
 def keys(draw: st.DrawFn, schema: Any) -> str:
     """Draw a key, an alias, or something similar."""
-    known = draw(st.sampled_from(sorted(fields(schema))))
+    key = draw(st.sampled_from(sorted(fields(schema))))
     kind = draw(st.sampled_from(["known"] * 20 + ["older", "elsewhere", "end", "end", "cut", "swap", "deep", "text"]))
     match kind:
         case "older":
@@ -121,17 +121,17 @@ def keys(draw: st.DrawFn, schema: Any) -> str:
         case "elsewhere":
             return draw(st.sampled_from(OTHERS))
         case "end":
-            return known + draw(st.sampled_from(ENDS))
+            return key + draw(st.sampled_from(ENDS))
         case "cut":
-            return known[: draw(st.integers(0, len(known)))]
+            return key[: draw(st.integers(0, len(key)))]
         case "swap":
-            at = draw(st.integers(0, len(known) - 1))
-            return known[:at] + draw(st.sampled_from(["", "x", ".", "_", "\u00e9", "-", " "])) + known[at + 1 :]
+            at = draw(st.integers(0, len(key) - 1))
+            return key[:at] + draw(st.sampled_from(["", "x", ".", "_", "\u00e9", "-", " "])) + key[at + 1 :]
         case "deep":
-            return ".".join([known] * draw(st.integers(2, 40)))
+            return ".".join([key] * draw(st.integers(2, 40)))
         case "text":
             return draw(st.text(max_size=12))
-    return known
+    return key
 
 
 @dataclass
@@ -145,12 +145,12 @@ class Typed:
 def words_of(schema: Any) -> st.SearchStrategy[Typed]:
     marks = st.sampled_from([""] * 20 + ["+", "++", "~", "~~", "+++", "-", "--"])
     signs = st.sampled_from(["="] * 40 + ["", " = ", "==", ":=", "+="])
-    made = st.builds(
+    typed = st.builds(
         lambda mark, key, sign, value: Typed(mark + key + (sign + value if sign else ""), key),
         marks, keys(schema), signs, values,
     )  # fmt: skip
     text = st.text(max_size=12).map(lambda text: Typed(text, text))
-    return st.integers(0, 9).flatmap(lambda number: made if number else text)
+    return st.integers(0, 9).flatmap(lambda number: typed if number else text)
 
 
 def named(typed: Typed, message: str) -> bool:
@@ -215,14 +215,14 @@ file_values = st.recursive(
 @st.composite
 def files(draw: st.DrawFn, schema: Any) -> Any:
     """Draw defaults with some values replaced, a subset of their keys, or an arbitrary tree."""
-    found = copy.deepcopy(draw(st.sampled_from([{}, {}, raw_defaults(schema)])))
+    tree = copy.deepcopy(draw(st.sampled_from([{}, {}, raw_defaults(schema)])))
     for key in draw(st.lists(keys(schema), max_size=4)):
         value = draw(file_values)
         if draw(st.integers(0, 3)):
-            put(found, key, value)
+            put(tree, key, value)
         else:
-            found[key] = value
-    return found if draw(st.integers(0, 9)) else draw(file_values)
+            tree[key] = value
+    return tree if draw(st.integers(0, 9)) else draw(file_values)
 
 
 @share(0.2)

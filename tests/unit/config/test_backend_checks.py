@@ -301,8 +301,8 @@ def test_every_sharded_engine_option_has_config_keys(words, sft_words):
     ]
     options = sft_engine(load_sft([*sft_words, *sft]), 10).options
     assert _flat(options) == EVERYTHING | OTHERS
-    told = FSDPOptions.of(options)
-    assert _flat(told.model_dump()) == EVERYTHING | OTHERS  # every option has a key
+    parsed = FSDPOptions.of(options)
+    assert _flat(parsed.model_dump()) == EVERYTHING | OTHERS  # every option has a key
 
 
 def test_conflicting_options_have_keys(words):
@@ -332,8 +332,10 @@ def test_reference_inherits_layout_dtype_and_compilation_only(words):
     assert (ref.mixed_precision.param_dtype, ref.use_torch_compile) == ("bfloat16", True)
     assert (ref.ulysses_sequence_parallel_size, ref.tensor_parallel_size) == (2, 1)
     assert not any((ref.param_offload, ref.grad_offload, ref.optimizer_offload, ref.activation_offload))
-    own = [f"{REF}.fsdp_config.{name}" for name in ("param_offload=true", "fsdp_size=2", "reshard_after_forward=false")]
-    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more, *own)), Topology(8)).options)
+    overrides = [
+        f"{REF}.fsdp_config.{name}" for name in ("param_offload=true", "fsdp_size=2", "reshard_after_forward=false")
+    ]
+    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more, *overrides)), Topology(8)).options)
     assert (ref.param_offload, ref.fsdp_size, ref.reshard_after_forward) == (True, 2, False)
 
 
@@ -386,15 +388,15 @@ def _lora(config: PPOConfig):
 
 def test_lora_rank_enables_the_adapter(words, tmp_path):
     assert _lora(load_ppo(words)) is None
-    found = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]))
-    assert found is not None
-    assert (found.rank, found.alpha, found.target_modules, found.exclude_modules) == (4, 8, "all-linear", ())
+    lora = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8"]))
+    assert lora is not None
+    assert (lora.rank, lora.alpha, lora.target_modules, lora.exclude_modules) == (4, 8, "all-linear", ())
     (tmp_path / "adapter").mkdir()
     more = [f"{MODEL}.target_modules=[q_proj,v_proj]", f"{MODEL}.exclude_modules=lm_head"]
-    found = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", *more, f"{MODEL}.lora_adapter_path={tmp_path}/adapter"]))
-    assert found is not None
-    assert (found.target_modules, found.exclude_modules) == (("q_proj", "v_proj"), ("lm_head",))
-    assert found.adapter_path == f"{tmp_path}/adapter"
+    lora = _lora(load_ppo([*words, f"{MODEL}.lora_rank=4", *more, f"{MODEL}.lora_adapter_path={tmp_path}/adapter"]))
+    assert lora is not None
+    assert (lora.target_modules, lora.exclude_modules) == (("q_proj", "v_proj"), ("lm_head",))
+    assert lora.adapter_path == f"{tmp_path}/adapter"
     config = load_ppo([*words, "critic.model.lora_rank=2", f"{MODEL}.gradient_checkpointing_mode=selective"])
     critic = critic_engine(config, Topology(), 10).model
     assert critic.lora is not None

@@ -266,8 +266,8 @@ def test_invalid_correction_is_rejected_with_a_fix(words, more, expected):
     ],
 )
 def test_rejection_rules_are_a_list_or_comma_separated(words, rules, thresholds, expected):
-    given = [f"{CORRECTION}.rollout_rs={rules}", f"{CORRECTION}.rollout_rs_threshold={thresholds}"]
-    assert list(load_ppo([*words, *given]).algorithm.rollout_correction.rejections()) == expected
+    overrides = [f"{CORRECTION}.rollout_rs={rules}", f"{CORRECTION}.rollout_rs_threshold={thresholds}"]
+    assert list(load_ppo([*words, *overrides]).algorithm.rollout_correction.rejections()) == expected
 
 
 @pytest.mark.parametrize("value", ["auto", "disable", "false"])
@@ -376,8 +376,8 @@ def test_rollout_without_options_rejects_engine_kwargs(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
     with pytest.raises(ConfigError, match=r"the rollout takes no options\. Omit the key"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
-    own = load_ppo([*words, "actor_rollout_ref.rollout.name=support.own_backends:OwnRollout"])
-    assert own.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
+    config = load_ppo([*words, "actor_rollout_ref.rollout.name=support.own_backends:OwnRollout"])
+    assert config.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
 
 
 # -- contents of checkpoints ----------------------------------------------------------------------

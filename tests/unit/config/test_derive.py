@@ -152,8 +152,8 @@ def test_tokenizer_and_data_seed_have_defaults(words, tmp_path):
 def test_default_scoring_function_selects_by_data_source(words):
     assert load_ppo(words).custom_reward_function.function_name() == "auto"
     assert load_ppo([*words, "custom_reward_function.name=gsm8k"]).custom_reward_function.function_name() == "gsm8k"
-    own = load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"]).custom_reward_function
-    assert own.function_name() == "compute_score"
+    function = load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"]).custom_reward_function
+    assert function.function_name() == "compute_score"
 
 
 def test_supervised_engine_config_has_the_same_fields(sft_words):

@@ -55,9 +55,9 @@ def test_scoring_requires_a_named_function(words: list[str], tmp_path: Path) -> 
         (f"path={tmp_path}/r.py",): (True, "compute_score"),
         (f"path={tmp_path}/r.py", "name=mine"): (True, "mine"),
     }
-    for more, wanted in named.items():
+    for more, expected in named.items():
         custom = load_generate([*words, *(f"custom_reward_function.{word}" for word in more)]).custom_reward_function
-        assert (custom.is_named(), custom.function_name()) == wanted, more
+        assert (custom.is_named(), custom.function_name()) == expected, more
 
 
 def test_n_samples_is_an_alias(words: list[str]) -> None:
@@ -82,8 +82,8 @@ def test_jobs_of_a_sweep_need_separate_output_files(words: list[str]) -> None:
     sweep = ["-m", *words, "trainer.seed=1,2"]
     with pytest.raises(ConfigError, match=r"2 jobs of this sweep would write to data\.output_path="):
         compose(sweep, GenerateConfig)
-    own = "data.output_path=out_${trainer.seed}.parquet"
-    configs = compose([*sweep, own], GenerateConfig)
+    separate = "data.output_path=out_${trainer.seed}.parquet"
+    configs = compose([*sweep, separate], GenerateConfig)
     assert [config.data.output_path for config in configs] == [
         "out_1.parquet",
         "out_2.parquet",

@@ -145,9 +145,9 @@ def test_folder_may_contain_config_groups(words, tmp_path):
 
 
 def test_dict_overrides_the_defaults(words):
-    whole = load_ppo(words)
-    again = from_container(whole.model_dump(mode="json"), PPOConfig)
-    assert again == whole
+    reference = load_ppo(words)
+    again = from_container(reference.model_dump(mode="json"), PPOConfig)
+    assert again == reference
 
 
 def test_loading_preserves_the_state_of_hydra(words):
@@ -316,14 +316,14 @@ def _run(argv: list[str], schema: Any = PPOConfig) -> tuple[int, list]:
 
 
 def test_command_line_gives_a_config(words, tmp_path, monkeypatch):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     handlers = list(logging.getLogger().handlers)
     status, (config,) = _run([*words, "trainer.seed=5"])
     assert (status, config.trainer.seed) == (0, 5)
-    assert list(here.iterdir()) == []  # Hydra wrote nothing,
-    assert Path.cwd() == here  # moved nowhere,
+    assert list(folder.iterdir()) == []  # Hydra wrote nothing,
+    assert Path.cwd() == folder  # moved nowhere,
     assert logging.getLogger().handlers == handlers  # and did not configure logging
 
 
@@ -365,15 +365,15 @@ def test_key_can_be_added_and_deleted(words, tmp_path):
 
 
 def test_sweep_gives_one_config_per_combination(words, tmp_path, monkeypatch):
-    here = tmp_path / "here"
-    here.mkdir()
-    monkeypatch.chdir(here)
-    own = "trainer.default_local_dir=out/${trainer.seed}-${algorithm.lam}"
-    status, configs = _run(["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", own])
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder_key = "trainer.default_local_dir=out/${trainer.seed}-${algorithm.lam}"
+    status, configs = _run(["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", folder_key])
     assert status == 0
     assert [(c.trainer.seed, c.algorithm.lam) for c in configs] == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
     assert [c.trainer.default_local_dir for c in configs] == ["out/1-0.9", "out/1-1.0", "out/2-0.9", "out/2-1.0"]
-    assert list(here.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_jobs_of_a_sweep_need_separate_checkpoint_folders(words, capfd):

@@ -148,5 +148,5 @@ def test_input_tokenizer_is_compared_with_the_policy(on, tmp_path):
 
 
 def test_only_the_name_of_a_custom_worker_is_checked(on):
-    own = ["reward_model.worker_cls=my_pkg.judge:Judge", f"{MODEL}.path=/nowhere", "reward_model.strategy=mine"]
-    assert not load_ppo([*on, *own]).needs_reward_engine()
+    overrides = ["reward_model.worker_cls=my_pkg.judge:Judge", f"{MODEL}.path=/nowhere", "reward_model.strategy=mine"]
+    assert not load_ppo([*on, *overrides]).needs_reward_engine()

@@ -139,8 +139,8 @@ SPECIFIED = {
 
 def test_keys_and_defaults_match_the_specification():
     defaults = resolved_defaults(PPOConfig)
-    found = {key: get(defaults, key) for key in SPECIFIED}
-    assert found == SPECIFIED
+    actual = {key: get(defaults, key) for key in SPECIFIED}
+    assert actual == SPECIFIED
 
 
 def test_config_choices_match_the_algorithm_registries():
@@ -160,5 +160,5 @@ def test_loading_a_config_does_not_import_torch(words):
         "assert 'torch' not in sys.modules, 'torch'\n"
         "assert 'transformers' not in sys.modules, 'transformers'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr

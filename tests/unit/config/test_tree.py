@@ -8,7 +8,7 @@ from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nes
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "expected"),
     [
         ("trainer.sed", "trainer.seed"),
         ("data.trian_batch_size", "data.train_batch_size"),
@@ -20,9 +20,9 @@ from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nes
         ("completely.different", None),
     ],
 )
-def test_nearest_key(typed, meant):
-    found = nearest(typed, fields(PPOConfig))
-    assert found[:1] == ([meant] if meant else [])
+def test_nearest_key(typed, expected):
+    suggestion = nearest(typed, fields(PPOConfig))
+    assert suggestion[:1] == ([expected] if expected else [])
 
 
 def test_user_defined_mapping_is_a_leaf():

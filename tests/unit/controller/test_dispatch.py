@@ -181,10 +181,10 @@ def test_none_on_all_ranks_stays_none():
 
 
 @pytest.mark.parametrize(
-    ("results", "said"), [([0.5, 0.5], "float on rank 0"), ([numbered(1), None], "NoneType on rank 1")]
+    ("results", "message"), [([0.5, 0.5], "float on rank 0"), ([numbered(1), None], "NoneType on rank 1")]
 )
-def test_other_results_are_an_error_that_says_what_to_return(results: list[object], said: str):
-    with pytest.raises(BatchError, match=f"{said}; return a DataProto .*, or None"):
+def test_other_results_are_an_error_that_says_what_to_return(results: list[object], message: str):
+    with pytest.raises(BatchError, match=f"{message}; return a DataProto .*, or None"):
         gather(DP, FLAT, results)
 
 
@@ -194,7 +194,7 @@ def test_a_metric_from_a_single_rank_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("seats", "said"),
+    ("seats", "message"),
     [
         ([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)], r"dp_rank 0 needs exactly one .* has 2: \[0, 1\]"),
         ([Seat(0, 2, 0, 2), Seat(1, 2, 1, 2, collects=False)], r"dp_rank 1 needs exactly one .* has 0: \[\]"),
@@ -203,10 +203,10 @@ def test_a_metric_from_a_single_rank_is_an_error():
         ([Seat(), Seat()], "rank 0 of 2 has a seat that does not match"),
     ],
 )
-def test_seats_must_cover_the_batch_exactly_once(seats: list[Seat], said: str):
-    with pytest.raises(BatchError, match=said):
+def test_seats_must_cover_the_batch_exactly_once(seats: list[Seat], message: str):
+    with pytest.raises(BatchError, match=message):
         scatter(DP, seats, (numbered(2),), {})
-    with pytest.raises(BatchError, match=said):
+    with pytest.raises(BatchError, match=message):
         gather(DP, seats, [numbered(1), numbered(1)])
 
 

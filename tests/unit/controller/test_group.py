@@ -41,7 +41,7 @@ def test_results_are_checked_on_one_rank_too():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("set_facotr", "Toy has no method 'set_facotr'; did you mean 'set_factor'?"),
         ("zzz", "Toy has no method 'zzz'; registered: scale"),
@@ -49,10 +49,10 @@ def test_results_are_checked_on_one_rank_too():
         ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...) for the driver; "),
     ],
 )
-def test_unregistered_names_are_attribute_errors(name: str, said: str):
+def test_unregistered_names_are_attribute_errors(name: str, message: str):
     with workers(Toy) as toy, pytest.raises(AttributeError) as caught:
         getattr(toy, name)
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
@@ -132,14 +132,14 @@ def test_a_type_checker_sees_the_role_and_a_misspelt_method(tmp_path: Path):
     (tmp_path / "snippet.py").write_text(SNIPPET)
     (tmp_path / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(root), str(root / "tests")]}))
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    told = [
+    process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    diagnostics = [
         (d["range"]["start"]["line"] + 1, d["message"].split("\n")[0])
-        for d in json.loads(found.stdout)["generalDiagnostics"]
+        for d in json.loads(process.stdout)["generalDiagnostics"]
     ]
-    assert told[:3] == [
+    assert diagnostics[:3] == [
         (5, 'Type of "toy" is "Toy"'),
         (6, 'Type of "toy.calls_of_rank_zero()" is "int"'),
         (7, 'Cannot access attribute "set_facotr" for class "Toy"'),
     ]
-    assert told[3][0] == 8
+    assert diagnostics[3][0] == 8

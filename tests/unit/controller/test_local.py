@@ -82,8 +82,8 @@ def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
     with driver:
         assert len(pids) == 4
         driver.send_signal(signal.SIGINT)
-        _, said = driver.communicate(timeout=30)
-        assert said.rstrip().endswith("KeyboardInterrupt")
+        _, errors = driver.communicate(timeout=30)
+        assert errors.rstrip().endswith("KeyboardInterrupt")
         assert still_running(pids, 5) == []
 
 
@@ -113,9 +113,9 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, 
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 1))
     with workers(Toy, world_size=2), workers(Toy, world_size=1):
-        (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"OMP_NUM_THREADS={cores + 1}: 2 ranks have {2 * cores + 2} threads on {cores} cores")
-    assert told.endswith(f"or set OMP_NUM_THREADS={max(1, cores // 2)}")
+        (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith(f"OMP_NUM_THREADS={cores + 1}: 2 ranks have {2 * cores + 2} threads on {cores} cores")
+    assert warning.endswith(f"or set OMP_NUM_THREADS={max(1, cores // 2)}")
     caplog.clear()
     for enough in ("1", ""):
         monkeypatch.setenv("OMP_NUM_THREADS", enough)
@@ -127,10 +127,10 @@ def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     monkeypatch.setattr(process_pool, "NOTICE_SECONDS", 0.3)
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
         toy.stall(1, seconds=1.0)
-    told = [record.getMessage() for record in caplog.records]
-    assert told
-    assert told[0].startswith("critic.stall: rank(s) 1 have not answered for")
-    assert len(told) <= 3
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages
+    assert messages[0].startswith("critic.stall: rank(s) 1 have not answered for")
+    assert len(messages) <= 3
 
 
 def test_a_local_role_class_is_an_error():

@@ -10,9 +10,9 @@ from camshaft.controller.network import PortMonitor
 
 
 def test_only_a_closed_port_is_reported():
-    with socket.create_server(("127.0.0.1", 0)) as there, socket.create_server(("127.0.0.1", 0)) as leaving:
+    with socket.create_server(("127.0.0.1", 0)) as open_server, socket.create_server(("127.0.0.1", 0)) as leaving:
         monitor = PortMonitor()
-        monitor.add("the one that stays", *there.getsockname())
+        monitor.add("the one that stays", *open_server.getsockname())
         monitor.add("the one that leaves", *leaving.getsockname())
         time.sleep(3 * network.HEARTBEAT_SECONDS)
         assert monitor.error() is None
@@ -26,8 +26,8 @@ def test_only_a_closed_port_is_reported():
 
 @pytest.mark.alone
 def test_one_missed_heartbeat_is_not_reported():
-    with socket.create_server(("127.0.0.1", 0)) as there:
-        place = there.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = server.getsockname()
     monitor = PortMonitor()
     monitor.add("late", *place)
     time.sleep(network.HEARTBEAT_SECONDS * 0.6)

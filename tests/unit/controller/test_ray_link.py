@@ -27,16 +27,16 @@ class Actor:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Future[Any]]:
-    made: list[Future[Any]] = [Future() for _ in range(4)]
-    monkeypatch.setattr(on_ray, "_ACTOR", Actor(made))
-    return made
+    futures: list[Future[Any]] = [Future() for _ in range(4)]
+    monkeypatch.setattr(on_ray, "_ACTOR", Actor(futures))
+    return futures
 
 
 def arrived(inbox: Inbox) -> list[Any]:
-    found = []
+    arrivals = []
     while not inbox.empty():
-        found.append(inbox.get_nowait())
-    return found
+        arrivals.append(inbox.get_nowait())
+    return arrivals
 
 
 def test_results_precede_the_report_of_a_death(answers: list[Future[Any]]) -> None:

@@ -7,18 +7,18 @@ from camshaft.seat import Seat
 class Role(Worker):
     def __init__(self, factor: int, *, shift: int = 0):  # without super().__init__()
         self.factor = factor
-        self.seen = (self.rank, self.world, self.device, shift)
+        self.place = (self.rank, self.world, self.device, shift)
 
 
 def test_a_role_built_by_hand_is_alone():
     role = Role(3)
-    assert role.seen == (0, 1, "cpu", 0)
+    assert role.place == (0, 1, "cpu", 0)
     assert role.seat == Seat()
 
 
 def test_a_role_knows_its_place_while_it_is_being_built():
     role = build_worker(Role, RankInfo(rank=1, world=4, device="cuda:1"), (3,), {"shift": 5})
-    assert role.seen == (1, 4, "cuda:1", 5)
+    assert role.place == (1, 4, "cuda:1", 5)
     assert role.factor == 3
 
 

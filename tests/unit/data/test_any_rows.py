@@ -58,15 +58,15 @@ def tables(draw: st.DrawFn) -> pyarrow.Table:
     """Draw a table whose columns may contradict each other; most tables have a prompt column."""
     count = draw(st.integers(0, 4))
     chosen = draw(st.sets(columns, max_size=5)) | draw(st.sampled_from([set(), {"prompt", "data_source"}]))
-    found = {}
+    table_columns = {}
     for name in sorted(chosen):
         kind = prompts if name in ("prompt", "response", "messages") else st.one_of(text, values)
         cells = draw(st.lists(draw(st.sampled_from([kind, messages, text])), min_size=count, max_size=count))
         try:
-            found[name] = pyarrow.array(cells, draw(types))
+            table_columns[name] = pyarrow.array(cells, draw(types))
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError):  # these do not form one column
-            found[name] = pyarrow.array([str(cell) for cell in cells])
-    return pyarrow.table(found)
+            table_columns[name] = pyarrow.array([str(cell) for cell in cells])
+    return pyarrow.table(table_columns)
 
 
 def written(table: pyarrow.Table, folder: Path) -> Path:
@@ -96,18 +96,20 @@ options = st.builds(
 
 
 @many
-@given(table=tables(), asked=options, most=st.sampled_from([None, 1, 3]))
-def test_any_rows_load_as_prompts_or_raise(table: Any, asked: PromptOptions, most: int | None, tokenizer, tmp_path):
+@given(table=tables(), prompt_options=options, most=st.sampled_from([None, 1, 3]))
+def test_any_rows_load_as_prompts_or_raise(
+    table: Any, prompt_options: PromptOptions, most: int | None, tokenizer, tmp_path
+):
     path = written(table, tmp_path)
     try:
-        found = load_prompts(path, tokenizer, asked, most)
+        data = load_prompts(path, tokenizer, prompt_options, most)
     except CamshaftError as error:
         says_where(error, "drops all rows")
         return
-    assert 0 < len(found.batch) == found.num_read - found.num_dropped
-    lengths = found.batch["prompts"].lengths
-    assert 1 <= int(lengths.min()) <= int(lengths.max()) <= asked.max_prompt_length
-    assert len(list(StatefulLoader(found.batch, 1, total_epochs=2))) == 2 * len(found.batch)
+    assert 0 < len(data.batch) == data.num_read - data.num_dropped
+    lengths = data.batch["prompts"].lengths
+    assert 1 <= int(lengths.min()) <= int(lengths.max()) <= prompt_options.max_prompt_length
+    assert len(list(StatefulLoader(data.batch, 1, total_epochs=2))) == 2 * len(data.batch)
 
 
 @many
@@ -115,11 +117,11 @@ def test_any_rows_load_as_prompts_or_raise(table: Any, asked: PromptOptions, mos
 def test_any_rows_load_as_sequences_or_raise(table: Any, tokenizer, tmp_path):
     path = written(table, tmp_path)
     try:
-        found = load_sft(path, tokenizer, SFTOptions(max_length=16, truncation="left"))
+        data = load_sft(path, tokenizer, SFTOptions(max_length=16, truncation="left"))
     except CamshaftError as error:
         says_where(error, "truncates all trained tokens")
         return
-    assert found.batch["loss_mask"].values.any()
+    assert data.batch["loss_mask"].values.any()
 
 
 @many
@@ -169,17 +171,17 @@ def test_loader_resumes_anywhere_with_the_remaining_rows(count, size, epochs, se
     def loader() -> StatefulLoader:
         return StatefulLoader(rows, size, total_epochs=epochs, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
-    whole = [batch["uid"].tolist() for batch in loader()]
-    first, seen = loader(), []
+    batches = [batch["uid"].tolist() for batch in loader()]
+    first, consumed = loader(), []
     state = first.state_dict()
     for batch in first:
-        if len(seen) == stop:
+        if len(consumed) == stop:
             break
-        seen.append(batch["uid"].tolist())
+        consumed.append(batch["uid"].tolist())
         state = first.state_dict()
     second = loader()
     second.load_state_dict(state)
-    assert seen + [batch["uid"].tolist() for batch in second] == whole
+    assert consumed + [batch["uid"].tolist() for batch in second] == batches
 
 
 def test_a_value_without_python_equivalent_is_an_error(tokenizer, tmp_path: Path) -> None:

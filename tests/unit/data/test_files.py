@@ -40,9 +40,9 @@ def test_folders_and_patterns_resolve_in_alphabetical_order(folder: Path, remote
 
 
 def test_prompts_from_a_url_equal_local_ones(folder: Path, remote: str, tokenizer) -> None:
-    here, there = (load_prompts(data_files(root), tokenizer, PromptOptions()).batch for root in (folder, remote))
-    assert len(there) == 3
-    assert there["prompts"].values.tolist() == here["prompts"].values.tolist()
+    local, fetched = (load_prompts(data_files(root), tokenizer, PromptOptions()).batch for root in (folder, remote))
+    assert len(fetched) == 3
+    assert fetched["prompts"].values.tolist() == local["prompts"].values.tolist()
 
 
 def test_errors_of_remote_files_name_the_url(remote: str, tokenizer, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_resumed_loader_returns_the_remaining_batches(stop, drop_last):
     def make():
         return StatefulLoader(rows(7), 2, total_epochs=3, seed=3, drop_last=drop_last)
 
-    whole = firsts(make())
+    all_rows = firsts(make())
     stopped, before = make(), []
     for batch in stopped:
         if len(before) == stop:
@@ -71,7 +71,7 @@ def test_resumed_loader_returns_the_remaining_batches(stop, drop_last):
     resumed = make()
     if before:
         resumed.load_state_dict(state)
-    assert firsts(before) + firsts(resumed) == whole
+    assert firsts(before) + firsts(resumed) == all_rows
 
 
 def test_returned_rows_start_the_next_batch():
@@ -83,13 +83,13 @@ def test_returned_rows_start_the_next_batch():
 
 
 def test_rows_of_a_finished_epoch_can_be_returned_during_iteration():
-    loader, seen = StatefulLoader(rows(4), 2, total_epochs=2, seed=1), []
+    loader, consumed = StatefulLoader(rows(4), 2, total_epochs=2, seed=1), []
     for batch in loader:
-        seen += firsts([batch])
-        if len(seen) == 2:
+        consumed += firsts([batch])
+        if len(consumed) == 2:
             loader.return_rows(2)
-    whole = firsts(StatefulLoader(rows(4), 2, total_epochs=2, seed=1))
-    assert seen == [*whole[:2], whole[1], *whole[2:]]
+    all_rows = firsts(StatefulLoader(rows(4), 2, total_epochs=2, seed=1))
+    assert consumed == [*all_rows[:2], all_rows[1], *all_rows[2:]]
 
 
 def test_returned_rows_that_fill_no_batch_are_dropped():
@@ -162,8 +162,8 @@ def test_resuming_with_changed_rows_is_an_error(change):
         "a longer row": [[0], [1], [2, 2]],
     }
 
-    def loader(found):
-        return StatefulLoader(DataProto.from_dict({"prompts": Ragged.from_rows(found), "uid": ["0", "1", "2"]}), 1)
+    def loader(data):
+        return StatefulLoader(DataProto.from_dict({"prompts": Ragged.from_rows(data), "uid": ["0", "1", "2"]}), 1)
 
     state = loader([[0], [1], [2]]).state_dict()
     loader([[0], [1], [2]]).load_state_dict(state)

@@ -31,9 +31,9 @@ def load(tmp_path, tokenizer):
     return load
 
 
-def shown(found, tokenizer):
+def shown(data, tokenizer):
     """Return (chosen, rejected) of each row as text."""
-    columns = [[tokenizer.decode(row) for row in found.batch[name].rows()] for name in ("chosen", "rejected")]
+    columns = [[tokenizer.decode(row) for row in data.batch[name].rows()] for name in ("chosen", "rejected")]
     texts = [[text.replace("<|im_start|>", "(").replace("<|im_end|>", ")") for text in column] for column in columns]
     return list(zip(*texts, strict=True))
 
@@ -58,23 +58,23 @@ def test_all_conversation_formats_use_the_chat_template(load, tokenizer, row, op
 
 def test_sequences_match_transformers(load, tokenizer):
     turns = [user("1+2="), bot("3"), user("sure?"), bot("yes")]
-    found = load([{"prompt": turns[:3], "chosen": "yes", "rejected": "no"}])
-    assert found.batch["chosen"].rows()[0].tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
+    data = load([{"prompt": turns[:3], "chosen": "yes", "rejected": "no"}])
+    assert data.batch["chosen"].rows()[0].tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
 
 
 def test_plain_text_gets_an_end_token(load, tokenizer):
     assert shown(load([{"prompt": "1+2=", "chosen": "3", "rejected": "4"}]), tokenizer) == [("1+2=3)", "1+2=4)")]
-    whole = {"chosen": "Human: 1+2? Assistant: 3", "rejected": "Human: 1+2? Assistant: 4<|im_end|>"}
-    found = shown(load([whole], prompt_key=None), tokenizer)
-    assert found == [("Human: 1+2? Assistant: 3)", "Human: 1+2? Assistant: 4)")]
+    row = {"chosen": "Human: 1+2? Assistant: 3", "rejected": "Human: 1+2? Assistant: 4<|im_end|>"}
+    texts = shown(load([row], prompt_key=None), tokenizer)
+    assert texts == [("Human: 1+2? Assistant: 3)", "Human: 1+2? Assistant: 4)")]
 
 
 def test_columns_may_have_other_names(load, tokenizer):
     row = {"question": [user("a")], "better": "b", "worse": "c", "lead": 2}
     keys = {"prompt_key": "question", "chosen_key": "better", "rejected_key": "worse", "margin_key": "lead"}
-    found = load([row], **keys)
-    assert shown(found, tokenizer) == [("(ua)(ab)", "(ua)(ac)")]
-    assert found.batch["margin"].tolist() == [2]
+    data = load([row], **keys)
+    assert shown(data, tokenizer) == [("(ua)(ab)", "(ua)(ac)")]
+    assert data.batch["margin"].tolist() == [2]
     assert load([{**PROMPT, "chosen": "3", "rejected": "4"}]).batch["margin"].tolist() == [0]
 
 
@@ -92,23 +92,23 @@ def test_template_suffix_is_kept_and_trailing_padding_dropped(load, tokenizer):
 )
 def test_long_sequences_are_truncated_and_counted(load, tokenizer, truncation, kept):
     rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {"prompt": [user("")], "chosen": "3", "rejected": "4"}]
-    found = load(rows, max_length=7, truncation=truncation)
-    assert shown(found, tokenizer) == [kept, ("(u)(a3)", "(u)(a4)")]
-    assert found.num_truncated == 1
-    assert "2 pairs, 28 tokens, 1 truncated" in str(found)
+    data = load(rows, max_length=7, truncation=truncation)
+    assert shown(data, tokenizer) == [kept, ("(u)(a3)", "(u)(a4)")]
+    assert data.num_truncated == 1
+    assert "2 pairs, 28 tokens, 1 truncated" in str(data)
 
 
 def test_the_left_keeps_a_beginning_of_sequence_token(load, tokenizer):
     rows = [{**PROMPT, "chosen": "3", "rejected": "4"}]
-    found = load(rows, bos="<|im_start|>", max_length=7, truncation="left")
-    assert shown(found, tokenizer) == [("(=)(a3)", "(=)(a4)")]
+    data = load(rows, bos="<|im_start|>", max_length=7, truncation="left")
+    assert shown(data, tokenizer) == [("(=)(a3)", "(=)(a4)")]
 
 
 def test_pairs_of_equal_sequences_are_dropped_and_counted(load, tokenizer):
     rows = [{**PROMPT, "chosen": "3", "rejected": "3"}, {**PROMPT, "chosen": "3", "rejected": "4"}]
-    found = load(rows)
-    assert (len(found.batch), found.num_read, found.num_equal) == (1, 2, 1)
-    assert "1 pairs of identical sequences dropped" in str(found)
+    data = load(rows)
+    assert (len(data.batch), data.num_read, data.num_equal) == (1, 2, 1)
+    assert "1 pairs of identical sequences dropped" in str(data)
     # Truncation on the right can remove every difference.
     with pytest.raises(
         BatchError, match=r"'chosen' and 'rejected' contain identical tokens in all 1 rows.*truncation=right.* row 0;"
@@ -118,8 +118,10 @@ def test_pairs_of_equal_sequences_are_dropped_and_counted(load, tokenizer):
 
 def test_a_long_sequence_error_names_row_length_and_fix(load):
     rows = [{**PROMPT, "chosen": "3", "rejected": "4"}, {**PROMPT, "chosen": "3", "rejected": "four"}]
-    said = r"pairs\.parquet, row 1: the sequence with 'rejected' has 14 tokens, but data\.max_length=11 \(1 of 2 pairs"
-    with pytest.raises(BatchError, match=said) as caught:
+    message = (
+        r"pairs\.parquet, row 1: the sequence with 'rejected' has 14 tokens, but data\.max_length=11 \(1 of 2 pairs"
+    )
+    with pytest.raises(BatchError, match=message) as caught:
         load(rows, max_length=11)
     assert "data.truncation=left" in str(caught.value)
 
@@ -128,7 +130,7 @@ GOOD = {**PROMPT, "chosen": "3", "rejected": "4"}
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "said"),
+    ("row", "options", "message"),
     [
         ({**GOOD, "rejected": None}, {}, r"row 1: 'rejected' is empty \(None\)"),
         ({**GOOD, "chosen": " "}, {}, "row 1: 'chosen' is empty"),
@@ -137,13 +139,13 @@ GOOD = {**PROMPT, "chosen": "3", "rejected": "4"}
         ({**GOOD, "lead": float("nan")}, {"margin_key": "lead"}, "row 1: 'lead' is nan"),
     ],
 )
-def test_a_bad_row_is_named(load, row, options, said):
-    with pytest.raises(BatchError, match=rf"pairs\.parquet, {said}"):
+def test_a_bad_row_is_named(load, row, options, message):
+    with pytest.raises(BatchError, match=rf"pairs\.parquet, {message}"):
         load([{**GOOD, "lead": 1.0}, row], **options)
 
 
 @pytest.mark.parametrize(
-    ("turns", "said"),
+    ("turns", "message"),
     [
         ([user("other"), bot("3")], "starts with a message of role 'user' but not with the prompt"),
         ([user("1+2=")], "ends with a message of role 'user'"),
@@ -153,8 +155,8 @@ def test_a_bad_row_is_named(load, row, options, said):
         ),
     ],
 )
-def test_invalid_response_conversations_are_errors(load, turns, said):
-    with pytest.raises(BatchError, match=rf"row 0: 'chosen' {said}"):
+def test_invalid_response_conversations_are_errors(load, turns, message):
+    with pytest.raises(BatchError, match=rf"row 0: 'chosen' {message}"):
         load([{**PROMPT, "chosen": turns, "rejected": [bot("4")]}])
 
 

@@ -100,9 +100,9 @@ def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
     [("left", 4, "defg"), ("right", 4, "abcd"), ("middle", 4, "abfg"), ("middle", 5, "abefg"), ("middle", 1, "g")],
 )
 def test_long_prompts_are_truncated_at_the_given_side(load, tokenizer, truncation, limit, kept):
-    found = load([row("abcdefg"), row("x")], max_prompt_length=limit, truncation=truncation)
-    assert [tokenizer.decode(ids) for ids in found.batch["prompts"].rows()] == [kept, "x"]
-    assert found.num_truncated == 1
+    data = load([row("abcdefg"), row("x")], max_prompt_length=limit, truncation=truncation)
+    assert [tokenizer.decode(ids) for ids in data.batch["prompts"].rows()] == [kept, "x"]
+    assert data.num_truncated == 1
 
 
 def test_a_prompt_of_exactly_the_limit_is_not_truncated(load):
@@ -111,9 +111,9 @@ def test_a_prompt_of_exactly_the_limit_is_not_truncated(load):
 
 def test_filtered_prompts_are_logged_and_others_keep_their_uid(load, caplog):
     caplog.set_level("INFO")
-    found = load([row("a"), row("abcdefg"), row("b")], max_prompt_length=4, filter_overlong=True)
-    assert found.batch["uid"].tolist() == ["0", "2"]
-    assert (found.num_read, found.num_dropped, found.num_truncated) == (3, 1, 0)
+    data = load([row("a"), row("abcdefg"), row("b")], max_prompt_length=4, filter_overlong=True)
+    assert data.batch["uid"].tolist() == ["0", "2"]
+    assert (data.num_read, data.num_dropped, data.num_truncated) == (3, 1, 0)
     assert "2 prompts, 1 of 3 rows dropped as too long from " in caplog.text
 
 
@@ -128,13 +128,13 @@ def test_filtering_everything_is_an_error(load):
 def test_truncation_matches_slicing_of_the_ids(load, tokenizer, of, truncation, limit):
     texts = ["1+2=3", "x", "10+20=30+40=70", "ab"]
     batch = load([row(of(text)) for text in texts], max_prompt_length=limit, truncation=truncation).batch
-    for found, text in zip(batch["prompts"].rows(), texts, strict=True):
+    for prompt, text in zip(batch["prompts"].rows(), texts, strict=True):
         ids = tokenizer(text).input_ids
         if of is user:
             ids = tokenizer.apply_chat_template(user(text), add_generation_prompt=True, return_dict=False)
         half = limit // 2
         slices = {"left": ids[-limit:], "right": ids[:limit], "middle": ids[:half] + ids[len(ids) - limit + half :]}
-        assert found.tolist() == (slices[truncation] if len(ids) > limit else ids)
+        assert prompt.tolist() == (slices[truncation] if len(ids) > limit else ids)
 
 
 def test_a_long_conversation_is_an_error_too(load):
@@ -151,7 +151,7 @@ def test_prompt_ids_are_kept_as_tokens_and_original_value(load, tokenizer, ids):
     if ids[0] == "a7":
         rows[1]["index"] = "nine"
     batch = load(rows, prompt_id_key="index", max_prompt_length=4, filter_overlong=True).batch
-    assert [found.tolist() for found in batch["prompt_id"].rows()] == [tokenizer(str(i)).input_ids for i in ids]
+    assert [row_ids.tolist() for row_ids in batch["prompt_id"].rows()] == [tokenizer(str(i)).input_ids for i in ids]
     assert [extra["prompt_id"] for extra in batch["extra_info"]] == ids
     assert batch["extra_info"][0]["split"] == "train"
     assert "prompt_id" not in load(rows).batch
@@ -196,8 +196,8 @@ def test_raw_input_ids_are_tokens_of_the_text(load, tokenizer, of):
     texts = ["1+2=", "x" * 30, "10+20="]
     options = {"return_raw_input_ids": True, "max_prompt_length": 20, "filter_overlong": True}
     batch = load([row(of(text)) for text in texts], **options).batch
-    wanted = [tokenizer("1+2=").input_ids, tokenizer("10+20=").input_ids]
-    assert [ids.tolist() for ids in batch["raw_input_ids"].rows()] == wanted
+    expected = [tokenizer("1+2=").input_ids, tokenizer("10+20=").input_ids]
+    assert [ids.tolist() for ids in batch["raw_input_ids"].rows()] == expected
 
 
 def test_raw_input_ids_require_single_message_prompts(load):
@@ -220,15 +220,15 @@ def test_an_empty_conversation_is_an_error_that_names_the_row(load):
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "problem"),
     [
         ({"content": "x"}, "has no 'role', only"),
         ({"role": "user"}, "has no 'content'"),
         ({"role": "user", "content": None, "x": 1}, "has content=None"),
     ],
 )
-def test_a_message_without_role_or_content_names_the_row(load, message, told):
-    with pytest.raises(BatchError, match=rf"row 0: message 0 of 'prompt' {told}"):
+def test_a_message_without_role_or_content_names_the_row(load, message, problem):
+    with pytest.raises(BatchError, match=rf"row 0: message 0 of 'prompt' {problem}"):
         load([row([message])])
 
 

@@ -45,8 +45,8 @@ def rows_of(path: Path, columns: list[str] = ROW) -> list[dict[str, Any]]:
 
 def can_be_read(path: Path, tmp_path: Path) -> None:
     """Load the files with the loader of a run."""
-    found = load_prompts(path, make_tiny_tokenizer(tmp_path / "tokenizer"), PromptOptions(max_prompt_length=1000))
-    assert len(found.batch) == len(rows_of(path))
+    data = load_prompts(path, make_tiny_tokenizer(tmp_path / "tokenizer"), PromptOptions(max_prompt_length=1000))
+    assert len(data.batch) == len(rows_of(path))
 
 
 GSM8K = [
@@ -161,8 +161,8 @@ def test_hh(layout: str, prepare: Callable[..., int], tmp_path: Path, capsys: py
 
 def test_consecutive_turns_of_one_role_are_merged() -> None:
     messages = runpy.run_path(str(SCRIPTS / "hh.py"))["messages"]
-    found = messages("\n\nHuman: One\n\nHuman: Two\n\nAssistant: A\n\nHuman said so: yes")
-    assert found == [
+    turns = messages("\n\nHuman: One\n\nHuman: Two\n\nAssistant: A\n\nHuman said so: yes")
+    assert turns == [
         {"role": "user", "content": "One\n\nTwo"},
         {"role": "assistant", "content": "A\n\nHuman said so: yes"},
     ]
@@ -172,7 +172,7 @@ def test_consecutive_turns_of_one_role_are_merged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "files", "said"),
+    ("script", "files", "message"),
     [
         ("gsm8k.py", {}, "does not exist; use the folder"),
         ("gsm8k.py", {"notes.txt": "hello"}, "contains no files of a split, such as train.jsonl"),
@@ -196,14 +196,14 @@ def test_consecutive_turns_of_one_role_are_merged() -> None:
     ],
 )
 def test_invalid_raw_files_are_errors(
-    script: str, files: dict[str, str], said: str, prepare: Callable[..., int], tmp_path: Path,
+    script: str, files: dict[str, str], message: str, prepare: Callable[..., int], tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     for name, text in files.items():
         (tmp_path / "raw").mkdir(exist_ok=True)
         (tmp_path / "raw" / name).write_text(text)
     assert prepare(script) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_missing_raw_column_is_reported_with_the_nearest(

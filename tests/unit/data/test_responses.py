@@ -36,13 +36,13 @@ def test_file_has_prompt_columns_and_those_of_all_parts(source: Path, tmp_path: 
         parts.add(2, {"": [["a", "b"], ["c", ""]], "_tokens": [[1, 2], [3, 0]], "_pred": [["x", None], [None, None]]})
         parts.add(1, {"": [["d", "e"]], "_tokens": [[4, 5]], "_pred": [[None, None]]})
         out.write(source, [0, 2, 4], parts)
-    made, given = parquet.ParquetFile(out.path).read(), parquet.ParquetFile(source).read()
-    assert made.select(given.column_names).equals(given.take([0, 2, 4]))
-    assert made.schema.field("small").type == pyarrow.int8()
-    assert made.schema.metadata[b"owner"] == b"me"
-    assert made.column("responses").to_pylist() == [["a", "b"], ["c", ""], ["d", "e"]]
-    assert made.column("responses_tokens").to_pylist() == [[1, 2], [3, 0], [4, 5]]
-    assert made.schema.field("responses_pred").type == pyarrow.list_(pyarrow.string())
+    output, original = parquet.ParquetFile(out.path).read(), parquet.ParquetFile(source).read()
+    assert output.select(original.column_names).equals(original.take([0, 2, 4]))
+    assert output.schema.field("small").type == pyarrow.int8()
+    assert output.schema.metadata[b"owner"] == b"me"
+    assert output.column("responses").to_pylist() == [["a", "b"], ["c", ""], ["d", "e"]]
+    assert output.column("responses_tokens").to_pylist() == [[1, 2], [3, 0], [4, 5]]
+    assert output.schema.field("responses_pred").type == pyarrow.list_(pyarrow.string())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.parquet", "out.parquet"]
 
 

@@ -38,10 +38,10 @@ def load(tmp_path, tokenizer):
     return load
 
 
-def shown(found, tokenizer):
+def shown(data, tokenizer):
     """Return each row as text with its trained tokens in brackets."""
     rows = []
-    for ids, mask in zip(found.batch["input_ids"].rows(), found.batch["loss_mask"].rows(), strict=True):
+    for ids, mask in zip(data.batch["input_ids"].rows(), data.batch["loss_mask"].rows(), strict=True):
         text, inside = "", False
         for token, trained in zip(ids.tolist(), mask.tolist(), strict=True):
             text += ("[" if trained else "]") * (trained != inside) + tokenizer.decode([token])
@@ -51,8 +51,8 @@ def shown(found, tokenizer):
 
 
 def test_the_response_and_its_end_are_trained(load, tokenizer):
-    found = load([{"prompt": chat("1+2="), "response": "3"}, {"prompt": chat("5+5="), "response": "10"}])
-    assert shown(found, tokenizer) == ["(u1+2=)(a[3)]", "(u5+5=)(a[10)]"]
+    data = load([{"prompt": chat("1+2="), "response": "3"}, {"prompt": chat("5+5="), "response": "10"}])
+    assert shown(data, tokenizer) == ["(u1+2=)(a[3)]", "(u5+5=)(a[10)]"]
 
 
 def test_sequences_match_transformers(load, tokenizer):
@@ -69,8 +69,8 @@ def test_template_text_after_a_turn_is_not_trained(load, tokenizer):
 
 
 def test_history_in_a_prompt_is_not_trained(load, tokenizer):
-    found = load([{"prompt": chat("a", "b", "c"), "response": "d"}])
-    assert shown(found, tokenizer) == ["(ua)(ab)(uc)(a[d)]"]
+    data = load([{"prompt": chat("a", "b", "c"), "response": "d"}])
+    assert shown(data, tokenizer) == ["(ua)(ab)(uc)(a[d)]"]
 
 
 def test_plain_text_gets_the_end_of_sequence_token(load, tokenizer):
@@ -83,8 +83,8 @@ def test_an_initial_assistant_turn_is_context(load, tokenizer):
 
 
 def test_a_template_that_rewrites_history_yields_one_row_per_turn(load, tokenizer):
-    found = load([{"messages": chat("q", "think/3", "r", "again/4")}], FORGETS)
-    assert shown(found, tokenizer) == ["(uq)(a[think/3)]", "(uq)(a3)(ur)(a[again/4)]"]
+    data = load([{"messages": chat("q", "think/3", "r", "again/4")}], FORGETS)
+    assert shown(data, tokenizer) == ["(uq)(a[think/3)]", "(uq)(a3)(ur)(a[again/4)]"]
 
 
 def test_a_template_that_hides_the_answer_is_an_error(load):
@@ -97,24 +97,24 @@ def test_without_special_tokens_the_whole_turn_is_trained(load, tokenizer):
 
 
 def test_the_first_token_of_a_row_is_never_trained(load):
-    found = load([{"prompt": "abc", "response": "defg"}], max_length=4, truncation="left")
-    assert found.batch["loss_mask"].rows()[0].tolist() == [False, True, True, True]
+    data = load([{"prompt": "abc", "response": "defg"}], max_length=4, truncation="left")
+    assert data.batch["loss_mask"].rows()[0].tolist() == [False, True, True, True]
 
 
 # (ua)(a[bcd)] is 10 tokens: 1 2 3 4 for the prompt, 5 6 for (a, then b c d and the end.
 @pytest.mark.parametrize(("truncation", "kept"), [("left", "ua)(a[bcd)]"), ("right", "(ua)(a[bcd]")])
 def test_long_sequences_are_truncated_at_the_given_side(load, tokenizer, truncation, kept):
-    found = load([{"prompt": chat("a"), "response": "bcd"}], max_length=9, truncation=truncation)
-    assert shown(found, tokenizer) == [kept]
-    assert found.num_truncated == 1
+    data = load([{"prompt": chat("a"), "response": "bcd"}], max_length=9, truncation=truncation)
+    assert shown(data, tokenizer) == [kept]
+    assert data.num_truncated == 1
 
 
 def test_sequences_without_trained_tokens_are_dropped_and_counted(load, tokenizer):
     rows = [{"prompt": chat("abcdefgh"), "response": "x"}, {"prompt": chat("a"), "response": "x"}]
-    found = load(rows, max_length=8, truncation="right")
-    assert shown(found, tokenizer) == ["(ua)(a[x)]"]
-    assert (found.num_read, found.num_untrained) == (2, 1)
-    assert "1 dropped without trained tokens" in str(found)
+    data = load(rows, max_length=8, truncation="right")
+    assert shown(data, tokenizer) == ["(ua)(a[x)]"]
+    assert (data.num_read, data.num_untrained) == (2, 1)
+    assert "1 dropped without trained tokens" in str(data)
 
 
 def test_truncating_all_trained_tokens_is_an_error(load):

@@ -38,8 +38,10 @@ def test_splits_are_disjoint_up_to_commutation(tmp_path):
 
 def test_operands_stay_in_their_ranges_ends_included(tmp_path):
     paths = write_arithmetic(tmp_path, left=(3, 5), right=(10, 11), num_train=5, num_heldout=1)
-    found = [tuple(map(int, text.removesuffix("=").split("+"))) for text in texts(paths.train) + texts(paths.heldout)]
-    assert sorted(found) == [(a, b) for a in (3, 4, 5) for b in (10, 11)]
+    operands = [
+        tuple(map(int, text.removesuffix("=").split("+"))) for text in texts(paths.train) + texts(paths.heldout)
+    ]
+    assert sorted(operands) == [(a, b) for a in (3, 4, 5) for b in (10, 11)]
 
 
 def test_the_same_arguments_write_the_same_files(tmp_path):
@@ -58,9 +60,9 @@ def test_the_files_load_as_prompts_and_as_sft_rows(tmp_path, tokenizer):
     prompts = load_prompts(paths.train, tokenizer, PromptOptions(max_prompt_length=9)).batch
     assert len(list(StatefulLoader(prompts, 8))) == 5
     sft = load_sft(paths.sft_train, tokenizer, SFTOptions(max_length=12)).batch
-    whole = tokenizer.decode(sft["input_ids"].rows()[0])
-    assert whole.startswith(tokenizer.decode(prompts["prompts"].rows()[0]))
-    assert whole.endswith(prompts["ground_truth"][0] + "<|im_end|>")
+    text = tokenizer.decode(sft["input_ids"].rows()[0])
+    assert text.startswith(tokenizer.decode(prompts["prompts"].rows()[0]))
+    assert text.endswith(prompts["ground_truth"][0] + "<|im_end|>")
 
 
 def test_a_built_in_reward_scores_the_data_set():

@@ -33,12 +33,12 @@ def as_lists(ids):
     return [row.tolist() for row in ids.rows()]
 
 
-def expected(found, tokenizer):
+def expected(data, tokenizer):
     return [
         tokenizer(p).input_ids
         if isinstance(p, str)
         else tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)
-        for p in found
+        for p in data
     ]
 
 
@@ -58,14 +58,14 @@ def test_a_second_start_reads_the_cache(tokenizer, monkeypatch, caplog) -> None:
 
 @pytest.mark.parametrize("change", ["a prompt", "the order", "the template", "a token", "the version", "the day"])
 def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> None:
-    other, found = copy.deepcopy(tokenizer), prompts()
+    other, data = copy.deepcopy(tokenizer), prompts()
     if change == "the day":
         tokenizer.chat_template = other.chat_template = "{{ strftime_now('%d') }}" + tokenizer.chat_template
-    tokenize(found, tokenizer, PLACES, 1)
+    tokenize(data, tokenizer, PLACES, 1)
     if change == "a prompt":
-        found = prompts("30")
+        data = prompts("30")
     elif change == "the order":
-        found = found[::-1]
+        data = data[::-1]
     elif change == "the template":
         other.chat_template = "{{ messages[0].content }}"
     elif change == "a token":
@@ -74,11 +74,11 @@ def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> 
         monkeypatch.setattr(tokens.transformers, "__version__", "0")
     else:
         monkeypatch.setattr(tokens, "date", type("Later", (), {"today": lambda: "2100-01-01"}))
-    made = []
+    created = []
     plain = tokens._tokenize
-    monkeypatch.setattr(tokens, "_tokenize", lambda *a: (made.append(1), plain(*a))[1])
-    assert as_lists(tokenize(found, other, PLACES, 1)) == expected(found, other)
-    assert made
+    monkeypatch.setattr(tokens, "_tokenize", lambda *a: (created.append(1), plain(*a))[1])
+    assert as_lists(tokenize(data, other, PLACES, 1)) == expected(data, other)
+    assert created
 
 
 @pytest.mark.parametrize("damage", ["cut off", "other rows"])

@@ -31,7 +31,7 @@ PLAIN = ("step", "mask")
 """Tensors that no engine shards."""
 
 
-def whole() -> dict[str, Tensor]:
+def full_tensors() -> dict[str, Tensor]:
     """Return tensors with uneven rows, fewer rows than ranks, no rows to shard, and other dtypes."""
     draw = torch.Generator().manual_seed(3)
     return {
@@ -52,13 +52,13 @@ def laid_out(layout: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,) if layout == "1d" else (2, size // 2), mesh_dim_names=None)
     placements: dict[str, Any] = {"1d": [Shard(0)], "hsdp": [Replicate(), Shard(0)], "dp_tp": [Shard(0), Shard(1)]}
-    found = {}
+    placed = {}
     for name, tensor in tensors.items():
         where = placements[layout]
         if layout == "dp_tp" and tensor.ndim < 2:
             where = [Shard(0), Replicate()]
-        found[name] = tensor.clone() if name in PLAIN else distribute_tensor(tensor, mesh, where)
-    return found
+        placed[name] = tensor.clone() if name in PLAIN else distribute_tensor(tensor, mesh, where)
+    return placed
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def full(tensor: Tensor) -> Tensor:
 def write(folder: str, layout: str, limit: int | None = None) -> None:
     random = {"cpu": torch.full((3,), dist.get_rank() if dist.is_initialized() else 0)}
     group = None if layout == "plain" else dist.group.WORLD
-    state = State(laid_out(layout, whole()), {}, random, {"update": 5})
+    state = State(laid_out(layout, full_tensors()), {}, random, {"update": 5})
     with mock.patch.object(checkpoint, "_FILE_BYTES", limit or checkpoint._FILE_BYTES):
         save(state, folder, group=group, global_step=5)
 
@@ -76,11 +76,11 @@ def write(folder: str, layout: str, limit: int | None = None) -> None:
 def read(folder: str, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a checkpoint and compare every bit; return (facts, random state)."""
     group = None if layout == "plain" else dist.group.WORLD
-    targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in whole().items()})
+    targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in full_tensors().items()})
     kept = dict(targets)
     loaded = load_into(folder, targets, group=group)
     assert all(targets[name] is kept[name] for name in kept)
-    for name, tensor in whole().items():
+    for name, tensor in full_tensors().items():
         assert torch.equal(full(targets[name]), tensor), name
         assert full(targets[name]).dtype == tensor.dtype, name
     return loaded.metadata, loaded.random
@@ -126,14 +126,14 @@ def test_large_parts_are_cut_into_files(tmp_path: Path) -> None:
 def test_a_copy_of_a_weight_is_written_once(tmp_path: Path) -> None:
     run_ranks(write, 4, str(tmp_path / "ckpt"), "hsdp")
     files = [load_file(path) for path in (tmp_path / "ckpt" / "model").iterdir()]
-    assert sum(t.nbytes for file in files for t in file.values()) == sum(t.nbytes for t in whole().values())
+    assert sum(t.nbytes for file in files for t in file.values()) == sum(t.nbytes for t in full_tensors().values())
 
 
 def test_random_state_is_each_ranks_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = str(tmp_path / "ckpt")
     run_ranks(write, 2, folder, "1d")
-    found = run_ranks(read, 2, folder, "1d")
-    assert [random["cpu"].tolist() for _, random in found] == [[0] * 3, [1] * 3]
+    results = run_ranks(read, 2, folder, "1d")
+    assert [random["cpu"].tolist() for _, random in results] == [[0] * 3, [1] * 3]
     with caplog.at_level(logging.INFO):
         assert read(folder, "plain")[1] == {}
     assert "written by 2 ranks and is loaded by 1; dropout starts with new random states" in caplog.text
@@ -167,9 +167,9 @@ def write_module(folder: str) -> list[bool]:
     named_again = dict(again.named_parameters())
     fresh = torch.optim.AdamW(again.parameters(), foreach=True)
     load_into(folder, named_again, fresh, named_again, group=dist.group.WORLD)
-    state, found = optimizer.state_dict()["state"], fresh.state_dict()["state"]
+    state, loaded = optimizer.state_dict()["state"], fresh.state_dict()["state"]
     same = [torch.equal(full(named[name]), full(named_again[name])) for name in named]
-    return same + [torch.equal(full(state[i][key]), full(found[i][key])) for i in state for key in state[i]]
+    return same + [torch.equal(full(state[i][key]), full(loaded[i][key])) for i in state for key in state[i]]
 
 
 def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> Non
     other = block(2)
     fresh, named = torch.optim.AdamW(other.parameters()), dict(other.named_parameters())
     load_into(folder, named, fresh, named)
-    for (name, wanted), found in zip(plain.named_parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, msg=name)
-        for key, value in optimizer.state[wanted].items():
-            torch.testing.assert_close(fresh.state[found][key], value, msg=f"{name}/{key}")
+    for (name, expected), actual in zip(plain.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, msg=name)
+        for key, value in optimizer.state[expected].items():
+            torch.testing.assert_close(fresh.state[actual][key], value, msg=f"{name}/{key}")
 
 
 # -- rejected checkpoints -------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> Non
 
 def refusal(folder: str, layout: str = "plain") -> str:
     """Return the error of a rejected checkpoint; reading changed no tensor before the error."""
-    targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in whole().items()})
+    targets = laid_out(layout, {name: torch.zeros_like(tensor) for name, tensor in full_tensors().items()})
     try:
         load_into(folder, targets, group=None if layout == "plain" else dist.group.WORLD)
     except CheckpointError as error:
@@ -218,19 +218,19 @@ def test_a_damaged_file_is_named_on_every_rank(spoil: Callable[[Path], None], tm
     run_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
     (victim,) = (tmp_path / "ckpt" / "model").glob("shard-00002-*")
     spoil(victim)
-    said = run_ranks(refusal, 3, str(tmp_path / "ckpt"), "1d")
-    assert len(set(said)) == 1
-    assert f"model/{victim.name}" in said[0]
+    errors = run_ranks(refusal, 3, str(tmp_path / "ckpt"), "1d")
+    assert len(set(errors)) == 1
+    assert f"model/{victim.name}" in errors[0]
 
 
 def test_another_model_is_rejected_by_the_names_that_differ(tmp_path: Path) -> None:
-    tensors = whole()
+    tensors = full_tensors()
     tensors["more"] = tensors.pop("half")
     tensors["norm.weight"] = torch.zeros(9)
     save(State(tensors, {}, {}, {}), tmp_path / "ckpt")
-    wanted = ("'half' is missing", "'more' is not in the model", "'norm.weight' has shape (9,) but the model has (7,)")
-    for said in [refusal(str(tmp_path / "ckpt")), *run_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
-        assert all(part in said for part in wanted), said
+    phrases = ("'half' is missing", "'more' is not in the model", "'norm.weight' has shape (9,) but the model has (7,)")
+    for error in [refusal(str(tmp_path / "ckpt")), *run_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
+        assert all(part in error for part in phrases), error
 
 
 def test_a_folder_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
@@ -242,10 +242,10 @@ def test_a_folder_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
 
 def adamw_state(optimizer: Callable[..., Any] = torch.optim.AdamW) -> State:
     parameter = torch.nn.Parameter(torch.ones(3))
-    made = optimizer([parameter], lr=0.1)
+    created = optimizer([parameter], lr=0.1)
     parameter.sum().backward()
-    made.step()
-    return State.collect({"p": parameter}, made, {"p": parameter}, {}, {})
+    created.step()
+    return State.collect({"p": parameter}, created, {"p": parameter}, {}, {})
 
 
 def test_an_optimizer_of_another_class_is_rejected_by_both_names(tmp_path: Path) -> None:
@@ -305,10 +305,10 @@ def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> No
     folder = tmp_path / "ckpt"
     run_ranks(write, 2, str(folder), "1d")
     (folder / "older").touch()
-    said = run_ranks(write_with_little_room, 2, str(folder), rank)
-    assert len(set(said)) == 1
-    assert f"rank {rank}: " in said[0]
-    assert "File too large" in said[0]
+    errors = run_ranks(write_with_little_room, 2, str(folder), rank)
+    assert len(set(errors)) == 1
+    assert f"rank {rank}: " in errors[0]
+    assert "File too large" in errors[0]
     assert (folder / "older").exists()
     run_ranks(read, 2, str(folder), "1d")
 
@@ -320,11 +320,11 @@ def write_on_disks_of_their_own(folder: str) -> str:
     def elsewhere(tensors: Any, work: Path, group: Any) -> None:
         real(tensors, work if dist.get_rank() == 0 else Path(f"{folder}.other") / work.name, group)
 
-    def own(state: State, work: Path, group: Any) -> Any:
+    def finish_rank(state: State, work: Path, group: Any) -> Any:
         return {} if dist.get_rank() == 0 else {"model/shard-00002-model-00001-of-00001.safetensors": {}}
 
-    state = State(laid_out("1d", whole()), {}, {}, {})
-    with mock.patch.object(checkpoint, "_write", elsewhere), mock.patch.object(checkpoint, "_finish_rank", own):
+    state = State(laid_out("1d", full_tensors()), {}, {}, {})
+    with mock.patch.object(checkpoint, "_write", elsewhere), mock.patch.object(checkpoint, "_finish_rank", finish_rank):
         try:
             save(state, folder, group=group)
         except CheckpointError as error:
@@ -333,8 +333,8 @@ def write_on_disks_of_their_own(folder: str) -> str:
 
 
 def test_disks_that_are_not_shared_are_found_out(tmp_path: Path) -> None:
-    said = run_ranks(write_on_disks_of_their_own, 2, str(tmp_path / "ckpt"))
-    assert all("use a folder on a file system that all nodes share" in text for text in said)
+    errors = run_ranks(write_on_disks_of_their_own, 2, str(tmp_path / "ckpt"))
+    assert all("use a folder on a file system that all nodes share" in text for text in errors)
     assert not (tmp_path / "ckpt").exists()
 
 
@@ -414,8 +414,8 @@ def train_while_saving(folder: str) -> list[float]:
 
 
 def test_training_continues_during_a_background_save(tmp_path: Path) -> None:
-    wanted = [512.0 * (100 + step) for step in (1, 2, 3) for _ in range(5)]
-    assert run_ranks(train_while_saving, 2, str(tmp_path)) == [wanted] * 2
+    expected = [512.0 * (100 + step) for step in (1, 2, 3) for _ in range(5)]
+    assert run_ranks(train_while_saving, 2, str(tmp_path)) == [expected] * 2
     for step in (1, 2, 3):
         target = torch.zeros(64, 8)
         load_into(tmp_path / f"global_step_{step}", {"weight": target})
@@ -438,14 +438,14 @@ def die_while_saving(folder: str, moment: str) -> None:
     saves.start(numbers(1.0), folder)
     saves.wait()
     module, _, name = MOMENTS[moment].rpartition(".")
-    left = [1 if moment == "between the renames" else 0]
+    remaining = [1 if moment == "between the renames" else 0]
     real = getattr(__import__("sys").modules[module], name)
 
     def last(*args: Any, **kwargs: Any) -> Any:
-        if not left[0]:
+        if not remaining[0]:
             assert threading.current_thread() is not threading.main_thread()
             os._exit(9)
-        left[0] -= 1
+        remaining[0] -= 1
         return real(*args, **kwargs)
 
     with mock.patch(MOMENTS[moment], last):
@@ -487,7 +487,7 @@ def test_a_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path: Path)
 
 def write_and_copy(root: str) -> None:
     for step in (1, 2, 3):
-        state = State(laid_out("1d", whole()), {}, {}, {"update": 5})
+        state = State(laid_out("1d", full_tensors()), {}, {}, {"update": 5})
         where = f"{root}/run/global_step_{step}/actor"
         save(state, where, group=dist.group.WORLD, hdfs_path=f"{root}/far/{step}", max_ckpt_to_keep=2)
 

@@ -88,12 +88,12 @@ def test_costs_of_responses_of_very_different_length_are_spread_less(
         draw = random.Random(seed)
         lengths = [min(8 * median, 1 + int(draw.lognormvariate(math.log(median), 0.9))) for _ in range(rows)]
         greedy = longest_first_into_the_lightest(lengths, budget)
-        ours = plan_micro_batches(torch.tensor(lengths), None, budget, pivot=attention_pivot(hidden))
-        assert len(ours) <= len(greedy)
+        plan_by_cost = plan_micro_batches(torch.tensor(lengths), None, budget, pivot=attention_pivot(hidden))
+        assert len(plan_by_cost) <= len(greedy)
         work = [24 * hidden**2 * n + 4 * hidden * n * n / 2 for n in lengths]
-        for plan, found in zip((greedy, ours), spreads, strict=True):
+        for plan, values in zip((greedy, plan_by_cost), spreads, strict=True):
             costs = [sum(work[row] for row in group) for group in plan]
-            found.append((max(costs) - min(costs)) / (sum(costs) / len(costs)))
+            values.append((max(costs) - min(costs)) / (sum(costs) / len(costs)))
     assert sum(spreads[1]) * margin < sum(spreads[0])
 
 
@@ -141,10 +141,10 @@ def test_an_empty_batch_is_rejected() -> None:
 @given(LENGTHS, st.integers(30, 60))
 def test_order_is_restored_for_tokens_and_for_rows(lengths: list[int], budget: int) -> None:
     rows = torch.tensor(lengths)
-    whole = Ragged(torch.arange(int(rows.sum())), rows)
+    tokens = Ragged(torch.arange(int(rows.sum())), rows)
     plan = plan_micro_batches(rows, None, budget)
-    back = restore_order(plan, [whole.select(part) for part in plan])
+    back = restore_order(plan, [tokens.select(part) for part in plan])
     assert isinstance(back, Ragged)
-    assert torch.equal(back.values, whole.values)
-    assert torch.equal(back.lengths, whole.lengths)
+    assert torch.equal(back.values, tokens.values)
+    assert torch.equal(back.lengths, tokens.lengths)
     assert torch.equal(restore_order(plan, [rows[part] for part in plan]), rows)

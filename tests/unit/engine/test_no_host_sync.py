@@ -43,7 +43,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def there(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with accelerated(monkeypatch) as device:
         yield device
 
@@ -75,45 +75,45 @@ def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool 
 @pytest.mark.parametrize("half", [True, False], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_no_micro_batch_of_an_actor_waits(
-    home: Path, there: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
+    home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
 ) -> None:
     actor = actor_of(home, LOSSES[loss], half=half)
     calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():  # answers waits outside of micro-batches
         actor.update_actor(batch_of())
-    assert not waits.found, waits.found
+    assert not waits.operations, waits.operations
     assert len(calls) >= 3
     kernels = {"torch_attn::_varlen_attn.default", "torch_attn::_varlen_attn_backward.default", "aten::mm.dtype"}
     assert kernels <= waits.operators if half else not kernels & waits.operators
 
 
-def test_no_micro_batch_of_a_critic_waits(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_micro_batch_of_a_critic_waits(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": ROWS, "data.train_batch_size": ROWS}
     critic = CriticWorker(ppo_config(home, settings), Topology(), total_steps=5)
     critic.init_model()
     calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         critic.update_critic(batch_of())
-    assert not waits.found, waits.found
+    assert not waits.operations, waits.operations
     assert len(calls) == ROWS // 2
 
 
-def test_no_micro_batch_without_gradients_waits(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_micro_batch_without_gradients_waits(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2})
     calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         actor.compute_log_prob(batch_of())
-    assert not waits.found, waits.found
+    assert not waits.operations, waits.operations
     assert len(calls) == ROWS // 2
 
 
-def test_synchronizations_do_not_depend_on_micro_batches(home: Path, there: str) -> None:
+def test_synchronizations_do_not_depend_on_micro_batches(home: Path, accelerator: str) -> None:
     counted: dict[int, Counter[str]] = {}
     for size in (ROWS, 2, 1):
         actor = actor_of(home, {}, micro_batch=size)
         with HostWaits() as waits:
             actor.update_actor(batch_of())
-        counted[size] = Counter(waits.found)
+        counted[size] = Counter(waits.operations)
     assert counted[ROWS] == counted[2] == counted[1]
     # The counts that losses are divided by, the norm, and the loss with its metrics.
     files = sorted(wait.partition(" at ")[2].partition(":")[0] for wait in counted[1].elements())
@@ -165,20 +165,20 @@ QUIET: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_wait_is_found(there: str, name: str) -> None:
-    x = torch.empty(4, device=there)
+def test_a_wait_is_found(accelerator: str, name: str) -> None:
+    x = torch.empty(4, device=accelerator)
     # There are no values to continue with.
     with HostWaits() as waits, contextlib.suppress(NotImplementedError, RuntimeError):
         WAITS[name](x)
-    assert waits.found, name
+    assert waits.operations, name
 
 
 @pytest.mark.parametrize("name", QUIET)
-def test_calls_without_synchronization_pass(there: str, name: str) -> None:
-    x = torch.empty(4, device=there)
+def test_calls_without_synchronization_pass(accelerator: str, name: str) -> None:
+    x = torch.empty(4, device=accelerator)
     with HostWaits() as waits:
         QUIET[name](x)
-    assert not waits.found, waits.found
+    assert not waits.operations, waits.operations
 
 
 PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -190,7 +190,9 @@ PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_loss_errors_are_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_planted_loss_errors_are_found(
+    home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     actor = actor_of(home, {})
     plain = actor.policy_loss
 
@@ -203,10 +205,10 @@ def test_planted_loss_errors_are_found(home: Path, there: str, monkeypatch: pyte
     calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
     with HostWaits():
         actor.update_actor(batch_of())
-    assert calls == [1] * (ROWS // 2), waits.found
+    assert calls == [1] * (ROWS // 2), waits.operations
 
 
-def test_planted_model_errors_are_found(home: Path, there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planted_model_errors_are_found(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
     norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)

@@ -50,15 +50,15 @@ def test_parts_are_offloaded_as_configured(resting: tuple[Part, ...], monkeypatc
     with FakeTensorMode():
         parts, module, optimizer = _made(resting, monkeypatch)
         _step(parts, module, optimizer)
-        wanted = {part: "cpu" if part in resting else "cuda" for part in PARTS}
-        assert _places(parts) == wanted
+        expected = {part: "cpu" if part in resting else "cuda" for part in PARTS}
+        assert _places(parts) == expected
         with parts.on_device("model"):
             assert _places(parts)["model"] == "cuda"
-            assert _places(parts)["optimizer"] == wanted["optimizer"]
+            assert _places(parts)["optimizer"] == expected["optimizer"]
         with parts.on_device(*PARTS):
             assert {p.grad.device.type for p in module.parameters() if p.grad is not None} == {"cuda"}
             assert set(_places(parts).values()) == {"cuda"}
-        assert _places(parts) == wanted
+        assert _places(parts) == expected
 
 
 def test_nothing_moves_without_offload(monkeypatch: pytest.MonkeyPatch) -> None:

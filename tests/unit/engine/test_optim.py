@@ -56,8 +56,8 @@ def test_first_adamw_update_by_hand() -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0]))
     optimizer = build_optimizer([weight], OptimConfig(lr=0.1, weight_decay=0.5))
     weight.grad = torch.tensor([3.0])
-    norm, done = clip_and_step(optimizer, 100.0)
-    assert (norm, done) == (3.0, True)
+    norm, stepped = clip_and_step(optimizer, 100.0)
+    assert (norm, stepped) == (3.0, True)
     assert weight.item() == pytest.approx(2.0 - 0.1 - 0.1)
 
 
@@ -66,8 +66,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0, 1.0]))
     optimizer = build_optimizer([weight], OptimConfig(lr=0.1))
     weight.grad = torch.tensor([1.0, bad])
-    norm, done = clip_and_step(optimizer, 1.0)
-    assert not done
+    norm, stepped = clip_and_step(optimizer, 1.0)
+    assert not stepped
     assert not math.isfinite(norm)
     assert weight.tolist() == [2.0, 1.0]
 
@@ -85,8 +85,8 @@ def built(**optim: Any) -> torch.optim.Optimizer:
 def test_the_default_optimizer_is_adamw_with_config_values() -> None:
     optimizer = built(lr=0.5, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.25)
     assert type(optimizer) is torch.optim.AdamW
-    told = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": None, "fused": True}
-    assert {key: optimizer.defaults[key] for key in told} == told
+    settings = {"lr": 0.5, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.25, "foreach": None, "fused": True}
+    assert {key: optimizer.defaults[key] for key in settings} == settings
     assert len(optimizer.param_groups) == 1
 
 
@@ -94,8 +94,8 @@ def test_the_default_optimizer_is_adamw_with_config_values() -> None:
 def test_a_class_is_given_only_what_it_takes(name: str) -> None:
     optimizer = built(optimizer=name, lr=0.5, weight_decay=0.25, override_optimizer_config={"momentum": 0.7})
     assert type(optimizer) is torch.optim.SGD
-    told = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True, "fused": None}
-    assert {key: optimizer.defaults[key] for key in told} == told
+    settings = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True, "fused": None}
+    assert {key: optimizer.defaults[key] for key in settings} == settings
     assert "betas" not in optimizer.defaults
 
 
@@ -117,7 +117,7 @@ def test_overrides_win_and_lists_become_tuples() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optim", "said"),
+    ("optim", "message"),
     [
         ({"optimizer": "adamw"}, "Did you mean 'AdamW'"),
         ({"optimizer": "Optimizer"}, "torch.optim has no optimizer 'Optimizer'"),
@@ -133,8 +133,8 @@ def test_overrides_win_and_lists_become_tuples() -> None:
     ],
     ids=str,
 )
-def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], said: str) -> None:
-    with pytest.raises(EngineError, match=said):
+def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
         built(**optim)
 
 
@@ -191,8 +191,8 @@ def steps_on_a_mesh(outer: int, optim: OptimConfig, max_norm: float) -> tuple[li
     for seed in (1, 2, 3):
         for parameter, gradient in zip(parameters, laid_out(full(seed), outer), strict=True):
             parameter.grad = gradient
-        norm, done = clip_and_step(optimizer, max_norm)
-        assert done
+        norm, stepped = clip_and_step(optimizer, max_norm)
+        assert stepped
         norms.append(norm)
     return norms, [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in parameters]
 
@@ -211,15 +211,15 @@ def test_mixed_meshes_step_like_one_process(ranks: int, outer: int, name: str, m
             parameter.grad = gradient
         norms.append(math.sqrt(sum(float((g.double() ** 2).sum()) for g in full(seed))))
         clip_and_step(alone, 2.0)
-    for found, weights in run_ranks(steps_on_a_mesh, ranks, outer, optim, 2.0):
-        assert found == pytest.approx(norms, rel=1e-6)
+    for result, weights in run_ranks(steps_on_a_mesh, ranks, outer, optim, 2.0):
+        assert result == pytest.approx(norms, rel=1e-6)
         for weight, parameter in zip(weights, parameters, strict=True):
             torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
 def one_bad_number(outer: int) -> list[tuple[bool, bool, bool]]:
     """Return, for each gradient, (norm is finite, step was taken, rank is unchanged). Only rank 1 has an inf."""
-    found = []
+    results = []
     for place in range(len(SHAPES)):
         parameters = [torch.nn.Parameter(t) for t in laid_out(full(0), outer)]
         optimizer = build_optimizer(parameters, OptimConfig(lr=0.1))
@@ -227,11 +227,11 @@ def one_bad_number(outer: int) -> list[tuple[bool, bool, bool]]:
             parameter.grad = gradient
         if dist.get_rank() == 1:
             local_part(parameters[place].grad).view(-1)[0] = math.inf
-        norm, done = clip_and_step(optimizer, 1.0)
+        norm, stepped = clip_and_step(optimizer, 1.0)
         before = zip(parameters, laid_out(full(0), outer), strict=True)
         same = all(torch.equal(local_part(p), local_part(t)) for p, t in before)
-        found.append((math.isfinite(norm), done, same))
-    return found
+        results.append((math.isfinite(norm), stepped, same))
+    return results
 
 
 def local_part(tensor: torch.Tensor | None) -> torch.Tensor:

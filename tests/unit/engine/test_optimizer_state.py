@@ -68,20 +68,20 @@ def train(parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer, steps
 
 def all_of(parameters: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     tensors, values = optimizer_state(optimizer, parameters)
-    found = {**parameters, **tensors}
-    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in found.items()}
+    state = {**parameters, **tensors}
+    full = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in state.items()}
     return {n: t.detach().clone() for n, t in full.items()} | values
 
 
-def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert type(found[name]) is type(value), name
+def same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert type(actual[name]) is type(value), name
         if isinstance(value, Tensor):
-            assert torch.equal(found[name], value), name
-            assert found[name].dtype == value.dtype, name
+            assert torch.equal(actual[name], value), name
+            assert actual[name].dtype == value.dtype, name
         else:
-            assert found[name] == value, name
+            assert actual[name] == value, name
 
 
 def train_and_save(folder: str, name: str, sharded: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -129,9 +129,9 @@ def test_state_of_one_plain_process_is_restored_on_ranks(name: str, tmp_path: Pa
 
 def layouts(folder: str) -> dict[str, bool]:
     parameters, optimizer = engine("NAdam", 1, True)
-    held = {"a.weight/exp_avg": ((5, 3), torch.float64), "a.weight/step": ((), torch.float32)}
-    found = optimizer_targets(optimizer, parameters, held, Path(folder))
-    average, step = found["a.weight/exp_avg"], found["a.weight/step"]
+    stored = {"a.weight/exp_avg": ((5, 3), torch.float64), "a.weight/step": ((), torch.float32)}
+    targets = optimizer_targets(optimizer, parameters, stored, Path(folder))
+    average, step = targets["a.weight/exp_avg"], targets["a.weight/step"]
     assert isinstance(average, DTensor)
     assert average.placements == (Shard(0),)
     return {"dtype": average.dtype == torch.float64, "step is plain": not isinstance(step, DTensor)}

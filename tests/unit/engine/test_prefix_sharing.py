@@ -82,12 +82,12 @@ def test_the_model_computes_a_prompt_once_unless_disabled(tmp_path, share: bool,
     path = str(make_tiny_model(tmp_path / "model", hidden=16))
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path, use_prefix_grouper=share)))
     engine.init_model()
-    seen: list[int] = []
-    engine.module.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    counts: list[int] = []
+    engine.module.register_forward_pre_hook(lambda module, args: counts.append(len(args[0])))
     ids, mask = batch(("abcde", "x"), ("abcde", "y"))
     with engine.eval_mode():
         engine.infer_batch(DataProto.from_dict({"input_ids": ids, "loss_mask": mask}))
-    assert seen == [computed]
+    assert counts == [computed]
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_models_without_prefix_sharing_compute_each_prompt(tmp_path, changes) ->
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path)))
     engine.init_model()
     assert not engine.module.supports_prefix_sharing
-    seen: list[int] = []
-    engine.module.register_forward_pre_hook(lambda module, args: seen.append(len(args[0])))
+    counts: list[int] = []
+    engine.module.register_forward_pre_hook(lambda module, args: counts.append(len(args[0])))
     ids, mask = batch(("abcde", "x"), ("abcde", "y"))
     with engine.eval_mode():
         engine.infer_batch(DataProto.from_dict({"input_ids": ids, "loss_mask": mask}))
-    assert seen == [12]
+    assert counts == [12]

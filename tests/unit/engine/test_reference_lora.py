@@ -23,8 +23,8 @@ LORA = LoRAConfig(rank=4, alpha=8)
 
 
 def mean_of(name: str) -> Any:
-    def loss_fn(data: DataProto, found: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-        return -found[name].values.sum() / ctx["num_tokens"], ctx
+    def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+        return -predictions[name].values.sum() / ctx["num_tokens"], ctx
 
     return loss_fn
 
@@ -36,120 +36,120 @@ def folder() -> str:
 def engine(head: str = "causal_lm", lora: LoRAConfig | None = LORA, **changes: Any) -> SingleDeviceEngine:
     model = EngineModel(path=folder(), head=head, lora=lora)  # pyright: ignore[reportArgumentType]
     settings: dict[str, Any] = {"optim": OptimConfig(lr=1e-2), "seed": 3}
-    made = SingleDeviceEngine(EngineConfig(model=model, **(settings | changes)))
-    made.init_model()
-    made.set_loss_fn(mean_of("values" if head == "value" else "log_probs"))
-    return made
+    built = SingleDeviceEngine(EngineConfig(model=model, **(settings | changes)))
+    built.init_model()
+    built.set_loss_fn(mean_of("values" if head == "value" else "log_probs"))
+    return built
 
 
-def train(made: SingleDeviceEngine, steps: int = 3) -> list[float]:
-    with made.train_mode():
-        return [made.train_batch(tiny_batch()).loss for _ in range(steps)]
+def train(actor: SingleDeviceEngine, steps: int = 3) -> list[float]:
+    with actor.train_mode():
+        return [actor.train_batch(tiny_batch()).loss for _ in range(steps)]
 
 
-def infer(made: SingleDeviceEngine, name: str = "log_probs") -> Tensor:
-    with made.eval_mode():
-        return made.infer_batch(tiny_batch())[name].values
+def infer(actor: SingleDeviceEngine, name: str = "log_probs") -> Tensor:
+    with actor.eval_mode():
+        return actor.infer_batch(tiny_batch())[name].values
 
 
 def names_in(saved: Path) -> set[str]:
     return {name for path in saved.rglob("*.safetensors") for name in load_file(path)}
 
 
-def parameters(made: SingleDeviceEngine) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in made.module.hf.named_parameters()}
+def parameters(actor: SingleDeviceEngine) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in actor.module.hf.named_parameters()}
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 def test_training_moves_the_adapter_and_nothing_of_the_base(head: str) -> None:
-    made = engine(head)
-    before = parameters(made)
-    losses = train(made)
+    actor = engine(head)
+    before = parameters(actor)
+    losses = train(actor)
     assert all(later < sooner for sooner, later in itertools.pairwise(losses))
-    for name, parameter in parameters(made).items():
+    for name, parameter in parameters(actor).items():
         moved = not torch.equal(parameter, before[name])
         assert moved is (".lora_" in name or name.startswith("score.")), name
-    known = sum(len(group["params"]) for group in made.optimizer.param_groups)
-    assert known == 2 * 14 + 2 * (head == "value")
+    num_optimized = sum(len(group["params"]) for group in actor.optimizer.param_groups)
+    assert num_optimized == 2 * 14 + 2 * (head == "value")
 
 
 def test_training_takes_the_steps_of_peft_and_torch() -> None:
-    made = engine(optim=OptimConfig(lr=1e-2, weight_decay=0.1), grad_clip=1e9)
+    actor = engine(optim=OptimConfig(lr=1e-2, weight_decay=0.1), grad_clip=1e9)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    theirs: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder()), settings)
-    begun = dict(made.named_weights(adapter_only=True))
-    peft.set_peft_model_state_dict(theirs, {name: tensor.clone() for name, tensor in begun.items()})
-    trained = [p for p in theirs.parameters() if p.requires_grad]
+    reference: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder()), settings)
+    begun = dict(actor.named_weights(adapter_only=True))
+    peft.set_peft_model_state_dict(reference, {name: tensor.clone() for name, tensor in begun.items()})
+    trained = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     ids = tiny_batch().ragged("input_ids").rows()
-    for mine in train(made):
-        found = []
+    for norm in train(actor):
+        gradients = []
         for row in ids:  # the loss counts all tokens but the first two of each row
-            log_p = torch.log_softmax(theirs(input_ids=row[None]).logits[0, :-1], dim=-1)
-            found.append(log_p.gather(1, row[1:, None])[1:, 0])
-        loss = -torch.cat(found).mean()
+            log_p = torch.log_softmax(reference(input_ids=row[None]).logits[0, :-1], dim=-1)
+            gradients.append(log_p.gather(1, row[1:, None])[1:, 0])
+        loss = -torch.cat(gradients).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        assert mine == pytest.approx(loss.item(), abs=1e-5)
+        assert norm == pytest.approx(loss.item(), abs=1e-5)
 
 
 def test_the_reference_policy_is_the_actor_without_its_adapter() -> None:
-    made, base = engine(), infer(engine(lora=None))
-    assert torch.equal(infer(made), base)
-    train(made)
-    trained = infer(made)
+    actor, base = engine(), infer(engine(lora=None))
+    assert torch.equal(infer(actor), base)
+    train(actor)
+    trained = infer(actor)
     assert (trained - base).abs().max() > 0.05
-    with made.disable_adapter():
-        assert torch.equal(infer(made), base)
-    assert torch.equal(infer(made), trained)
-    train(made, steps=1)
-    assert not torch.equal(infer(made), trained)
+    with actor.disable_adapter():
+        assert torch.equal(infer(actor), base)
+    assert torch.equal(infer(actor), trained)
+    train(actor, steps=1)
+    assert not torch.equal(infer(actor), trained)
 
 
 def test_merged_weights_have_the_base_models_names() -> None:
-    made = engine()
-    train(made)
+    actor = engine()
+    train(actor)
     plain = AutoModelForCausalLM.from_pretrained(folder())
-    merged = dict(made.named_weights())
+    merged = dict(actor.named_weights())
     assert list(merged) == [name for name, _ in plain.named_parameters()]
     plain.load_state_dict(merged, strict=False)  # a tied head has no separate entry
     row = tiny_batch().ragged("input_ids").rows()[0]
     log_p = torch.log_softmax(plain(row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
-    torch.testing.assert_close(infer(made)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
+    torch.testing.assert_close(infer(actor)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
     kept = {name: tensor.clone() for name, tensor in merged.items()}
-    train(made)
+    train(actor)
     assert all(torch.equal(merged[name], tensor) for name, tensor in kept.items())  # the receiver may keep references
 
 
 def test_the_adapter_goes_out_alone_and_starts_another_engine(tmp_path: Path) -> None:
-    made = engine()
-    train(made)
-    save_adapter(made.named_weights(adapter_only=True), tmp_path, LORA, folder())
+    actor = engine()
+    train(actor)
+    save_adapter(actor.named_weights(adapter_only=True), tmp_path, LORA, folder())
     again = engine(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}), seed=9)
-    assert torch.equal(infer(again), infer(made))
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder()), str(tmp_path))
+    assert torch.equal(infer(again), infer(actor))
+    reference = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder()), str(tmp_path))
     row = tiny_batch().ragged("input_ids").rows()[0]
-    log_p = torch.log_softmax(theirs(input_ids=row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
-    torch.testing.assert_close(infer(made)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
+    log_p = torch.log_softmax(reference(input_ids=row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
+    torch.testing.assert_close(infer(actor)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
 
 
 def test_an_engine_without_adapter_is_an_error() -> None:
-    made = engine(lora=None)
-    with pytest.raises(EngineError, match="no adapter"), made.disable_adapter():
+    actor = engine(lora=None)
+    with pytest.raises(EngineError, match="no adapter"), actor.disable_adapter():
         pass
     with pytest.raises(EngineError, match="no adapter"):
-        next(iter(made.named_weights(adapter_only=True)))
+        next(iter(actor.named_weights(adapter_only=True)))
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 def test_a_checkpoint_restores_trained_weights_and_training(head: str, tmp_path: Path) -> None:
     straight = engine(head)
     expected = train(straight, steps=4)
-    made = engine(head)
-    train(made, steps=2)
-    made.save_checkpoint(str(tmp_path / "saved"))
-    trained = {name for name, p in made.module.hf.named_parameters() if p.requires_grad}
+    actor = engine(head)
+    train(actor, steps=2)
+    actor.save_checkpoint(str(tmp_path / "saved"))
+    trained = {name for name, p in actor.module.hf.named_parameters() if p.requires_grad}
     model_names = {
         name for name in names_in(tmp_path / "saved") if "/" not in name and name.endswith((".weight", "bias"))
     }
@@ -171,9 +171,9 @@ def test_a_checkpoint_with_an_adapter_is_not_one_without(tmp_path: Path) -> None
 
 
 def test_a_forward_only_engine_reads_what_a_trained_one_wrote(tmp_path: Path) -> None:
-    made = engine()
-    train(made)
-    made.save_checkpoint(str(tmp_path / "saved"))
+    actor = engine()
+    train(actor)
+    actor.save_checkpoint(str(tmp_path / "saved"))
     reader = engine(optim=None)
     reader.load_checkpoint(str(tmp_path / "saved"))
-    assert torch.equal(infer(reader), infer(made))
+    assert torch.equal(infer(reader), infer(actor))

@@ -61,8 +61,8 @@ def linear(engine_class: type[LinearEngine] = LinearEngine) -> LinearEngine:
     return engine
 
 
-def mean_log_prob(data: DataProto, found: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
-    loss = found["log_probs"].values.sum() / ctx["num_tokens"]
+def mean_log_prob(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
+    loss = predictions["log_probs"].values.sum() / ctx["num_tokens"]
     ctx["metrics"] = {"mean": loss.detach()}
     return loss, ctx
 
@@ -134,12 +134,12 @@ def test_a_rank_with_few_rows_runs_empty_micro_batches() -> None:
         def max_over_ranks(self, count: int) -> int:
             return 7
 
-    found, same, again = linear(BesideSeven).run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)
+    predictions, same, again = linear(BesideSeven).run(batch_of(3, 1, 2), None, mean_log_prob, preprocess_fn=watch)
     assert len(ran) == 7
     assert all(ran)
     assert float(same) == float(loss)
     assert float(again["metrics"]["mean"]) == float(ctx["metrics"]["mean"])
-    assert torch.equal(found["log_probs"].values, alone["log_probs"].values)
+    assert torch.equal(predictions["log_probs"].values, alone["log_probs"].values)
 
 
 def test_postprocess_must_return_a_mapping() -> None:

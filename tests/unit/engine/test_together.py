@@ -26,9 +26,9 @@ def shared_results() -> tuple[list[int], list[int], list[int]]:
 
 
 def test_the_result_of_rank_zero_reaches_all_ranks() -> None:
-    found = run_ranks(shared_results, WORLD)
-    assert [(first, each) for first, each, _ in found] == [([0, 7], [0, 10, 20])] * WORLD
-    assert [ran for _, _, ran in found] == [[0], [], []]
+    results = run_ranks(shared_results, WORLD)
+    assert [(first, each) for first, each, _ in results] == [([0, 7], [0, 10, 20])] * WORLD
+    assert [ran for _, _, ran in results] == [[0], [], []]
 
 
 def shared_errors() -> list[str]:
@@ -44,7 +44,7 @@ def shared_errors() -> list[str]:
     def strange() -> None:
         raise Unpicklable("odd", 3)
 
-    told = []
+    errors = []
     for action in (
         lambda: on_rank_zero(group, refuse),
         lambda: on_every_rank(group, refuse_later),
@@ -53,13 +53,13 @@ def shared_errors() -> list[str]:
         try:
             action()
         except (CheckpointError, EngineError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
 
 
 def test_every_rank_raises_the_error_of_one() -> None:
-    wanted = ["CheckpointError: rank 0 said so", "CheckpointError: rank 1 said so", "EngineError: Unpicklable: odd"]
-    assert run_ranks(shared_errors, WORLD) == [wanted] * WORLD
+    expected = ["CheckpointError: rank 0 said so", "CheckpointError: rank 1 said so", "EngineError: Unpicklable: odd"]
+    assert run_ranks(shared_errors, WORLD) == [expected] * WORLD
 
 
 def in_a_group_of_some() -> str | None:

@@ -70,16 +70,16 @@ def export(*words: Any) -> Run:
     return camshaft("export", *map(str, words))
 
 
-def done(*words: Any) -> Run:
+def succeeded(*words: Any) -> Run:
     run = export(*words)
     assert run.status == 0, run.err
     return run
 
 
-def assert_same(found: Any, weights: dict[str, Tensor]) -> None:
-    held = dict(found.named_parameters())
-    assert held.keys() == weights.keys()
-    assert [name for name in held if not torch.equal(held[name], weights[name])] == []
+def assert_same(model: Any, weights: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == weights.keys()
+    assert [name for name in parameters if not torch.equal(parameters[name], weights[name])] == []
 
 
 # -- contents of the folder -----------------------------------------------------------------------
@@ -90,36 +90,36 @@ def assert_same(found: Any, weights: dict[str, Tensor]) -> None:
 def test_transformers_finds_every_weight_of_the_checkpoint(head: str, tie_embeddings: bool, tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(head, tie_embeddings=tie_embeddings), role="critic")
     out = tmp_path / "out"
-    done(run, out)
-    found = LOADERS[head].from_pretrained(out)
-    assert_same(found, saved_weights(run / "global_step_3" / "critic"))
-    assert found.dtype == torch.float32
+    succeeded(run, out)
+    exported = LOADERS[head].from_pretrained(out)
+    assert_same(exported, saved_weights(run / "global_step_3" / "critic"))
+    assert exported.dtype == torch.float32
     source = tiny_folder(tie_embeddings=tie_embeddings)
     assert AutoTokenizer.from_pretrained(out).get_vocab() == AutoTokenizer.from_pretrained(source).get_vocab()
     assert storage.verify(out)["kind"] == "huggingface"
     if head != "causal_lm":
-        assert found(TOKENS).logits.shape[-1] == 1
+        assert exported(TOKENS).logits.shape[-1] == 1
 
 
 def test_shards_of_two_ranks_are_joined(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     run_ranks(save_on_ranks, 2, model_of(), str(step / "actor"))
-    done(step / "actor", tmp_path / "out")
+    succeeded(step / "actor", tmp_path / "out")
     assert len(list((step / "actor" / "model").glob("shard-*"))) == 2
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(step / "actor"))
 
 
 def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
-    done(run, tmp_path / "out", "--dtype", "bfloat16")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    succeeded(run, tmp_path / "out", "--dtype", "bfloat16")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     weights = saved_weights(run / "global_step_3" / "actor")
-    assert_same(found, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
+    assert_same(exported, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
 
 
 def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
-    done(run, tmp_path / "out", "--max-shard-size", "100KB")
+    succeeded(run, tmp_path / "out", "--max-shard-size", "100KB")
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("model-*.safetensors")]
     assert len(sizes) > 1
     largest = max(weight.nbytes for weight in saved_weights(run / "global_step_3" / "actor").values())
@@ -131,30 +131,30 @@ def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
 def test_a_merged_adapter_matches_peft(head: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     run_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))
-    done(step / "actor", tmp_path / "merged")
-    done(step / "actor", tmp_path / "adapter", "--adapter")
+    succeeded(step / "actor", tmp_path / "merged")
+    succeeded(step / "actor", tmp_path / "adapter", "--adapter")
     assert not list((tmp_path / "adapter").glob("model*"))
     more = {} if head == "causal_lm" else {"num_labels": 1}
     base = LOADERS[head].from_pretrained(tiny_folder(), **more)
     plain = base(TOKENS).logits.detach().clone()
-    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(TOKENS).logits
-    ours = LOADERS[head].from_pretrained(tmp_path / "merged")(TOKENS).logits
-    assert torch.allclose(ours, theirs, atol=1e-5)
-    assert not torch.allclose(ours, plain, atol=1e-2)
+    expected = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(TOKENS).logits
+    actual = LOADERS[head].from_pretrained(tmp_path / "merged")(TOKENS).logits
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert not torch.allclose(actual, plain, atol=1e-2)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (4, str(tiny_folder()))
 
 
 def test_an_adapter_in_bfloat16_is_the_rounded_one(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(rank=4))
-    done(run, tmp_path / "out", "--adapter", "--dtype", "bfloat16")
+    succeeded(run, tmp_path / "out", "--adapter", "--dtype", "bfloat16")
     base = AutoModelForCausalLM.from_pretrained(tiny_folder())
-    theirs = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, str(tmp_path / "out")))
+    expected = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(base, str(tmp_path / "out")))
     weights = saved_weights(run / "global_step_3" / "actor")
-    assert len(theirs) == len(weights) > 0
+    assert len(expected) == len(weights) > 0
     for name, weight in weights.items():
         rounded = weight.to(torch.bfloat16).float()
-        assert torch.equal(theirs[f"base_model.model.{name.replace('.default.', '.')}"], rounded), name
+        assert torch.equal(expected[f"base_model.model.{name.replace('.default.', '.')}"], rounded), name
 
 
 def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"model_max_length": 77}))
     (run,) = run_ppo(tmp_path, {"trainer.save_freq": 1, "data.tokenizer": tokenizer}, steps=1)
     (tmp_path / "actor" / "generation_config.json").write_text('{"top_k": 33}')
-    done(tmp_path / "run", tmp_path / "policy")
-    done(tmp_path / "run" / "global_step_1" / "critic", tmp_path / "values")
+    succeeded(tmp_path / "run", tmp_path / "policy")
+    succeeded(tmp_path / "run" / "global_step_1" / "critic", tmp_path / "values")
     policy = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
     assert_same(policy, run.actor)
     assert policy.generation_config.top_k == 33
@@ -174,7 +174,7 @@ def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
     refused = export(tmp_path / "run", tmp_path / "later")
     assert refused.status == 1
     assert f"with the tokenizer {tokenizer}" in refused.err
-    done(tmp_path / "run", tmp_path / "later", "--model", tmp_path / "actor")
+    succeeded(tmp_path / "run", tmp_path / "later", "--model", tmp_path / "actor")
     assert AutoTokenizer.from_pretrained(tmp_path / "later").model_max_length != 77
 
 
@@ -184,9 +184,9 @@ def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
 def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(), step=2)
     saved(run, model_of(tie_embeddings=False), step=10)
-    done(run, tmp_path / "newest")
+    succeeded(run, tmp_path / "newest")
     (run / "global_step_10" / "trainer" / "manifest.json").unlink()  # killed before the step was complete
-    assert "global_step_2/actor" in done(run, tmp_path / "whole").out
+    assert "global_step_2/actor" in succeeded(run, tmp_path / "whole").out
     for name, step in (("newest", 10), ("whole", 2)):
         weights = saved_weights(run / f"global_step_{step}" / "actor")
         assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / name), weights)
@@ -201,14 +201,14 @@ def test_a_moved_model_is_given_on_the_command_line(tmp_path: Path) -> None:
     assert refused.status == 1
     assert f"of the model {source}" in refused.err
     assert "--model FOLDER" in refused.err
-    done(run, tmp_path / "out", "--model", tmp_path / "moved")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    succeeded(run, tmp_path / "out", "--model", tmp_path / "moved")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     engine = SingleDeviceEngine(
         EngineConfig(model=EngineModel(path=str(tmp_path / "moved"), lora=LoRAConfig(rank=4)), seed=7)
     )
     engine.init_model()
     moved(engine)
-    assert_same(found, dict(engine.named_weights()))
+    assert_same(exported, dict(engine.named_weights()))
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_a_folder_without_checkpoint_is_an_error(tmp_path: Path) -> None:
         refused = export(place, tmp_path / "out")
         assert refused.status == 1, place
         assert says in refused.err, place
-    done(none / "global_step_3" / "actor", tmp_path / "out")
+    succeeded(none / "global_step_3" / "actor", tmp_path / "out")
 
 
 def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None:
@@ -259,13 +259,13 @@ def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None
     (tmp_path / "empty").mkdir()
     assert "already exists" in export(run, tmp_path / "mine", "--force").err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes.txt"]
-    done(run, tmp_path / "empty")
+    succeeded(run, tmp_path / "empty")
     (tmp_path / "empty" / "of_the_first").touch()
     refused = export(run, tmp_path / "empty")
     assert refused.status == 2
     assert "replace it with --force" in refused.err
     assert (tmp_path / "empty" / "of_the_first").exists()
-    done(run, tmp_path / "empty", "--force")
+    succeeded(run, tmp_path / "empty", "--force")
     assert not (tmp_path / "empty" / "of_the_first").exists()
 
 
@@ -276,10 +276,10 @@ def test_unavailable_checkpoint_contents_are_errors_with_a_fix(tmp_path: Path) -
     drawn = model_of(rank=4).model_copy(update={"random_init": True})
     drawn_run = saved(tmp_path / "drawn", drawn)
     assert "initialized from a seed" in export(drawn_run, tmp_path / "out", "--adapter").err
-    done(drawn_run, tmp_path / "merged")
+    succeeded(drawn_run, tmp_path / "merged")
     code = saved(tmp_path / "code", model_of().model_copy(update={"external_lib": "json"}))
     assert "add --trust-remote-code" in export(code, tmp_path / "out").err
-    done(code, tmp_path / "trusted", "--trust-remote-code")
+    succeeded(code, tmp_path / "trusted", "--trust-remote-code")
     assert not (tmp_path / "out").exists()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.tiny import tiny_folder, tiny_rows, wanted
+from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -39,18 +39,18 @@ def packed(path: str | None = None, **changes: Any) -> PackedModel:
 
 def run(model: PackedModel) -> Tensor:
     torch.manual_seed(1)
-    out = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs", "entropy"))
+    out = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS), ("log_probs", "entropy"))
     return out["log_probs"].sum() + out["entropy"].square().sum()
 
 
 def gradients(model: PackedModel) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    by_name = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return by_name
 
 
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
 
 
 # -- recomputation --------------------------------------------------------------------------------
@@ -58,14 +58,14 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_recomputing_leaves_every_gradient_as_it_is(dropout: float) -> None:
-    found = {}
+    results = {}
     for name, changes in RECOMPUTING.items():
         model = packed(override_config={"attention_dropout": dropout}, **changes)
         run(model).backward()
-        found[name] = gradients(model)
-    assert found["none"]
-    assert same(found["full"], found["none"])
-    assert same(found["selective"], found["none"])
+        results[name] = gradients(model)
+    assert results["none"]
+    assert same(results["full"], results["none"])
+    assert same(results["selective"], results["none"])
 
 
 class Products(TorchDispatchMode):
@@ -84,9 +84,9 @@ class Products(TorchDispatchMode):
 
 def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
     """Return (result, bytes that torch's allocator handed out and did not get back)."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = action()
-    events: Any = seen.events()
+    events: Any = profiler.events()
     return result, sum(event.self_cpu_memory_usage for event in events)
 
 
@@ -97,9 +97,9 @@ def test_selective_checkpointing_recomputes_no_matrix_product() -> None:
         with Products() as forward:
             loss = run(model)
         assert forward.count >= 3 * 8  # per layer: four projections, three of the feed-forward part, attention
-        with Products() as found:
+        with Products() as products:
             loss.backward()
-        backward[name] = found.count
+        backward[name] = products.count
         model.zero_grad()
         loss, kept[name] = allocated(lambda m=model: run(m))
         loss.backward()
@@ -122,7 +122,7 @@ class Watched:
     """Observe the code that saves tensors for the backward pass."""
 
     def __init__(self, model: torch.nn.Module):
-        self.model, self.moved, self.left, self.back = model, [], [], 0
+        self.model, self.moved, self.kept, self.back = model, [], [], 0
         self.parameters_seen = 0
 
     @contextmanager
@@ -142,13 +142,13 @@ class Watched:
 
     def pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         kept = pack(tensor)
-        whole = [p for p in self.model.parameters() if not isinstance(p, DTensor)]  # gathered by FSDP2
+        parameters = [p for p in self.model.parameters() if not isinstance(p, DTensor)]  # gathered by FSDP2
         if not isinstance(tensor, DTensor):
-            storages = {p.untyped_storage().data_ptr() for p in whole}
+            storages = {p.untyped_storage().data_ptr() for p in parameters}
             if tensor.untyped_storage().data_ptr() in storages:
                 self.parameters_seen += 1
                 assert isinstance(kept, Tensor), f"a parameter of shape {tuple(tensor.shape)} was copied"
-        (self.left if isinstance(kept, Tensor) else self.moved).append(tensor.nbytes)
+        (self.kept if isinstance(kept, Tensor) else self.moved).append(tensor.nbytes)
         return kept
 
     def unpack(self, unpack: Callable[[Any], Tensor], kept: Any) -> Tensor:
@@ -198,9 +198,9 @@ def test_nothing_keeps_the_graph_alive() -> None:
             x = torch.ones(8, requires_grad=True)
             with offloaded_activations("cpu", at_least):
                 y = x.exp()
-            gone = weakref.ref(y)
+            reference = weakref.ref(y)
             del y
-            assert gone() is None
+            assert reference() is None
     finally:
         gc.enable()
 
@@ -216,7 +216,7 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
     for layer in base.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
-    found = []
+    results = []
     watched = Watched(model)
     for offloaded in (nullcontext, watched):
         with offloaded():
@@ -224,9 +224,9 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
         loss.backward()
         grads = {name: p.grad.full_tensor() for name, p in model.named_parameters() if isinstance(p.grad, DTensor)}
         model.zero_grad()
-        found.append(grads)
-    assert len(found[0]) == len(list(model.parameters()))
-    return same(found[1], found[0]), sum(watched.moved), watched.parameters_seen
+        results.append(grads)
+    assert len(results[0]) == len(list(model.parameters()))
+    return same(results[1], results[0]), sum(watched.moved), watched.parameters_seen
 
 
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
@@ -242,7 +242,7 @@ def tensor_parallel_gradients() -> bool:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     random = torch.Generator().manual_seed(0)
     up, down, x = (torch.randn(shape, generator=random) for shape in ((32, 64), (64, 32), (50, 32)))
-    found = []
+    results = []
     for offloaded in (nullcontext(), offloaded_activations("cpu", at_least=1)):
         weights = [distribute_tensor(up, mesh, [Shard(1)]), distribute_tensor(down, mesh, [Shard(0)])]
         first, second = (torch.nn.Parameter(w) for w in weights)
@@ -251,12 +251,12 @@ def tensor_parallel_gradients() -> bool:
             out: Any = torch.nn.functional.silu(hidden) @ second
             loss = out.redistribute(placements=[Replicate()]).square().sum()
         loss.backward()
-        found.append([first.grad.full_tensor(), second.grad.full_tensor()])  # pyright: ignore
+        results.append([first.grad.full_tensor(), second.grad.full_tensor()])  # pyright: ignore
     plain = [w.clone().requires_grad_() for w in (up, down)]
     (torch.nn.functional.silu(x @ plain[0]) @ plain[1]).square().sum().backward()
-    for gradient, weight in zip(found[0], plain, strict=True):
+    for gradient, weight in zip(results[0], plain, strict=True):
         torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-2)
-    return all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_activations_of_tensor_parallel_layers_come_back_as_they_were() -> None:

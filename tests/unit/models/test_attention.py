@@ -42,22 +42,22 @@ def test_each_document_attends_to_itself_alone(window: int | None):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2))
     kwargs = packed_kwargs(Packing(lengths), "cpu")
-    got, _ = packed_attention(LAYER, query, key, value, scaling=0.3, sliding_window=window, **kwargs)
+    actual, _ = packed_attention(LAYER, query, key, value, scaling=0.3, sliding_window=window, **kwargs)
     parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
     expected = torch.cat([plain(q, k, v, 0.3, window) for q, k, v in parts])
-    torch.testing.assert_close(got[0], expected)
+    torch.testing.assert_close(actual[0], expected)
 
 
 def test_a_window_over_many_blocks_of_queries():
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 1, 600, 4) for _ in range(3))
-    got, _ = packed_attention(
+    actual, _ = packed_attention(
         LAYER, query, key, value, scaling=0.5, sliding_window=7, **packed_kwargs(Packing([600]), "cpu")
     )
     distance = torch.arange(600)[:, None] - torch.arange(600)
     mask = (distance >= 0) & (distance < 7)
     expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.5)
-    torch.testing.assert_close(got, expected.transpose(1, 2))
+    torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -123,16 +123,16 @@ def test_generate_on_left_padded_prompts_is_that_of_sdpa(family: str):
     rows = tiny_rows([3, 9, 6])
     ids = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0)) for row in rows])
     mask = torch.stack([torch.arange(9) >= 9 - len(row) for row in rows]).long()
-    made = []
+    generated = []
     for implementation in (PACKED, "sdpa"):
         model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
         out = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False,
             return_dict_in_generate=True, output_logits=True,
         )  # fmt: skip
-        made.append((out.sequences, torch.stack(out.logits)))
-    assert torch.equal(made[0][0], made[1][0])
-    assert torch.equal(made[0][1], made[1][1])
+        generated.append((out.sequences, torch.stack(out.logits)))
+    assert torch.equal(generated[0][0], generated[1][0])
+    assert torch.equal(generated[0][1], generated[1][1])
 
 
 def test_an_unpadded_call_without_mask_keeps_the_sliding_window():
@@ -159,8 +159,8 @@ class ToySlots:
             key, value = torch.cat([old_key, key], dim=2), torch.cat([old_value, value], dim=2)
         self.kept[module.layer_idx] = key, value
         lead = torch.zeros(*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3])
-        whole = torch.cat([lead, query], dim=2)
-        out = torch.stack([plain(*row, scaling, sliding_window) for row in zip(whole, key, value, strict=True)])
+        queries = torch.cat([lead, query], dim=2)
+        out = torch.stack([plain(*row, scaling, sliding_window) for row in zip(queries, key, value, strict=True)])
         return out[:, -query.shape[2] :]
 
 
@@ -180,8 +180,8 @@ def test_slots_decode_token_by_token_what_a_whole_forward_gives():
                 use_cache=False,
             )
             parts.append(step.logits)
-        whole = model(tokens).logits
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole, atol=1e-5, rtol=1e-5)
+        expected = model(tokens).logits
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_no_mask_without_packing_is_an_error():

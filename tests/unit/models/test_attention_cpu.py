@@ -25,11 +25,11 @@ def dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], par
     ends = list(itertools.accumulate(lengths, initial=0))
     sees = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
     for document, length in enumerate(lengths):
-        own = slice(ends[document], ends[document + 1])
-        sees[own, own] = torch.ones(length, length).tril().bool()
+        tokens = slice(ends[document], ends[document + 1])
+        sees[tokens, tokens] = torch.ones(length, length).tril().bool()
         parent = None if parents is None else parents[document]
         if parent is not None:
-            sees[own, ends[parent] : ends[parent + 1]] = True
+            sees[tokens, ends[parent] : ends[parent + 1]] = True
     groups = len(query) // len(key)
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
     scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
@@ -44,14 +44,14 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 
 def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float) -> None:
     """Compare output and gradients with a dense softmax."""
-    given = inputs(sum(lengths), dtype)
-    found, wanted = packed_cpu_attention(*given, Packing(lengths, parents)), dense(*given, lengths, parents)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=within)
-    back = torch.randn_like(found)
-    for ours, theirs in zip(
-        torch.autograd.grad(found, given, back), torch.autograd.grad(wanted, given, back), strict=True
+    tensors = inputs(sum(lengths), dtype)
+    actual, expected = packed_cpu_attention(*tensors, Packing(lengths, parents)), dense(*tensors, lengths, parents)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=within)
+    back = torch.randn_like(actual)
+    for gradient, reference in zip(
+        torch.autograd.grad(actual, tensors, back), torch.autograd.grad(expected, tensors, back), strict=True
     ):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=within)
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=within)
 
 
 @pytest.mark.parametrize(("lengths", "parents"), CASES)
@@ -71,9 +71,9 @@ def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> Non
         place = len(lengths)
         lengths += [parent, *children]
         parents += [None, *[place] * len(children)]
-    given = inputs(sum(lengths), torch.float64)
-    found, wanted = packed_cpu_attention(*given, Packing(lengths, parents)), dense(*given, lengths, parents)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    tensors = inputs(sum(lengths), torch.float64)
+    actual, expected = packed_cpu_attention(*tensors, Packing(lengths, parents)), dense(*tensors, lengths, parents)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
 def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
@@ -85,16 +85,16 @@ def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_near_float64(dtype: torch.dtype) -> None:
     lengths, parents = [5, 3, 2, 7, 4], [None, 0, 0, None, 3]
-    given = inputs(sum(lengths), torch.float64)
-    found = packed_cpu_attention(*(tensor.to(dtype) for tensor in given), Packing(lengths, parents))
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), dense(*given, lengths, parents), rtol=0, atol=3e-2)
+    tensors = inputs(sum(lengths), torch.float64)
+    result = packed_cpu_attention(*(tensor.to(dtype) for tensor in tensors), Packing(lengths, parents))
+    assert result.dtype == dtype
+    torch.testing.assert_close(result.double(), dense(*tensors, lengths, parents), rtol=0, atol=3e-2)
 
 
 def test_the_scale_is_the_callers() -> None:
     query, key, value = inputs(5, torch.float64)
-    found = packed_cpu_attention(query, key, value, Packing([5]), scale=0.5)
-    torch.testing.assert_close(found, dense(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
+    result = packed_cpu_attention(query, key, value, Packing([5]), scale=0.5)
+    torch.testing.assert_close(result, dense(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
 
 
 def test_unsupported_calls_use_other_kernels() -> None:

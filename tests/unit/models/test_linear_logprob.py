@@ -57,21 +57,21 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
     plain = naive(hidden, weight, used, targets, temperature)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
-    for got, expected in zip(fused, plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    got = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), leaves)
+    for actual, expected in zip(fused, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), leaves)
     expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("which", [0, 1])
 def test_gradient_of_one_output_alone(which: int):
     hidden, weight, bias, targets = inputs()
-    got = torch.autograd.grad(
+    gradients = torch.autograd.grad(
         linear_logprob(hidden, weight, targets, bias, 0.7, True)[which].sum(), [hidden, weight, bias]
     )
     expected = torch.autograd.grad(naive(hidden, weight, bias, targets, 0.7)[which].sum(), [hidden, weight, bias])
-    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_gradcheck_in_float64():
@@ -130,9 +130,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given, made = ([one for one in tree_leaves(tree) if isinstance(one, Tensor)] for tree in (args, result))
-        known = {one.untyped_storage().data_ptr() for one in given}
-        new = [one for one in made if one.untyped_storage().data_ptr() not in known]  # other results are views
+        arguments, outputs = ([one for one in tree_leaves(tree) if isinstance(one, Tensor)] for tree in (args, result))
+        storages = {one.untyped_storage().data_ptr() for one in arguments}
+        new = [one for one in outputs if one.untyped_storage().data_ptr() not in storages]  # other results are views
         self.entries = max([self.entries, *(one.numel() for one in new if self.dtype in (None, one.dtype))])
         return result
 
@@ -208,10 +208,10 @@ def test_divergence_of_one_token_by_hand():
     # a logit p (ln(p / q) - divergence). The hidden state is 1, so the weights are the logits.
     weight = torch.tensor([[1.0], [2.0], [5.0]], dtype=torch.float64).log().requires_grad_()
     log_q = torch.tensor([[9.0, 9.0, 9.0], [0.25, 0.25, 0.5]], dtype=torch.float64).log()
-    found = linear_full_kl(torch.ones(1, 1, dtype=torch.float64), weight, log_q, torch.tensor([1]))
+    divergence = linear_full_kl(torch.ones(1, 1, dtype=torch.float64), weight, log_q, torch.tensor([1]))
     by_hand = math.log(1 / 2) / 8 + math.log(5 / 4) * 5 / 8
-    assert found.tolist() == pytest.approx([by_hand], abs=1e-14)
-    found.backward()
+    assert divergence.tolist() == pytest.approx([by_hand], abs=1e-14)
+    divergence.backward()
     slopes = [(math.log(1 / 2) - by_hand) / 8, (0 - by_hand) / 4, (math.log(5 / 4) - by_hand) * 5 / 8]
     assert weight.grad[:, 0].tolist() == pytest.approx(slopes, abs=1e-14)
 
@@ -225,32 +225,32 @@ def test_divergence_and_gradients_are_those_of_the_plain_formula(
     hidden, weight, bias, _ = inputs()
     log_q, rows = others()
     used = bias if with_bias else None
-    found = linear_full_kl(hidden, weight, log_q, rows, used, temperature, tile=Tile(*tile))
+    divergence = linear_full_kl(hidden, weight, log_q, rows, used, temperature, tile=Tile(*tile))
     plain = naive_kl(hidden, weight, used, log_q[rows], temperature)
-    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(divergence, plain, rtol=1e-12, atol=1e-12)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
-    got = torch.autograd.grad((found * mixture).sum(), leaves)
-    torch.testing.assert_close(got, torch.autograd.grad((plain * mixture).sum(), leaves), rtol=1e-11, atol=1e-11)
+    gradients = torch.autograd.grad((divergence * mixture).sum(), leaves)
+    torch.testing.assert_close(gradients, torch.autograd.grad((plain * mixture).sum(), leaves), rtol=1e-11, atol=1e-11)
 
 
 def test_divergence_from_itself_is_zero_and_so_is_its_gradient():
     hidden, weight, bias, _ = inputs()
     log_q = log_distribution(hidden, weight, bias, 0.7)
-    found = linear_full_kl(hidden, weight, log_q, torch.arange(M), bias, 0.7)
-    torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-14)
-    for gradient in torch.autograd.grad(found.sum(), [hidden, weight, bias]):
+    divergence = linear_full_kl(hidden, weight, log_q, torch.arange(M), bias, 0.7)
+    torch.testing.assert_close(divergence, torch.zeros_like(divergence), rtol=0, atol=1e-14)
+    for gradient in torch.autograd.grad(divergence.sum(), [hidden, weight, bias]):
         torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-12)
 
 
 def test_divergence_of_half_precision_inputs_is_summed_in_float32():
     hidden, weight, _, _ = inputs(torch.bfloat16, rows=2000)
     log_q, rows = others(2000)
-    found = linear_full_kl(hidden, weight, log_q.float(), rows, tile=Tile(16, 10))
+    divergence = linear_full_kl(hidden, weight, log_q.float(), rows, tile=Tile(16, 10))
     exact = naive_kl(hidden.double(), weight.double(), None, log_q[rows], 1.0)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), exact, rtol=0, atol=0.1)  # logits up to 10, bf16 has 3 digits
-    gradient = torch.autograd.grad(found.sum(), weight)[0]
+    assert divergence.dtype == torch.float32
+    torch.testing.assert_close(divergence.double(), exact, rtol=0, atol=0.1)  # logits up to 10, bf16 has 3 digits
+    gradient = torch.autograd.grad(divergence.sum(), weight)[0]
     expected = torch.autograd.grad(exact.sum(), weight)[0]
     assert gradient.dtype == torch.bfloat16
     assert (gradient.double() - expected.double()).norm() < 0.005 * expected.double().norm()
@@ -272,14 +272,16 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
     """Return the outputs, and the gradients of the hidden states and of this rank's rows of weight and bias."""
     hidden, weight, bias, targets = inputs(rows=rows)
     rank = dist.get_rank()
-    here = slice(starts[rank], starts[rank + 1])
-    own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()][: 1 + with_bias]
-    part = VocabularyPart(dist.group.WORLD, here.start)
-    used = own[1] if with_bias else None
-    found = linear_logprob(hidden, own[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), part=part)
+    shard = slice(starts[rank], starts[rank + 1])
+    leaves = [(weight * factor)[shard].detach().requires_grad_(), bias[shard].detach().requires_grad_()][
+        : 1 + with_bias
+    ]
+    part = VocabularyPart(dist.group.WORLD, shard.start)
+    used = leaves[1] if with_bias else None
+    outputs = linear_logprob(hidden, leaves[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), part=part)
     mixture = torch.randn(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    gradients = torch.autograd.grad((found[0] * mixture[0] + found[1] * mixture[1]).sum(), [hidden, *own])
-    return [tensor.detach() for tensor in found], list(gradients)
+    gradients = torch.autograd.grad((outputs[0] * mixture[0] + outputs[1] * mixture[1]).sum(), [hidden, *leaves])
+    return [tensor.detach() for tensor in outputs], list(gradients)
 
 
 @pytest.mark.parametrize("starts", [[0, 15, V], [0, 10, 20, V], [0, 28, V]])
@@ -292,12 +294,12 @@ def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], 
     plain = naive(hidden, large, bias if with_bias else None, targets, 0.7)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
-    for rank, (found, gradients) in enumerate(run_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)):
-        torch.testing.assert_close(found, [tensor.detach() for tensor in plain], rtol=1e-11, atol=1e-11)
-        here = slice(starts[rank], starts[rank + 1])
+    for rank, (outputs, gradients) in enumerate(run_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)):
+        torch.testing.assert_close(outputs, [tensor.detach() for tensor in plain], rtol=1e-11, atol=1e-11)
+        shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
-        for got, whole in zip(gradients[1:], expected[1:], strict=True):
-            torch.testing.assert_close(got, whole[here], rtol=1e-9, atol=1e-9)
+        for gradient, full in zip(gradients[1:], expected[1:], strict=True):
+            torch.testing.assert_close(gradient, full[shard], rtol=1e-9, atol=1e-9)
 
 
 def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Tensor, list[Tensor]]:
@@ -305,12 +307,12 @@ def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Te
     hidden, weight, bias, _ = inputs(rows=rows)
     log_q, picked = others(rows)
     rank = dist.get_rank()
-    here = slice(starts[rank], starts[rank + 1])
-    own = [(weight * factor)[here].detach().requires_grad_(), bias[here].detach().requires_grad_()]
-    part = VocabularyPart(dist.group.WORLD, here.start)
-    found = linear_full_kl(hidden, own[0], log_q, picked, own[1], 0.7, tile=Tile(5, 6), part=part)
+    shard = slice(starts[rank], starts[rank + 1])
+    leaves = [(weight * factor)[shard].detach().requires_grad_(), bias[shard].detach().requires_grad_()]
+    part = VocabularyPart(dist.group.WORLD, shard.start)
+    divergence = linear_full_kl(hidden, leaves[0], log_q, picked, leaves[1], 0.7, tile=Tile(5, 6), part=part)
     mixture = torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return found.detach(), list(torch.autograd.grad((found * mixture).sum(), [hidden, *own]))
+    return divergence.detach(), list(torch.autograd.grad((divergence * mixture).sum(), [hidden, *leaves]))
 
 
 @pytest.mark.parametrize(("starts", "factor"), [([0, 15, V], 1.0), ([0, 10, 28, V], 1.0), ([0, 15, V], 200.0)])
@@ -321,17 +323,17 @@ def test_divergences_over_parts_of_the_vocabulary_add_up(starts: list[int], fact
     plain = naive_kl(hidden, large, bias, log_q[picked], 0.7)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad((plain * mixture).sum(), [hidden, large, bias])
-    for rank, (found, gradients) in enumerate(run_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)):
-        torch.testing.assert_close(found, plain.detach(), rtol=1e-11, atol=1e-11)
-        here = slice(starts[rank], starts[rank + 1])
+    for rank, (divergence, gradients) in enumerate(run_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)):
+        torch.testing.assert_close(divergence, plain.detach(), rtol=1e-11, atol=1e-11)
+        shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
-        for got, whole in zip(gradients[1:], expected[1:], strict=True):
-            torch.testing.assert_close(got, whole[here], rtol=1e-9, atol=1e-9)
+        for gradient, full in zip(gradients[1:], expected[1:], strict=True):
+            torch.testing.assert_close(gradient, full[shard], rtol=1e-9, atol=1e-9)
 
 
 def test_no_tokens_on_several_ranks():
-    for found, gradients in run_ranks(by_parts, 2, [0, 15, V], True, 0, 1.0):
-        assert all(tensor.shape == (0,) for tensor in found)
+    for outputs, gradients in run_ranks(by_parts, 2, [0, 15, V], True, 0, 1.0):
+        assert all(tensor.shape == (0,) for tensor in outputs)
         assert all(not gradient.any() for gradient in gradients)
     for divergence, gradients in run_ranks(divergence_by_parts, 2, [0, 15, V], 0, 1.0):
         assert divergence.shape == (0,)

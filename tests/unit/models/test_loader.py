@@ -259,23 +259,23 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path: Path):
 @pytest.mark.parametrize(("family", "tied"), [("qwen2", True), ("qwen2", False), ("gemma2", True)])
 def test_stored_weights_equal_the_files_and_appear_once(family: str, tied: bool) -> None:
     folder = tiny_folder(family, tie_word_embeddings=tied)
-    found, held = list(stored_weights(EngineModel(path=str(folder)))), load_file(folder / "model.safetensors")
-    assert len(found) == len(dict(found))
-    assert dict(found).keys() == held.keys()
-    assert ("lm_head.weight" in held) == (not tied)
-    assert all(torch.equal(tensor, held[name]) for name, tensor in found)
+    stored, tensors = list(stored_weights(EngineModel(path=str(folder)))), load_file(folder / "model.safetensors")
+    assert len(stored) == len(dict(stored))
+    assert dict(stored).keys() == tensors.keys()
+    assert ("lm_head.weight" in tensors) == (not tied)
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in stored)
 
 
 def test_stored_weights_have_the_number_format_of_the_files(tmp_path: Path) -> None:
     folder = copy_of(tiny_folder(), tmp_path)
-    edit_weights(folder, lambda held: held.update({name: tensor.bfloat16() for name, tensor in held.items()}))
+    edit_weights(folder, lambda tensors: tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()}))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
     assert {tensor.dtype for _, tensor in stored_weights(EngineModel(path=str(folder)))} == {torch.bfloat16}
 
 
 def test_stored_weights_that_are_not_whole_are_an_error(tmp_path: Path) -> None:
-    folder = edit_weights(copy_of(tiny_folder(), tmp_path), lambda held: held.pop("model.norm.weight"))
+    folder = edit_weights(copy_of(tiny_folder(), tmp_path), lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
         list(stored_weights(EngineModel(path=str(folder))))
 
@@ -286,8 +286,8 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.Mo
     for path in (path for path in folder.rglob("*") if path.is_file()):
         files.pipe_file(f"/bucket/tiny/{path.relative_to(folder)}", path.read_bytes())
     try:
-        there, here = weights(load("memory://bucket/tiny")), weights(load(folder))
-        assert all(torch.equal(there[name], weight) for name, weight in here.items())
+        remote, local = weights(load("memory://bucket/tiny")), weights(load(folder))
+        assert all(torch.equal(remote[name], weight) for name, weight in local.items())
         assert load_tokenizer("memory://bucket/tiny").get_vocab() == load_tokenizer(str(folder)).get_vocab()
         with pytest.raises(StorageError, match="memory://bucket/none does not exist"):
             load_tokenizer("memory://bucket/none")

@@ -31,14 +31,14 @@ class Alive(TorchDispatchMode):
         self._known = weakref.WeakSet[Any]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [storage._cdata for storage in _storages((args, kwargs))]
+        inputs = [storage._cdata for storage in _storages((args, kwargs))]
         result = func(*args, **(kwargs or {}))
         for storage in _storages(result):
-            self._count(storage, given)
+            self._count(storage, inputs)
         return result
 
-    def _count(self, storage: Any, given: list[int]) -> None:
-        if storage in self._known or storage._cdata in given:
+    def _count(self, storage: Any, inputs: list[int]) -> None:
+        if storage in self._known or storage._cdata in inputs:
             return
         self._known.add(storage)
         weakref.finalize(storage, self._gone, storage.nbytes())
@@ -62,11 +62,11 @@ def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
         with Alive() as alive:
             log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
             assert entropy is not None
-            known = log_probs.nbytes + entropy.nbytes
+            excluded = log_probs.nbytes + entropy.nbytes
             if backward:
                 torch.autograd.backward([log_probs, entropy], [torch.empty_like(log_probs), torch.empty_like(entropy)])
-                known += 4 * hidden.numel() + weight.nbytes
-        return alive.most - known
+                excluded += 4 * hidden.numel() + weight.nbytes
+        return alive.most - excluded
 
 
 def test_the_counter_counts_what_lives() -> None:
@@ -84,21 +84,21 @@ def test_the_counter_counts_what_lives() -> None:
 
 
 def test_a_forward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [beyond(monkeypatch, words, backward=False) for words in VOCABULARIES]
-    assert max(found) < 1.01 * min(found)  # each tile keeps three numbers per token
-    assert max(found) < 4 * BUFFER
+    peaks = [beyond(monkeypatch, words, backward=False) for words in VOCABULARIES]
+    assert max(peaks) < 1.01 * min(peaks)  # each tile keeps three numbers per token
+    assert max(peaks) < 4 * BUFFER
 
 
 def test_a_backward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [beyond(monkeypatch, words, backward=True) for words in VOCABULARIES]
-    assert min(found) == max(found) < 5 * BUFFER
+    peaks = [beyond(monkeypatch, words, backward=True) for words in VOCABULARIES]
+    assert min(peaks) == max(peaks) < 5 * BUFFER
 
 
 def test_the_logits_of_all_words_would_be_counted() -> None:
     hidden = torch.empty(TOKENS, HIDDEN, device="meta", dtype=torch.bfloat16)
-    found = []
+    peaks = []
     for words in VOCABULARIES:
         with Alive() as alive:
             (hidden @ hidden.new_empty(words, HIDDEN).t()).float().log_softmax(dim=-1)
-        found.append(alive.most)
-    assert found[-1] > 4 * found[0] > 16 * BUFFER
+        peaks.append(alive.most)
+    assert peaks[-1] > 4 * peaks[0] > 16 * BUFFER

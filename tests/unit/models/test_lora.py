@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
-from support.tiny import tiny_folder, tiny_rows, wanted
+from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -62,7 +62,7 @@ def stir(hf: PreTrainedModel, seed: int = 1) -> None:
 
 
 def inputs() -> tuple[Tensor, Packing, Tensor]:
-    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS)
+    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS)
 
 
 def log_probs(model: PackedModel) -> Tensor:
@@ -71,11 +71,11 @@ def log_probs(model: PackedModel) -> Tensor:
 
 def by_transformers(model: Any) -> Tensor:
     """Return log-probs of all tokens but the first of each row, from transformers or PEFT, one row at a time."""
-    found = []
+    log_probs_of_rows = []
     for row in tiny_rows(LENGTHS):
         log_p = torch.log_softmax(model(input_ids=row[None]).logits[0, :-1], dim=-1)
-        found.append(log_p.gather(1, row[1:, None])[:, 0])
-    return torch.cat(found)
+        log_probs_of_rows.append(log_p.gather(1, row[1:, None])[:, 0])
+    return torch.cat(log_probs_of_rows)
 
 
 def plain(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
@@ -112,8 +112,8 @@ def test_an_adapter_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     stored, files = peft_folder(tmp_path, "qwen2"), fsspec.filesystem("memory")
     for path in stored.iterdir():
         files.pipe_file(f"/bucket/adapter/{path.name}", path.read_bytes())
-    here = log_probs(load(lora=LORA.model_copy(update={"adapter_path": str(stored)})))
-    assert torch.equal(log_probs(load(lora=LORA.model_copy(update={"adapter_path": "memory://bucket/adapter"}))), here)
+    local = log_probs(load(lora=LORA.model_copy(update={"adapter_path": str(stored)})))
+    assert torch.equal(log_probs(load(lora=LORA.model_copy(update={"adapter_path": "memory://bucket/adapter"}))), local)
     files.rm("/bucket", recursive=True)
 
 
@@ -122,32 +122,32 @@ def test_log_probs_and_gradients_are_those_of_peft(family: str, tmp_path: Path):
     dtype = "float32" if family == "mixtral" else "float64"  # transformers has no experts in float64
     stored = peft_folder(tmp_path, family)
     model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
-    theirs = peft.PeftModel.from_pretrained(plain(family, dtype), str(stored), is_trainable=True)
-    mine, expected = log_probs(model), by_transformers(theirs)
-    assert (mine - log_probs(load(family, dtype, None))).abs().max() > 0.1
-    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-5)
-    weights = torch.randn(len(mine), dtype=mine.dtype, generator=torch.Generator().manual_seed(0))
-    (mine * weights).mean().backward()
+    reference = peft.PeftModel.from_pretrained(plain(family, dtype), str(stored), is_trainable=True)
+    actual, expected = log_probs(model), by_transformers(reference)
+    assert (actual - log_probs(load(family, dtype, None))).abs().max() > 0.1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    weights = torch.randn(len(actual), dtype=actual.dtype, generator=torch.Generator().manual_seed(0))
+    (actual * weights).mean().backward()
     (expected * weights).mean().backward()
-    found = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
-    wanted_gradients = {n: p.grad for n, p in theirs.get_base_model().named_parameters() if p.grad is not None}
-    assert found.keys() == wanted_gradients.keys()
-    assert all(".lora_" in name for name in found)
-    for name, gradient in found.items():
+    gradients = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
+    wanted_gradients = {n: p.grad for n, p in reference.get_base_model().named_parameters() if p.grad is not None}
+    assert gradients.keys() == wanted_gradients.keys()
+    assert all(".lora_" in name for name in gradients)
+    for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted_gradients[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_gradient_checkpointing_changes_no_gradient(mode: str):
-    found = []
+    results = []
     for checkpointing in (False, True):
         model = load(enable_gradient_checkpointing=checkpointing, gradient_checkpointing_mode=mode).train()
         stir(model.hf)
         log_probs(model).sum().backward()
-        found.append([p.grad for p in model.hf.parameters() if p.requires_grad])
-    assert len(found[0]) == 2 * 14
-    assert all(gradient.any() for gradient in found[0])
-    assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
+        results.append([p.grad for p in model.hf.parameters() if p.requires_grad])
+    assert len(results[0]) == 2 * 14
+    assert all(gradient.any() for gradient in results[0])
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
 
 
 def test_train_mode_gives_the_numbers_of_eval_mode():
@@ -162,10 +162,10 @@ def test_train_mode_gives_the_numbers_of_eval_mode():
 
 @pytest.mark.parametrize("family", ["qwen2", "llama", "phi"])
 def test_all_linear_layers_are_those_that_peft_takes(family: str):
-    theirs = peft.get_peft_model(
+    reference = peft.get_peft_model(
         plain(family), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
-    names = [name for name, _ in theirs.get_base_model().named_parameters() if ".lora_A." in name]
+    names = [name for name, _ in reference.get_base_model().named_parameters() if ".lora_A." in name]
     assert list(adapter_layers(load(family).hf)) == [name.partition(".lora_A.")[0] for name in names]
 
 
@@ -184,9 +184,9 @@ def test_targets_and_exclusions_are_endings_of_names():
         "model.layers.1.mlp.up_proj",
     ]
     config = LoRAConfig(rank=2, exclude_modules=("mlp.down_proj", "0.self_attn.q_proj", "lm_head"))
-    left = adapter_layers(load(lora=config).hf)
-    assert len(left) == 14 - 2 - 1
-    assert not [name for name in left if "down_proj" in name]
+    layers = adapter_layers(load(lora=config).hf)
+    assert len(layers) == 14 - 2 - 1
+    assert not [name for name in layers if "down_proj" in name]
     assert list(adapter_layers(load(lora=LoRAConfig(rank=2, target_modules="o_proj")).hf)) == [
         "model.layers.0.self_attn.o_proj",
         "model.layers.1.self_attn.o_proj",
@@ -244,28 +244,28 @@ def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
     assert {tensor.dtype for _, tensor in adapter_weights(model.hf)} == {torch.float32}
     assert {tensor.dtype for _, tensor in merged_weights(model.hf)} == {torch.bfloat16}
     stir(model.hf)
-    mine = log_probs(model)
-    mine.sum().backward()
+    actual = log_probs(model)
+    actual.sum().backward()
     save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
-    theirs = by_transformers(peft.PeftModel.from_pretrained(plain(), str(tmp_path)))
-    assert (mine - theirs).abs().mean() < 0.1
-    assert (mine - log_probs(load(lora=None))).abs().mean() > 0.3
+    expected = by_transformers(peft.PeftModel.from_pretrained(plain(), str(tmp_path)))
+    assert (actual - expected).abs().mean() < 0.1
+    assert (actual - log_probs(load(lora=None))).abs().mean() > 0.3
 
 
 def test_a_meta_device_model_supports_adapters():
     # as in a sharded engine: build on the meta device, then load weights by name
-    whole, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
-    stir(whole.hf)
+    full, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
+    stir(full.hf)
     assert all(parameter.is_meta for parameter in bones.parameters())
     named = dict(bones.hf.named_parameters())
     assert {n: (p.shape, p.requires_grad) for n, p in named.items()} == {
-        n: (p.shape, p.requires_grad) for n, p in whole.hf.named_parameters()
+        n: (p.shape, p.requires_grad) for n, p in full.hf.named_parameters()
     }
-    bones.hf.load_state_dict(whole.hf.state_dict(), assign=True)
-    for (name, _), (_, value) in zip(bones.hf.named_buffers(), whole.hf.named_buffers(), strict=True):
+    bones.hf.load_state_dict(full.hf.state_dict(), assign=True)
+    for (name, _), (_, value) in zip(bones.hf.named_buffers(), full.hf.named_buffers(), strict=True):
         owner, _, last = name.rpartition(".")
         bones.hf.get_submodule(owner).register_buffer(last, value, persistent=False)
-    assert torch.equal(bones(*inputs(), ("values",))["values"], whole(*inputs(), ("values",))["values"])
+    assert torch.equal(bones(*inputs(), ("values",))["values"], full(*inputs(), ("values",))["values"])
 
 
 def test_a_second_adapter_is_rejected():
@@ -330,8 +330,8 @@ def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
 def test_merged_weights_are_what_peft_merges(tmp_path: Path):
     stored = peft_folder(tmp_path)
     model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
-    theirs: Any = peft.PeftModel.from_pretrained(plain(), str(stored))
-    expected = theirs.merge_and_unload().state_dict()
+    reference: Any = peft.PeftModel.from_pretrained(plain(), str(stored))
+    expected = reference.merge_and_unload().state_dict()
     for name, tensor in merged_weights(model.hf):
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
 
@@ -353,9 +353,9 @@ def test_weights_inside_disable_adapter_equal_the_base():
     model = load()
     stir(model.hf)
     with disable_adapter(model.hf):
-        found = dict(merged_weights(model.hf))
-    assert found.keys() == parameters.keys()
-    assert all(torch.equal(found[name], parameter) for name, parameter in parameters.items())
+        weights = dict(merged_weights(model.hf))
+    assert weights.keys() == parameters.keys()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in parameters.items())
 
 
 def test_a_saved_folder_has_the_merged_weights(tmp_path: Path):
@@ -374,13 +374,13 @@ def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], t
     model = load(family, lora=config)
     stir(model.hf)
     save_adapter(adapter_weights(model.hf), tmp_path / "new" / "adapter", config, folder_of(family))
-    theirs = peft.PeftModel.from_pretrained(plain(family), str(tmp_path / "new" / "adapter"))
-    assert adapter_layers(theirs.get_base_model()).keys() == adapter_layers(model.hf).keys()
-    torch.testing.assert_close(by_transformers(theirs), log_probs(model), rtol=0, atol=1e-5)
-    by_peft: Any = peft.get_peft_model_state_dict(theirs)
-    mine = dict(adapter_weights(model.hf))
-    assert mine.keys() == by_peft.keys()
-    assert all(torch.equal(tensor, by_peft[name]) for name, tensor in mine.items())
+    reference = peft.PeftModel.from_pretrained(plain(family), str(tmp_path / "new" / "adapter"))
+    assert adapter_layers(reference.get_base_model()).keys() == adapter_layers(model.hf).keys()
+    torch.testing.assert_close(by_transformers(reference), log_probs(model), rtol=0, atol=1e-5)
+    by_peft: Any = peft.get_peft_model_state_dict(reference)
+    exported = dict(adapter_weights(model.hf))
+    assert exported.keys() == by_peft.keys()
+    assert all(torch.equal(tensor, by_peft[name]) for name, tensor in exported.items())
 
 
 def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
@@ -389,8 +389,8 @@ def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
     values = model(*inputs(), ("values",))["values"]
     save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
     bare = AutoModelForTokenClassification.from_pretrained(folder_of(), num_labels=1).eval()
-    theirs = peft.PeftModel.from_pretrained(bare, str(tmp_path))
-    expected = [theirs(input_ids=row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
+    reference = peft.PeftModel.from_pretrained(bare, str(tmp_path))
+    expected = [reference(input_ids=row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
     again = load(head="value", lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
     assert torch.equal(again(*inputs(), ("values",))["values"], values)
@@ -402,9 +402,9 @@ def test_a_value_model_may_start_from_a_policy_adapter(tmp_path: Path):
     stored = peft_folder(tmp_path)
     config = LORA.model_copy(update={"adapter_path": str(stored)})
     value, policy = load(head="value", lora=config), load(lora=config)
-    found, expected = dict(adapter_weights(value.hf)), dict(adapter_weights(policy.hf))
-    assert found.keys() - expected.keys() == {"base_model.model.score.weight", "base_model.model.score.bias"}
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    actual, expected = dict(adapter_weights(value.hf)), dict(adapter_weights(policy.hf))
+    assert actual.keys() - expected.keys() == {"base_model.model.score.weight", "base_model.model.score.bias"}
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -431,7 +431,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
 
 
 @pytest.mark.parametrize(
-    ("stored", "ours", "words"),
+    ("stored", "config", "words"),
     [
         ({}, {"rank": 8}, r"lora.rank=8, but the adapter in .* has r=4"),
         ({}, {"alpha": 8.5}, r"lora.alpha=8.5, but the adapter in .* has lora_alpha=6"),
@@ -444,11 +444,11 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     ],
 )
 def test_an_adapter_of_another_kind_is_an_error(
-    stored: dict[str, Any], ours: dict[str, Any], words: str, tmp_path: Path
+    stored: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
 ):
     folder = peft_folder(tmp_path, **stored)
     with pytest.raises(EngineError, match=words):
-        load(lora=LORA.model_copy(update={"adapter_path": str(folder), **ours}))
+        load(lora=LORA.model_copy(update={"adapter_path": str(folder), **config}))
 
 
 def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path):
@@ -498,8 +498,8 @@ try:
 except EngineError as error:
     sys.exit(str(error))
 """
-    done = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    assert done.stderr.strip().splitlines()[-1] == "LoRA needs 'peft': pip install 'camshaft[lora]'"
+    process = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    assert process.stderr.strip().splitlines()[-1] == "LoRA needs 'peft': pip install 'camshaft[lora]'"
 
 
 def sharded(folder: str, adapter: str) -> dict[str, Any]:
@@ -513,34 +513,34 @@ def sharded(folder: str, adapter: str) -> dict[str, Any]:
     def full(tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with torch.no_grad(), disable_adapter(model.hf):
-        found["base"] = log_probs(model)
-    mine = log_probs(model)
-    found["log_probs"] = mine.detach()
-    mine.sum().backward()
-    found["gradients"] = {n: full(p.grad) for n, p in model.hf.named_parameters() if p.grad is not None}
-    found["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
-    found["merged"] = dict(merged_weights(model.hf, full))
-    found["adapter"] = dict(adapter_weights(model.hf, full))
-    return found
+        results["base"] = log_probs(model)
+    actual = log_probs(model)
+    results["log_probs"] = actual.detach()
+    actual.sum().backward()
+    results["gradients"] = {n: full(p.grad) for n, p in model.hf.named_parameters() if p.grad is not None}
+    results["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
+    results["merged"] = dict(merged_weights(model.hf, full))
+    results["adapter"] = dict(adapter_weights(model.hf, full))
+    return results
 
 
 def test_sharded_parameters_give_what_whole_ones_give(tmp_path: Path):
     stored = peft_folder(tmp_path)
     model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
-    mine = log_probs(model)
-    mine.sum().backward()
+    actual = log_probs(model)
+    actual.sum().backward()
     gradients = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
-    for found in run_ranks(sharded, 2, folder_of(), str(stored), timeout=120):
-        assert found["sharded"]
-        torch.testing.assert_close(found["base"], log_probs(load(lora=None)), rtol=0, atol=1e-6)
-        torch.testing.assert_close(found["log_probs"], mine.detach(), rtol=0, atol=1e-6)
-        assert found["gradients"].keys() == gradients.keys()
+    for results in run_ranks(sharded, 2, folder_of(), str(stored), timeout=120):
+        assert results["sharded"]
+        torch.testing.assert_close(results["base"], log_probs(load(lora=None)), rtol=0, atol=1e-6)
+        torch.testing.assert_close(results["log_probs"], actual.detach(), rtol=0, atol=1e-6)
+        assert results["gradients"].keys() == gradients.keys()
         for name, gradient in gradients.items():  # FSDP averages over the ranks, which have the same rows
-            torch.testing.assert_close(found["gradients"][name], gradient, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(results["gradients"][name], gradient, rtol=1e-5, atol=1e-5)
         for what, weights in (("merged", merged_weights(model.hf)), ("adapter", adapter_weights(model.hf))):
             expected = dict(weights)
-            assert list(found[what]) == list(expected)
+            assert list(results[what]) == list(expected)
             for name, tensor in expected.items():
-                torch.testing.assert_close(found[what][name], tensor, rtol=0, atol=1e-6)
+                torch.testing.assert_close(results[what][name], tensor, rtol=0, atol=1e-6)

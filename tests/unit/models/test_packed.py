@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import tiny_folder, tiny_rows, wanted
+from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -47,7 +47,7 @@ def packed(family: str = "qwen2", head: Head = "causal_lm", dtype: str = "float6
 
 
 def inputs() -> tuple[Tensor, Packing, Tensor]:
-    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS)
+    return torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS)
 
 
 def by_transformers(model: PreTrainedModel, temperature: float) -> tuple[Tensor, Tensor]:
@@ -62,8 +62,8 @@ def by_transformers(model: PreTrainedModel, temperature: float) -> tuple[Tensor,
 
 def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
     named = dict(model.named_parameters())
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,18 +72,18 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
     dtype, near = ("float32", 3e-6) if family in ("mixtral", "qwen3_moe") else ("float64", 1e-6)
     model = packed(family, dtype=dtype)
     plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager")
-    got = model(*inputs(), ("log_probs", "entropy"), temperature=0.7)
+    actual = model(*inputs(), ("log_probs", "entropy"), temperature=0.7)
     log_probs, entropies = by_transformers(plain, 0.7)
     assert log_probs.std() > 0.05
-    torch.testing.assert_close(got["log_probs"], log_probs, rtol=0, atol=near)
-    torch.testing.assert_close(got["entropy"], entropies, rtol=0, atol=near)
+    torch.testing.assert_close(actual["log_probs"], log_probs, rtol=0, atol=near)
+    torch.testing.assert_close(actual["entropy"], entropies, rtol=0, atol=near)
     weights = torch.randn(len(log_probs), dtype=log_probs.dtype, generator=torch.Generator().manual_seed(0))
-    mine = gradients(model.hf, (got["log_probs"] * weights + 0.1 * got["entropy"]).mean())
-    theirs = gradients(plain, (log_probs * weights + 0.1 * entropies).mean())
-    assert mine.keys() == theirs.keys()
-    for name, gradient in mine.items():
+    grads = gradients(model.hf, (actual["log_probs"] * weights + 0.1 * actual["entropy"]).mean())
+    expected_grads = gradients(plain, (log_probs * weights + 0.1 * entropies).mean())
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in grads.items():
         torch.testing.assert_close(
-            gradient, theirs[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+            gradient, expected_grads[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
@@ -94,23 +94,23 @@ def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
     tokens, packing, at = inputs()
     random = torch.Generator().manual_seed(0)
     log_q = torch.randn(len(tokens), plain.config.vocab_size, dtype=torch.float64, generator=random).log_softmax(dim=-1)
-    found = model(tokens, packing, at, ("full_kl",), 0.7, log_q)["full_kl"]
+    divergence = model(tokens, packing, at, ("full_kl",), 0.7, log_q)["full_kl"]
     log_p = torch.cat([(plain(row[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1) for row in tiny_rows(LENGTHS)])
     expected = (log_p.exp() * (log_p - log_q[at])).sum(dim=-1)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    mine, theirs = gradients(model.hf, found.sum()), gradients(plain, expected.sum())
-    assert mine.keys() == theirs.keys()
-    for name, gradient in mine.items():
-        torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(divergence, expected, rtol=0, atol=1e-6)
+    grads, expected_grads = gradients(model.hf, divergence.sum()), gradients(plain, expected.sum())
+    assert grads.keys() == expected_grads.keys()
+    for name, gradient in grads.items():
+        torch.testing.assert_close(gradient, expected_grads[name], rtol=1e-5, atol=1e-5)
 
 
 def test_float32_agrees_to_a_millionth():
     folder = tiny_folder(hidden=32)
     model = load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    got = model(*inputs(), ("log_probs",))["log_probs"]
-    assert got.dtype == torch.float32
-    torch.testing.assert_close(got, by_transformers(plain, 1.0)[0], rtol=0, atol=1e-6)
+    actual = model(*inputs(), ("log_probs",))["log_probs"]
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, by_transformers(plain, 1.0)[0], rtol=0, atol=1e-6)
 
 
 def test_bfloat16_gives_float32_close_to_float32():
@@ -143,9 +143,9 @@ def test_asking_for_no_token_leaves_a_gradient_of_zeros():
     tokens, packing, at = inputs()
     out = model(tokens, packing, at[:0], ("log_probs", "entropy"))
     assert out["log_probs"].shape == (0,)
-    found = gradients(model.hf, out["log_probs"].sum() + out["entropy"].sum())
-    assert found
-    assert all(not gradient.any() for gradient in found.values())
+    grads = gradients(model.hf, out["log_probs"].sum() + out["entropy"].sum())
+    assert grads
+    assert all(not gradient.any() for gradient in grads.values())
 
 
 def test_entropy_alone_and_order_of_outputs():
@@ -159,9 +159,9 @@ def test_values_are_those_of_the_token_classification_model(tmp_path):
     save_pretrained(model, tmp_path)
     plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     expected = [plain(row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
-    got = model(*inputs(), ("values",))["values"]
-    torch.testing.assert_close(got, torch.cat(expected), rtol=0, atol=1e-6)
-    assert got.std() > 0.1
+    actual = model(*inputs(), ("values",))["values"]
+    torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-6)
+    assert actual.std() > 0.1
 
 
 def test_value_heads_have_no_dropout_in_train_mode():
@@ -178,9 +178,9 @@ def test_scores_are_those_of_the_sequence_classification_model(tmp_path):
     save_pretrained(model, tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     expected = torch.cat([plain(row[None]).logits[0] for row in tiny_rows(LENGTHS)])
-    got = model(*inputs(), ("scores",))["scores"]
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
-    assert got.shape == (len(LENGTHS),)
+    actual = model(*inputs(), ("scores",))["scores"]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    assert actual.shape == (len(LENGTHS),)
 
 
 def test_half_precision_models_return_full_precision_scores():
@@ -192,16 +192,16 @@ def test_half_precision_models_return_full_precision_scores():
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral", "mixtral"])
 def test_gradient_checkpointing_changes_nothing(family: str):
-    found = []
+    results = []
     for checkpointing in (False, True):
         described = EngineModel(path=folder_of(family), enable_gradient_checkpointing=checkpointing)
         model = load_model(described, "float32", "cpu", 0).train()
         assert model.hf.is_gradient_checkpointing is checkpointing
         log_probs = model(*inputs(), ("log_probs",))["log_probs"]
-        found.append((log_probs, gradients(model.hf, log_probs.mean())))
-    assert torch.equal(found[0][0], found[1][0])
-    for name, gradient in found[0][1].items():
-        assert torch.equal(gradient, found[1][1][name]), name
+        results.append((log_probs, gradients(model.hf, log_probs.mean())))
+    assert torch.equal(results[0][0], results[1][0])
+    for name, gradient in results[0][1].items():
+        assert torch.equal(gradient, results[1][1][name]), name
 
 
 def test_gradient_checkpointing_computes_layers_again():

@@ -85,11 +85,11 @@ def test_a_model_keeps_the_bits_of_its_loss(family: str, tmp_path: Path) -> None
     for loss in losses:
         loss.backward()
     columns = zip(plain.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
-    for ours, mine, (name, reference) in columns:
+    for original, replaced, (name, reference) in columns:
         # Rounding order differs: the error against float64 is at most a few times the error of transformers.
-        error = float((ours.grad - reference.grad).abs().max())
+        error = float((original.grad - reference.grad).abs().max())
         near = 4 * error + 16 * torch.finfo(torch.float32).eps * float(reference.grad.abs().max())
-        torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=0, atol=near, msg=name)
+        torch.testing.assert_close(replaced.grad.double(), reference.grad, rtol=0, atol=near, msg=name)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.tiny import tiny_folder, tiny_rows, wanted
+from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
@@ -43,13 +43,13 @@ def model_of(folder: str, head: Head, train: bool = False) -> PackedModel:
 def numbers(model: PackedModel, lengths: Sequence[int], at: Tensor) -> Numbers:
     """Return the outputs, and the gradient of a loss that weights each output differently."""
     model.zero_grad()
-    found = model(torch.cat(tiny_rows(lengths)), Packing(lengths), at, OUTPUTS[model.head], temperature=0.8)
+    outputs = model(torch.cat(tiny_rows(lengths)), Packing(lengths), at, OUTPUTS[model.head], temperature=0.8)
     random = torch.Generator().manual_seed(1)
-    terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in found.values()]
+    terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in outputs.values()]
     (torch.stack(terms).sum() / sum(lengths)).backward()
     named = model.hf.named_parameters()
     gradients = {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
-    return {name: value.detach() for name, value in found.items()}, gradients
+    return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
 def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -61,15 +61,15 @@ def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 def on_each_rank(folder: str, head: Head, lengths: list[int], at: Tensor, train: bool) -> Numbers:
     model = model_of(folder, head, train)
     model.sequence = SequenceSplit(dist.group.WORLD)
-    found, gradients = numbers(model, lengths, at)
-    return found, summed(gradients)
+    outputs, gradients = numbers(model, lengths, at)
+    return outputs, summed(gradients)
 
 
-def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(
-            got[name], tensor, rtol=NEAR, atol=NEAR, msg=lambda text, name=name: f"{name}: {text}"
+            actual[name], tensor, rtol=NEAR, atol=NEAR, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -89,20 +89,22 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("family", MODELS)
 def test_log_probs_and_gradients_do_not_depend_on_ranks(family: str, size: int):
     folder = str(tiny_folder(family, **{"hidden": 32, "initializer_range": 0.1, **MODELS[family]}))
-    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, wanted(LENGTHS))
+    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, predicted_tokens(LENGTHS))
     assert expected[0]["log_probs"].std() > 0.05
-    for found, gradients in run_ranks(on_each_rank, size, folder, "causal_lm", LENGTHS, wanted(LENGTHS), False):
-        same(found, expected[0])
+    for outputs, gradients in run_ranks(
+        on_each_rank, size, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), False
+    ):
+        same(outputs, expected[0])
         same(gradients, expected[1])
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
     folder = folder_of("llama")
-    expected = numbers(model_of(folder, head), LENGTHS, wanted(LENGTHS))
+    expected = numbers(model_of(folder, head), LENGTHS, predicted_tokens(LENGTHS))
     assert next(iter(expected[0].values())).std() > 0.01
-    for found, gradients in run_ranks(on_each_rank, 4, folder, head, LENGTHS, wanted(LENGTHS), False):
-        same(found, expected[0])
+    for outputs, gradients in run_ranks(on_each_rank, 4, folder, head, LENGTHS, predicted_tokens(LENGTHS), False):
+        same(outputs, expected[0])
         same(gradients, expected[1])
 
 
@@ -119,16 +121,16 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
 def test_every_rank_takes_part_wherever_the_outputs_lie(head: Head, lengths: list[int], at: list[int]):
     folder, places = folder_of("qwen2"), torch.tensor(at, dtype=torch.int64)
     expected = numbers(model_of(folder, head), lengths, places)
-    for found, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
-        same(found, expected[0])
+    for outputs, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
+        same(outputs, expected[0])
         same(gradients, expected[1])  # and the same names: a rank without outputs has gradients for all parameters
 
 
 def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
     folder = folder_of("qwen2")
-    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, wanted(LENGTHS))
-    for found, gradients in run_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, wanted(LENGTHS), True):
-        same(found, expected[0])
+    expected = numbers(model_of(folder, "causal_lm"), LENGTHS, predicted_tokens(LENGTHS))
+    for outputs, gradients in run_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), True):
+        same(outputs, expected[0])
         same(gradients, expected[1])
 
 
@@ -146,15 +148,15 @@ def engine_step(folder: str) -> dict[str, Ragged]:
 def test_every_rank_passes_full_rows_to_an_engine_step():
     folder = folder_of("qwen2")
     (alone,) = run_ranks(engine_step, 1, folder)
-    for found in run_ranks(engine_step, 2, folder):
-        torch.testing.assert_close(found["log_probs"].values, alone["log_probs"].values, rtol=0, atol=NEAR)
+    for predictions in run_ranks(engine_step, 2, folder):
+        torch.testing.assert_close(predictions["log_probs"].values, alone["log_probs"].values, rtol=0, atol=NEAR)
 
 
 def with_dropout(folder: str) -> tuple[Tensor, Tensor]:
     described = EngineModel(path=folder, override_config={"attention_dropout": 0.5})
     model = load_model(described, "float32", "cpu", seed=0)
     model.sequence = SequenceSplit(dist.group.WORLD)
-    inputs = (torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs",))
+    inputs = (torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS), ("log_probs",))
     calm = model(*inputs)["log_probs"].detach()
     return calm, model.train()(*inputs)["log_probs"].detach()
 
@@ -187,7 +189,7 @@ def test_length_dependent_rotary_embeddings_are_rejected():
 
 
 def three_ranks(folder: str) -> None:
-    on_each_rank(folder, "causal_lm", LENGTHS, wanted(LENGTHS), False)
+    on_each_rank(folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), False)
 
 
 def test_indivisible_heads_are_an_error_in_the_call():
@@ -232,11 +234,11 @@ def there_and_back(lengths: list[int]) -> tuple[DataProto, DataProto]:
 
 @pytest.mark.parametrize(("size", "lengths"), [(2, [5, 1, 7, 4]), (4, [5, 1, 7, 4]), (4, [2, 3]), (2, [1])])
 def test_split_columns_come_back_whole(size: int, lengths: list[int]):
-    whole = batch_of(lengths)
+    batch = batch_of(lengths)
     for _, back in run_ranks(there_and_back, size, lengths):
         assert back.meta_info == {"step": 3}
-        assert list(back.columns) == list(whole.columns)
-        whole.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
+        assert list(back.columns) == list(batch.columns)
+        batch.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
 
 
 def test_a_part_holds_the_tokens_of_its_rank_by_hand():

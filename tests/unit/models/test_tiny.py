@@ -16,15 +16,19 @@ SUM = [{"role": "user", "content": "12+30="}]
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gemma3_text"])
 def test_a_folder_of_any_family_reloads_the_same_tokenizer(family: str, tmp_path: Path):
     # transformers picks the tokenizer class by the model next to it.
-    made = make_tiny_tokenizer(tmp_path)
+    tokenizer = make_tiny_tokenizer(tmp_path)
     read = AutoTokenizer.from_pretrained(tiny_folder(family))
-    assert read.get_vocab() == made.get_vocab()
-    assert (read.pad_token_id, read.eos_token_id, len(read)) == (made.pad_token_id, made.eos_token_id, len(made))
+    assert read.get_vocab() == tokenizer.get_vocab()
+    assert (read.pad_token_id, read.eos_token_id, len(read)) == (
+        tokenizer.pad_token_id,
+        tokenizer.eos_token_id,
+        len(tokenizer),
+    )
     text = "Add 12 + 30 = (42)\n*/-?<|im_end|>"
-    assert read.encode(text) == made.encode(text)
+    assert read.encode(text) == tokenizer.encode(text)
     assert read.decode(read.encode(text)) == text
     assert len(read.encode(text)) == len(text) - len("<|im_end|>") + 1
-    assert read.apply_chat_template(SUM, tokenize=False) == made.apply_chat_template(SUM, tokenize=False)
+    assert read.apply_chat_template(SUM, tokenize=False) == tokenizer.apply_chat_template(SUM, tokenize=False)
 
 
 def test_the_vocabulary_fits_the_rows_of_the_embedding():

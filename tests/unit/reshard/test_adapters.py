@@ -99,10 +99,10 @@ def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
     rollout = Keeps()
     with rollout_mode(engine, rollout):
         name = "model.layers.0.self_attn.q_proj.weight"
-        made = rollout.base[name] + rollout.adapter[B] @ rollout.adapter[A]
+        sum_of_parts = rollout.base[name] + rollout.adapter[B] @ rollout.adapter[A]
     merged = dict(engine.named_weights())[name]
     assert not torch.allclose(merged, rollout.base[name])
-    torch.testing.assert_close(made, merged)
+    torch.testing.assert_close(sum_of_parts, merged)
 
 
 def test_another_engine_sends_its_own_base(engine: BaseEngine) -> None:
@@ -147,18 +147,18 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
         old = dict(rollout.adapter)
     update(engine)
     monkeypatch.setattr(rollout, "load_adapter", lambda weights: rollout.adapter.update({**dict(weights), B: old[B]}))
-    told = rf"{B}: stale, unchanged since the previous weight sync"
-    with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
+    message = rf"{B}: stale, unchanged since the previous weight sync"
+    with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
 
 
 def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
-    class Whole(Keeps):
+    class FullWeightsOnly(Keeps):
         capabilities = RolloutCapabilities()
 
     with pytest.raises(
-        RolloutError, match=r"Whole does not support LoRA adapters.*rollout\.lora_weights=merged.*name=vllm"
+        RolloutError, match=r"FullWeightsOnly does not support LoRA adapters.*rollout\.lora_weights=merged.*name=vllm"
     ):
-        Whole()
+        FullWeightsOnly()
     with pytest.raises(RolloutError, match="load merged weights"):
-        BaseRollout.load_adapter(Whole(lora=None), [])
+        BaseRollout.load_adapter(FullWeightsOnly(lora=None), [])

@@ -116,7 +116,7 @@ def change(engine: BaseEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         (Drops, f"weights are missing: {NAME}"),
         (Transposes, f"{NAME}: different from what was sent"),
@@ -129,9 +129,9 @@ def change(engine: BaseEngine) -> None:
         (HoldsMore, f"{NAME}_too: in the rollout, but never sent"),
     ],
 )
-def test_a_weight_sync_fault_names_the_weight(broken: type[TorchRollout], told: str, engine: BaseEngine) -> None:
+def test_a_weight_sync_fault_names_the_weight(broken: type[TorchRollout], message: str, engine: BaseEngine) -> None:
     rollout = broken(RolloutEngineConfig(model_path=str(tiny_folder())))
-    with pytest.raises(RolloutError, match=told), rollout_mode(engine, rollout):
+    with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
     with pytest.raises(RolloutError, match="is asleep"):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(1))
@@ -143,8 +143,8 @@ def test_a_stale_weight_is_named_and_called_stale(engine: BaseEngine) -> None:
         with rollout_mode(engine, rollout):
             pass  # nothing has changed, so nothing is stale
     change(engine)
-    told = f"weight sync 3: .*: {NAME}: stale, unchanged since the previous weight sync"
-    with pytest.raises(RolloutError, match=told.replace(": .*: ", ": .*")), rollout_mode(engine, rollout):
+    message = f"weight sync 3: .*: {NAME}: stale, unchanged since the previous weight sync"
+    with pytest.raises(RolloutError, match=message.replace(": .*: ", ": .*")), rollout_mode(engine, rollout):
         pytest.fail("it was let generate")
 
 
@@ -189,9 +189,13 @@ def test_the_rollout_receives_merged_or_base_weights() -> None:
     rows = [torch.cat(pair) for pair in zip(prompts.rows(), out.responses.rows(), strict=True)]
     ids = Ragged.from_rows(rows, torch.int64)
     with engine.eval_mode():
-        said = engine.infer_batch(DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)}))
-    for row, prompt, found in zip(said["log_probs"].rows(), prompts.rows(), out.log_probs.rows(), strict=True):
-        assert torch.allclose(row[len(prompt) :], found, atol=1e-4)
+        predictions = engine.infer_batch(
+            DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
+        )
+    for row, prompt, log_probs in zip(
+        predictions["log_probs"].rows(), prompts.rows(), out.log_probs.rows(), strict=True
+    ):
+        assert torch.allclose(row[len(prompt) :], log_probs, atol=1e-4)
     with engine.disable_adapter(), rollout_mode(engine, rollout) as sync:
         assert sync.digests == {name: base[name] for name in sync.digests}
 

@@ -86,8 +86,8 @@ def test_a_weight_sync_reports_bytes_and_seconds(engine: BaseEngine) -> None:
         with rollout_mode(engine, rollout) as sync:
             passed = time.perf_counter() - start
     assert 0 < sync.check_seconds < sync.seconds < passed
-    held = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    assert held * 0.5 < sync.peak_memory < held * 10
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident * 0.5 < sync.peak_memory < resident * 10
     assert sync.metrics() == {
         "rollout/sync_bytes": sync.bytes,
         "perf/sync_peak_memory_bytes": sync.peak_memory,
@@ -185,12 +185,14 @@ def test_real_rollouts_say_what_the_trained_engine_would_say(name: str, engine: 
     folder = str(tiny_folder())
     rollout = build_rollout(name, RolloutEngineConfig(model_path=folder))
     prompts = Ragged.from_rows(tiny_rows([5, 3]), dtype=torch.int64)
-    said = []
+    responses = []
     for _ in range(2):
         with rollout_mode(engine, rollout):
-            found = rollout.generate_sequences(prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))
-        rows = [row.tolist() for row in found.responses.rows()]
+            generation = rollout.generate_sequences(
+                prompts, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+            )
+        rows = [row.tolist() for row in generation.responses.rows()]
         assert rows == [greedy(folder, engine.named_weights(), prompt, 4) for prompt in prompts.rows()]
-        said.append(rows)
+        responses.append(rows)
         train(engine)
-    assert said[0] != said[1]
+    assert responses[0] != responses[1]

@@ -139,9 +139,9 @@ def test_every_sample_has_the_outcome_that_it_earned(rewards: RewardManager, act
         "ground_truth": numpy.fromiter((action for _, action in actions), dtype=object, count=len(actions)),
     }
     result = rewards.score(DataProto.from_dict(columns), lambda ids: [str(row) for row in ids])
-    wanted = [score_of(action) if kind == "ok" else 0.0 for kind, action in actions]
-    assert result.scores.tolist() == pytest.approx(wanted)
-    assert result.token_level_scores.values.tolist() == pytest.approx(wanted)
+    expected = [score_of(action) if kind == "ok" else 0.0 for kind, action in actions]
+    assert result.scores.tolist() == pytest.approx(expected)
+    assert result.token_level_scores.values.tolist() == pytest.approx(expected)
     failed = {one.row: one.kind for one in result.failures if one.kind != "slow"}
     assert failed == {row: kind for row, kind in enumerate(kinds) if kind != "ok"}
     assert {kind: result.metrics[f"reward/{name}"] for kind, name in COUNTS.items()} == {

@@ -56,10 +56,10 @@ def untimed(result: RewardResult) -> tuple[object, ...]:
 def test_result_does_not_depend_on_the_order_of_parts(manager, num_workers, parts):
     rewards = manager(ALL_KINDS, timeout=0.5, num_workers=num_workers, on_error="drop")
     batch = batch_of(TEXTS)
-    wanted = rewards.score(batch, decode)
-    assert (wanted.dropped, wanted.num_failed) == ((2, 4, 6, 8), 4)
+    expected = rewards.score(batch, decode)
+    assert (expected.dropped, expected.num_failed) == ((2, 4, 6, 8), 4)
     begun = added(rewards.begin(batch.drop("responses")), TEXTS, parts)
-    assert untimed(rewards.score(batch, decode, begun)) == untimed(wanted)
+    assert untimed(rewards.score(batch, decode, begun)) == untimed(expected)
 
 
 def exists(file: Path) -> bool:
@@ -212,7 +212,7 @@ def test_combined_and_penalized_rewards_can_begin_early(manager):
     )
     both = CombinedRewards(manager("return len(solution_str)"), weight=0.5)
     rewards = OverlongPenalty(both, limit=4, buffer=2, factor=1.0, log=True)
-    wanted = rewards.score(batch, decode)
+    expected = rewards.score(batch, decode)
     begun = added(rewards.begin(batch.drop("responses", "rm_scores")), texts, [(1, 2), (0, 1)])
-    assert untimed(rewards.score(batch, decode, begun)) == untimed(wanted)
+    assert untimed(rewards.score(batch, decode, begun)) == untimed(expected)
     assert CombinedRewards(None).begin(batch) is None

@@ -16,13 +16,13 @@ def decode(rows: list[list[int]]) -> list[str]:
 
 def batch_of(*scores: list[float], **columns: Any) -> DataProto:
     """Return responses `a` and `bcd` with these scores of their tokens."""
-    found = {
+    rows = {
         "responses": Ragged.from_rows([[ord(c) for c in text] for text in ("a", "bcd")]),
         "data_source": ["test"] * 2,
         "ground_truth": [""] * 2,
         "rm_scores": Ragged.from_rows(list(scores), torch.float32),
     }
-    return DataProto.from_dict(found | columns)
+    return DataProto.from_dict(rows | columns)
 
 
 def test_scores_are_summed_with_weight_and_logged_separately(manager):

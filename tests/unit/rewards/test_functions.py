@@ -74,8 +74,8 @@ def test_gsm8k_rejects_unusable_rows():
      ("047", 0.1, 0, 1), ("\u0664", 0, 0, 0)],
 )  # fmt: skip
 def test_arithmetic_rewards_correctness_and_partly_format(text, score, correct, form):
-    found = arithmetic.compute_score("x", text, "47")
-    assert found == {"score": score, "correct": correct, "format": form, "pred": text.strip() if form else None}
+    result = arithmetic.compute_score("x", text, "47")
+    assert result == {"score": score, "correct": correct, "format": form, "pred": text.strip() if form else None}
 
 
 def test_auto_goes_by_the_data_source():
@@ -159,5 +159,5 @@ THOUGHT = "<think>6 times\n7</think>\n<answer>42</answer>"
     ],
 )
 def test_format_looks_at_the_form_alone(text, pattern, score, pred):
-    found = form.compute_score("x", text, None, **({"pattern": pattern} if pattern else {}))
-    assert found == {"score": score, "pred": pred}
+    result = form.compute_score("x", text, None, **({"pattern": pattern} if pattern else {}))
+    assert result == {"score": score, "pred": pred}

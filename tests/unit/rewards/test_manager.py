@@ -197,18 +197,18 @@ def test_loading_does_not_count_against_the_limit(file, score):
 
 
 @pytest.mark.parametrize(
-    ("death", "told"),
+    ("death", "message"),
     [
         ("__import__('os')._exit(7)", "exited with code 7"),
         ("__import__('ctypes').string_at(0)", "signal 11"),
         ("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9"),
     ],
 )
-def test_a_process_that_dies_costs_its_sample_alone(manager, score, death, told):
+def test_a_process_that_dies_costs_its_sample_alone(manager, score, death, message):
     result = score(manager(FAIL_AT_B.format(death)), list("abcdefgb"))
     assert result.scores.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
     assert (result.metrics["reward/crashes"], result.num_failed) == (2.0, 2)
-    assert told in result.failures[0].message
+    assert message in result.failures[0].message
 
 
 def test_sys_exit_is_an_error_and_not_the_end(manager, score):

@@ -33,5 +33,5 @@ def test_penalty_applies_to_training_scores_only(manager, log):
     # 4 of 5 tokens, with a buffer of 2: half of the factor, on the last token of the policy.
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[0, 1.0], [0, 0, 0.5, 0]]
     assert result.scores.tolist() == [1.0, 1.0]
-    told = {name: value for name, value in result.metrics.items() if "overlong" in name}
-    assert told == ({"reward/overlong_reward/mean": -0.25, "reward/overlong/mean": 0.5} if log else {})
+    metrics = {name: value for name, value in result.metrics.items() if "overlong" in name}
+    assert metrics == ({"reward/overlong_reward/mean": -0.25, "reward/overlong/mean": 0.5} if log else {})

@@ -88,7 +88,7 @@ def test_rows_without_an_entry_are_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "more", "said"),
+    ("task", "more", "message"),
     [
         ("gdc", {"settings": {}}, "no task 'gdc'; use one of .*gcd"),
         ("gcd", {"settings": {"max_vale": 3}}, "invalid settings for gcd: .*max_vale.*max_value="),
@@ -98,8 +98,8 @@ def test_rows_without_an_entry_are_rejected() -> None:
         ("rearc", {"settings": {}}, "scored differently"),
     ],
 )
-def test_invalid_tasks_and_settings_are_errors(task: str, more: dict[str, Any], said: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"(?s){said}"):
+def test_invalid_tasks_and_settings_are_errors(task: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
         write_reasoning_gym(tmp_path, task, **({"num_train": 20, "num_heldout": 5} | more))
 
 

@@ -77,37 +77,37 @@ def plain_kl(home: Path, before: dict[str, torch.Tensor], step: Step) -> float:
 
 def merged(weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the weights with `ADAPTER` merged as W + alpha / rank B A."""
-    found = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    result = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     for name, a in weights.items():
         layer, is_a, rest = name.partition(".lora_A.")
         if is_a:
             b = weights[f"{layer}.lora_B.{rest}"]
-            found[f"{layer}.weight"] = base[f"{layer}.weight"] + 8 / 4 * b.double() @ a.double()
-    return found
+            result[f"{layer}.weight"] = base[f"{layer}.weight"] + 8 / 4 * b.double() @ a.double()
+    return result
 
 
 def test_the_penalty_is_the_divergence_over_the_whole_vocabulary(home: Path, alone: list[Step]) -> None:
     first, second = (step.metrics["actor/reward_kl_penalty"] for step in alone)
     assert first == pytest.approx(0, abs=1e-6)
-    wanted = plain_kl(home, alone[0].actor, alone[1])
-    assert wanted > 0.01
-    assert second == pytest.approx(wanted, rel=1e-4)
+    expected = plain_kl(home, alone[0].actor, alone[1])
+    assert expected > 0.01
+    assert second == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2}], ids=["rows", "tokens"])
 def test_ranks_find_the_same(more: dict[str, Any], home: Path, alone: list[Step]) -> None:
-    found = run_ppo(home, {**FULL, **RANKS, **more}, steps=2)
-    for ours, theirs in zip(found, alone, strict=True):
+    steps = run_ppo(home, {**FULL, **RANKS, **more}, steps=2)
+    for step, reference in zip(steps, alone, strict=True):
         name = "actor/reward_kl_penalty"
-        assert ours.metrics[name] == pytest.approx(theirs.metrics[name], rel=1e-3, abs=1e-6)
+        assert step.metrics[name] == pytest.approx(reference.metrics[name], rel=1e-3, abs=1e-6)
 
 
 def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**FULL, **ADAPTER, f"{ACTOR}.strategy": "reference"}, steps=2)
     assert first.metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
-    wanted = plain_kl(tmp_path, first.actor, second)
-    assert wanted > 0.01
-    assert second.metrics["actor/reward_kl_penalty"] == pytest.approx(wanted, rel=1e-4)
+    expected = plain_kl(tmp_path, first.actor, second)
+    assert expected > 0.01
+    assert second.metrics["actor/reward_kl_penalty"] == pytest.approx(expected, rel=1e-4)
 
 
 # -- in the loss; tests/parity compares the gradients with a reference program -----------------------
@@ -125,9 +125,9 @@ def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> No
 def test_the_kl_loss_uses_the_weights_before_the_update(more: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**LOSS, **ONE_UPDATE, **more}, steps=2)
     assert first.metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
-    wanted = plain_kl(tmp_path, first.actor, second)
-    assert wanted > 1e-3
-    assert second.metrics["actor/kl_loss"] == pytest.approx(wanted, rel=1e-4)
+    expected = plain_kl(tmp_path, first.actor, second)
+    assert expected > 1e-3
+    assert second.metrics["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
 
 
 LEARNED = {**SHUFFLED, **LOSS, "algorithm.use_kl_in_reward": False}

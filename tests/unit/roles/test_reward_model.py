@@ -61,8 +61,8 @@ def plain_rows(batch: DataProto) -> list[list[int]]:
     return [row.tolist() for row in Ragged.join(batch.ragged("prompts"), batch.ragged("responses")).rows()]
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 # -- the policy's own tokens ----------------------------------------------------------------------
@@ -70,21 +70,21 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 def test_scores_are_the_logits_of_transformers_on_the_same_ids(home: Path) -> None:
     batch = batch_of(rows(3, 5, 2, 4), rows(4, 6, 1, 3, seed=1))
-    found = built(config_of(home)).compute_rm_score(batch)
-    wanted = plain_scores(home / "same", plain_rows(batch))
-    assert float(wanted.std()) > 0.01
-    close(found["rm_scores"].sum(), wanted)
-    assert found["rm_scores"].lengths.tolist() == [4, 6, 1, 3]
-    assert found["rm_truncated"].tolist() == [False] * 4
+    actual = built(config_of(home)).compute_rm_score(batch)
+    expected = plain_scores(home / "same", plain_rows(batch))
+    assert float(expected.std()) > 0.01
+    close(actual["rm_scores"].sum(), expected)
+    assert actual["rm_scores"].lengths.tolist() == [4, 6, 1, 3]
+    assert actual["rm_truncated"].tolist() == [False] * 4
 
 
 def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
     mask = batch.ragged("response_mask")
     mask.values[3] = False  # a tool wrote the last token of the first row
-    found = built(config_of(home)).compute_rm_score(batch)["rm_scores"].values
-    close(found[[2, 5]], plain_scores(home / "same", plain_rows(batch)))
-    assert found[[0, 1, 3, 4]].tolist() == [0, 0, 0, 0]
+    scores = built(config_of(home)).compute_rm_score(batch)["rm_scores"].values
+    close(scores[[2, 5]], plain_scores(home / "same", plain_rows(batch)))
+    assert scores[[0, 1, 3, 4]].tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
 )
 def test_scores_do_not_depend_on_micro_batches(cut: dict[str, Any], home: Path) -> None:
     batch = batch_of(rows(3, 5, 2, 4, 9), rows(4, 6, 1, 3, 2, seed=1))
-    found = built(config_of(home, **cut)).compute_rm_score(batch)["rm_scores"].sum()
-    close(found, plain_scores(home / "same", plain_rows(batch)))
+    scores = built(config_of(home, **cut)).compute_rm_score(batch)["rm_scores"].sum()
+    close(scores, plain_scores(home / "same", plain_rows(batch)))
 
 
 @pytest.mark.parametrize("pads_with", [0, 2], ids=["its own pad token", "the token that ends a turn"])
@@ -111,24 +111,24 @@ def test_last_token_matches_transformers_for_responses_ending_with_pad(
     assert end == 2
     responses = Ragged.from_rows([[10, 11, end], [12, end, end], [13, 14, 15]])
     batch = batch_of(rows(3, 5, 2), responses)
-    found = built(config_of(home, reward_model__model__path=folder)).compute_rm_score(batch)["rm_scores"].sum()
-    close(found, plain_scores(folder, plain_rows(batch)))
+    scores = built(config_of(home, reward_model__model__path=folder)).compute_rm_score(batch)["rm_scores"].sum()
+    close(scores, plain_scores(folder, plain_rows(batch)))
     # So does a padded batch of transformers, which has such tokens as padding.
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
-    whole = Ragged.join(batch.ragged("prompts"), responses)
-    padded = whole.padded("right", value=model.config.pad_token_id)
+    sequences = Ragged.join(batch.ragged("prompts"), responses)
+    padded = sequences.padded("right", value=model.config.pad_token_id)
     with torch.no_grad():
-        logits = model(padded, attention_mask=whole.mask("right")).logits[:, 0]
-    close(found, logits)
+        logits = model(padded, attention_mask=sequences.mask("right")).logits[:, 0]
+    close(scores, logits)
     without = plain_scores(folder, [row[: row.index(end)] for row in plain_rows(batch)[:2]])
-    assert torch.allclose(found[:2], without, atol=1e-4) == (pads_with == end)
+    assert torch.allclose(scores[:2], without, atol=1e-4) == (pads_with == end)
 
 
 def test_overlong_rows_are_truncated_on_the_left_and_counted(home: Path) -> None:
     batch = batch_of(rows(3, 5, 2), rows(4, 6, 1, seed=1))
-    found = built(config_of(home, reward_model__max_length=7)).compute_rm_score(batch)
-    assert found["rm_truncated"].tolist() == [False, True, False]
-    close(found["rm_scores"].sum(), plain_scores(home / "same", [row[-7:] for row in plain_rows(batch)]))
+    scores = built(config_of(home, reward_model__max_length=7)).compute_rm_score(batch)
+    assert scores["rm_truncated"].tolist() == [False, True, False]
+    close(scores["rm_scores"].sum(), plain_scores(home / "same", [row[-7:] for row in plain_rows(batch)]))
 
 
 def test_row_limit_defaults_to_prompt_plus_response_length(home: Path) -> None:
@@ -154,12 +154,12 @@ def conversations(home: Path, **columns: Any) -> DataProto:
 def templated(folder: Path) -> list[list[int]]:
     """Return the token ids that the reward model expects, including the newline at the end."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    found = []
+    ids_of_rows = []
     for question, answer in zip(QUESTIONS, ANSWERS, strict=True):
         chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         assert tokenizer.apply_chat_template(chat, tokenize=False).endswith("<|im_end|>\n")
-        found.append(tokenizer.apply_chat_template(chat)["input_ids"])
-    return found
+        ids_of_rows.append(tokenizer.apply_chat_template(chat)["input_ids"])
+    return ids_of_rows
 
 
 def chats() -> list[Any]:
@@ -176,22 +176,22 @@ def test_reward_input_uses_the_reward_models_template_and_tokenizer(kept: str, h
         "ids": {"raw_input_ids": Ragged.from_rows([tokenizer(text)["input_ids"] for text in QUESTIONS])},
     }
     batch = conversations(home, **columns[kept])
-    wanted = templated(home / "other")
+    expected = templated(home / "other")
     assert tokenizer(QUESTIONS[0])["input_ids"] != AutoTokenizer.from_pretrained(home / "other")(QUESTIONS[0]).input_ids
-    found = built(config).compute_rm_score(batch)
-    close(found["rm_scores"].sum(), plain_scores(home / "other", wanted))
-    assert found["rm_scores"].lengths.tolist() == batch["responses"].lengths.tolist()
-    assert not bool(found["rm_truncated"].any())
+    actual = built(config).compute_rm_score(batch)
+    close(actual["rm_scores"].sum(), plain_scores(home / "other", expected))
+    assert actual["rm_scores"].lengths.tolist() == batch["responses"].lengths.tolist()
+    assert not bool(actual["rm_truncated"].any())
 
 
 def test_a_templated_conversation_that_is_too_long_keeps_its_end(home: Path) -> None:
-    wanted = templated(home / "other")
-    limit = sorted(map(len, wanted))[1]
-    found = built(config_of(home, "other", reward_model__max_length=limit)).compute_rm_score(
+    expected = templated(home / "other")
+    limit = sorted(map(len, expected))[1]
+    actual = built(config_of(home, "other", reward_model__max_length=limit)).compute_rm_score(
         conversations(home, raw_prompt=chats())
     )
-    assert found["rm_truncated"].tolist() == [len(row) > limit for row in wanted]
-    close(found["rm_scores"].sum(), plain_scores(home / "other", [row[-limit:] for row in wanted]))
+    assert actual["rm_truncated"].tolist() == [len(row) > limit for row in expected]
+    close(actual["rm_scores"].sum(), plain_scores(home / "other", [row[-limit:] for row in expected]))
 
 
 def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None:
@@ -203,8 +203,8 @@ def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None
     read = worker.to_input(conversations(home, raw_prompt=chats()))
     assert read.truncated.all()
     assert [row[0].item() for row in read.ids.rows()] == [tokenizer.bos_token_id] * 4
-    whole = templated(folder)
-    assert [row[1:].tolist() for row in read.ids.rows()] == [row[-19:] for row in whole]
+    ids = templated(folder)
+    assert [row[1:].tolist() for row in read.ids.rows()] == [row[-19:] for row in ids]
 
 
 # -- ranks ----------------------------------------------------------------------------------------
@@ -226,10 +226,10 @@ def test_scores_do_not_depend_on_the_number_of_ranks(layout: dict[str, Any], hom
     worker = spawn(RewardModelWorker, config, Topology(2), world_size=2)
     try:
         worker.init_model()
-        found = worker.compute_rm_score(conversations(home, raw_prompt=chats()))
+        scores = worker.compute_rm_score(conversations(home, raw_prompt=chats()))
     finally:
         shutdown(worker)
-    close(found["rm_scores"].sum(), plain_scores(home / "other", templated(home / "other")))
+    close(scores["rm_scores"].sum(), plain_scores(home / "other", templated(home / "other")))
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -264,16 +264,16 @@ def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
 
 def test_a_custom_class_scores(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
-    own = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
-    assert role_classes(own)[2] is Longest
-    assert built(own).compute_rm_score(batch)["rm_scores"].sum().tolist() == [4, 2]
+    config = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
+    assert role_classes(config)[2] is Longest
+    assert built(config).compute_rm_score(batch)["rm_scores"].sum().tolist() == [4, 2]
     derived = config_of(home, reward_model__worker_cls="support.reward_models:Negated")
     assert role_classes(derived)[2] is Negated
     close(built(derived).compute_rm_score(batch)["rm_scores"].sum(), -plain_scores(home / "same", plain_rows(batch)))
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("support.reward_models:Halfway", "no registered method compute_rm_score"),
         ("support.reward_models:make_tiny_reward_model", "is not a Worker class"),
@@ -281,6 +281,6 @@ def test_a_custom_class_scores(home: Path) -> None:
         ("no_such_module:Mine", "no module 'no_such_module'"),
     ],
 )
-def test_a_class_without_scoring_is_an_error(name: str, said: str, home: Path) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_class_without_scoring_is_an_error(name: str, message: str, home: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         role_classes(config_of(home, reward_model__worker_cls=name))

@@ -82,11 +82,11 @@ def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
             "response_mask": Ragged.from_rows([[True], [True, False, True]]),
         }
     )
-    found = as_sequences(batch)
-    assert [row.tolist() for row in found.ragged("input_ids").rows()] == [[1, 2, 4], [3, 5, 6, 7]]
-    assert found.ragged("loss_mask").values.int().tolist() == [0, 0, 1, 0, 1, 0, 1]
-    predictions = {"values": found.ragged("input_ids").map(lambda ids: 10 * ids)}
-    assert [row.tolist() for row in of_responses(predictions, "values", found).rows()] == [[40], [50, 60, 70]]
+    sequences = as_sequences(batch)
+    assert [row.tolist() for row in sequences.ragged("input_ids").rows()] == [[1, 2, 4], [3, 5, 6, 7]]
+    assert sequences.ragged("loss_mask").values.int().tolist() == [0, 0, 1, 0, 1, 0, 1]
+    predictions = {"values": sequences.ragged("input_ids").map(lambda ids: 10 * ids)}
+    assert [row.tolist() for row in of_responses(predictions, "values", sequences).rows()] == [[40], [50, 60, 70]]
 
 
 # -- actor ----------------------------------------------------------------------------------------
@@ -95,11 +95,11 @@ def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
 def test_log_probs_and_entropy_match_transformers_at_the_temperature(home: Path) -> None:
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
-    found, batch = actor.compute_log_prob(batch_of()), batch_of()
+    result, batch = actor.compute_log_prob(batch_of()), batch_of()
     log_probs, entropies = plain_log_probs(home / "actor", batch)
-    assert found["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist()
-    torch.testing.assert_close(found["old_log_probs"].values, torch.cat(log_probs), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found["entropy"].values, torch.cat(entropies), rtol=1e-4, atol=1e-5)
+    assert result["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist()
+    torch.testing.assert_close(result["old_log_probs"].values, torch.cat(log_probs), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(result["entropy"].values, torch.cat(entropies), rtol=1e-4, atol=1e-5)
 
 
 BASIC = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "grad_norm", "lr", "skipped_steps"}
@@ -163,13 +163,13 @@ def test_a_single_step_update_computes_old_log_probs(home: Path, loss: str, mode
     config = config_of(home, data__train_batch_size=4, **keys)
     before, at_once = (ActorWorker(config, Topology(1), STEPS) for _ in range(2))
     before.init_model(), at_once.init_model()
-    told = before.compute_log_prob(batch_of())
-    expected = before.update_actor(learnable(old_log_probs=told.ragged("old_log_probs"))).meta_info["metrics"]
-    found = at_once.update_actor(learnable(), old_log_probs="update")
-    assert found.meta_info["metrics"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert found.columns.keys() == told.columns.keys()
-    for name in told.columns:
-        torch.testing.assert_close(found[name].values, told[name].values, rtol=1e-4, atol=1e-5)
+    log_probs = before.compute_log_prob(batch_of())
+    expected = before.update_actor(learnable(old_log_probs=log_probs.ragged("old_log_probs"))).meta_info["metrics"]
+    update = at_once.update_actor(learnable(), old_log_probs="update")
+    assert update.meta_info["metrics"] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert update.columns.keys() == log_probs.columns.keys()
+    for name in log_probs.columns:
+        torch.testing.assert_close(update[name].values, log_probs[name].values, rtol=1e-4, atol=1e-5)
     for (name, weight), (_, other) in zip(before.engine.named_weights(), at_once.engine.named_weights(), strict=True):
         torch.testing.assert_close(weight, other, rtol=0, atol=1e-5, msg=name)
 
@@ -207,9 +207,9 @@ def test_an_update_without_its_columns_says_who_writes_them(home: Path, more: di
 def test_values_are_those_of_plain_transformers(home: Path) -> None:
     critic = CriticWorker(config_of(home), Topology(1), STEPS)
     critic.init_model()
-    found, batch = critic.compute_values(batch_of()).ragged("values"), batch_of()
+    result, batch = critic.compute_values(batch_of()).ragged("values"), batch_of()
     columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
-    for values, prompt, response, mask in zip(found.rows(), *columns, strict=True):
+    for values, prompt, response, mask in zip(result.rows(), *columns, strict=True):
         with torch.no_grad():
             model = plain(home / "critic", AutoModelForTokenClassification)
             logits = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
@@ -251,9 +251,9 @@ def test_the_reference_stays_where_the_actor_began(home: Path) -> None:
 def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
     ref = RefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1))
     ref.init_model()
-    found = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
+    actual = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
     expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
-    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
@@ -266,8 +266,8 @@ def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
     for _ in range(3):  # half of the trained weights start at zero; the other half gets no gradient until they change
         worker.update_actor(learnable(old_log_probs=old))
     expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
-    found = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
-    torch.testing.assert_close(found.values, expected, rtol=1e-4, atol=1e-5)
+    actual = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
+    torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-5)
     moved = worker.compute_log_prob(batch_of()).ragged("old_log_probs").values
     assert float((moved - expected).abs().max()) > 1e-3
 
@@ -292,11 +292,13 @@ def prompts() -> DataProto:
 
 
 def test_generation_recomputes_old_log_probs_unless_disabled(worker: ActorRolloutRefWorker) -> None:
-    found = worker.generate_sequences(prompts())
-    again = worker.compute_log_prob(prompts().union(DataProto(found.columns)))
-    assert torch.equal(found["old_log_probs"].values, again["old_log_probs"].values)
-    torch.testing.assert_close(found["old_log_probs"].values, found["rollout_log_probs"].values, rtol=0, atol=1e-5)
-    assert "rollout/response_tokens" in found.meta_info["metrics"]
+    generation = worker.generate_sequences(prompts())
+    again = worker.compute_log_prob(prompts().union(DataProto(generation.columns)))
+    assert torch.equal(generation["old_log_probs"].values, again["old_log_probs"].values)
+    torch.testing.assert_close(
+        generation["old_log_probs"].values, generation["rollout_log_probs"].values, rtol=0, atol=1e-5
+    )
+    assert "rollout/response_tokens" in generation.meta_info["metrics"]
     assert "old_log_probs" not in worker.generate_sequences(prompts(), recompute_log_prob=False)
 
 
@@ -309,22 +311,22 @@ def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRef
 
 
 def test_responses_end_at_the_limit_or_at_eos(worker: ActorRolloutRefWorker) -> None:
-    found = worker.generate_sequences(prompts())
-    ends = [int(row[-1]) for row in found["responses"].rows()]
+    generation = worker.generate_sequences(prompts())
+    ends = [int(row[-1]) for row in generation["responses"].rows()]
     end = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM).config.eos_token_id
-    assert [token == end for token in ends] == found["finished"].tolist()
-    assert all(length == 8 for length in found["responses"].lengths[~found["finished"]].tolist())
-    assert bool(found["response_mask"].values.all())
+    assert [token == end for token in ends] == generation["finished"].tolist()
+    assert all(length == 8 for length in generation["responses"].lengths[~generation["finished"]].tolist())
+    assert bool(generation["response_mask"].values.all())
 
 
 def test_validation_is_greedy_whatever_the_seed(worker: ActorRolloutRefWorker) -> None:
-    asked = prompts()
-    first = worker.generate_sequences(asked, validate=True)["responses"].values
-    seeded = asked.with_columns(sampling_seed=torch.arange(4) + 100)
+    batch = prompts()
+    first = worker.generate_sequences(batch, validate=True)["responses"].values
+    seeded = batch.with_columns(sampling_seed=torch.arange(4) + 100)
     other = worker.generate_sequences(seeded, validate=True)["responses"].values
     assert torch.equal(first, other)
     ids = (
-        as_sequences(prompts().union(DataProto(worker.generate_sequences(asked, validate=True).columns)))
+        as_sequences(prompts().union(DataProto(worker.generate_sequences(batch, validate=True).columns)))
         .ragged("input_ids")
         .rows()
     )
@@ -346,7 +348,7 @@ def test_a_checkpoint_of_a_role_brings_its_next_update_back(home: Path, tmp_path
     first.update_actor(batch)
     first.save_checkpoint(str(tmp_path / "actor"))
     second.load_checkpoint(str(tmp_path / "actor"))
-    told = [worker.update_actor(batch).meta_info["metrics"] for worker in (first, second)]
-    assert told[0] == told[1]
-    found = [worker.compute_log_prob(batch_of())["old_log_probs"].values for worker in (first, second)]
-    assert torch.equal(*found)
+    metrics = [worker.update_actor(batch).meta_info["metrics"] for worker in (first, second)]
+    assert metrics[0] == metrics[1]
+    log_probs = [worker.compute_log_prob(batch_of())["old_log_probs"].values for worker in (first, second)]
+    assert torch.equal(*log_probs)

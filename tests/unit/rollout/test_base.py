@@ -32,7 +32,7 @@ def mute(**config: Any) -> Mute:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"temperature": -0.5}, "temperature must be 0 .* got -0.5"),
@@ -44,8 +44,8 @@ def mute(**config: Any) -> Mute:
         ({"stop": ("###", "")}, "stop must be a tuple of non-empty strings, got"),
     ],
 )
-def test_impossible_sampling_is_rejected_with_its_value(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(RolloutError, match=told):
+def test_impossible_sampling_is_rejected_with_its_value(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         SamplingParams(**{"max_tokens": 4, **wrong})
 
 
@@ -61,7 +61,7 @@ def test_rows_are_limited_by_max_tokens_and_max_model_len() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "told"),
+    ("rows", "message"),
     [
         ([[1], []], "row 1 has an empty prompt"),
         ([[1], [2] * 10], "row 1 has a prompt of 10 tokens, but max_model_len=10 allows prompts of at most 9 tokens"),
@@ -69,8 +69,8 @@ def test_rows_are_limited_by_max_tokens_and_max_model_len() -> None:
         ([[1, -4]], "row 0 has token id -4"),
     ],
 )
-def test_a_prompt_that_nothing_can_follow_is_named(rows: list[list[int]], told: str) -> None:
-    with pytest.raises(RolloutError, match=told):
+def test_a_prompt_that_nothing_can_follow_is_named(rows: list[list[int]], message: str) -> None:
+    with pytest.raises(RolloutError, match=message):
         mute(max_model_len=10).limits(Ragged.from_rows(rows, torch.int64), SamplingParams(4), 50)
 
 

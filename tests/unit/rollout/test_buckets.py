@@ -28,10 +28,10 @@ def round_trip(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Ten
     buffer, assembler = torch.empty(size, dtype=torch.uint8), Assembler("cpu")
     for pieces, used in pack_buckets(weights.items(), buffer):
         assert 0 <= used <= size
-        told = json.loads(json.dumps([vars(piece) for piece in pieces]))
+        received = json.loads(json.dumps([vars(piece) for piece in pieces]))
         sent = buffer[:used].clone()
         buffer.fill_(255)
-        yield from assembler.unpack([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told], sent)
+        yield from assembler.unpack([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in received], sent)
     assembler.finish()
 
 
@@ -95,15 +95,15 @@ def test_device_is_synchronized_before_each_side_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The meta device records the order: both sides synchronize before they hand a bucket on."""
-    told: list[str] = []
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: told.append(f"{device} is done"))
+    events: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append(f"{device} is done"))
     assembler = Assembler("meta")
     for pieces, used in pack_buckets(
         [("w", torch.ones(6, device="meta"))], torch.empty(16, dtype=torch.uint8, device="meta")
     ):
-        told.append("told")
+        events.append("told")
         for _ in assembler.unpack(pieces, torch.empty(used, dtype=torch.uint8, device="meta")):
-            told.append("loaded")
-        told.append("taken")
+            events.append("loaded")
+        events.append("taken")
     one = ["meta is done", "told", "meta is done", "taken"]
-    assert told == [*one, *one[:2], "loaded", *one[2:]]
+    assert events == [*one, *one[:2], "loaded", *one[2:]]

@@ -44,12 +44,12 @@ def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:
 
 
 def test_it_draws_what_the_built_in_generator_draws(harness: RolloutHarness) -> None:
-    ours, plain = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
+    builtin, plain = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
     prompts, seeds = harness.prompts(4, 9, 4, 1), torch.arange(4)
     for sampling in (SamplingParams(9, top_p=0.8), SamplingParams(9, temperature=0.7, top_k=9)):
-        wanted = ours.rollout.generate_sequences(prompts, sampling, seeds)
-        found = plain.rollout.generate_sequences(prompts, sampling, seeds)
-        assert torch.equal(wanted.responses.values, found.responses.values)
+        expected = builtin.rollout.generate_sequences(prompts, sampling, seeds)
+        actual = plain.rollout.generate_sequences(prompts, sampling, seeds)
+        assert torch.equal(expected.responses.values, actual.responses.values)
 
 
 def test_generation_config_of_the_folder_is_ignored(harness: RolloutHarness) -> None:
@@ -59,9 +59,9 @@ def test_generation_config_of_the_folder_is_ignored(harness: RolloutHarness) -> 
     again = harness.case()
     (folder / "generation_config.json").unlink()
     seeds = torch.tensor([1, 2])
-    wanted = case.rollout.generate_sequences(prompts, sampling, seeds)
-    found = again.rollout.generate_sequences(prompts, sampling, seeds)
-    assert torch.equal(wanted.responses.values, found.responses.values)
+    expected = case.rollout.generate_sequences(prompts, sampling, seeds)
+    actual = again.rollout.generate_sequences(prompts, sampling, seeds)
+    assert torch.equal(expected.responses.values, actual.responses.values)
 
 
 def test_metrics_count_padding_and_finished_rows_as_work(harness: RolloutHarness) -> None:

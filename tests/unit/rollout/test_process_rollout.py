@@ -41,8 +41,8 @@ def folder() -> str:
     return str(tiny_folder(hidden=128, intermediate=2304))
 
 
-def start(**own: Any) -> ProcessRollout:
-    config = RolloutEngineConfig(model_path=folder(), update_weights_bucket_megabytes=1, seed=3, engine_kwargs=own)
+def start(**options: Any) -> ProcessRollout:
+    config = RolloutEngineConfig(model_path=folder(), update_weights_bucket_megabytes=1, seed=3, engine_kwargs=options)
     return ProcessRollout(config)
 
 

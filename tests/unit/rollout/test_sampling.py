@@ -61,10 +61,10 @@ def test_tokens_that_tie_at_the_edge_stay_together() -> None:
 def test_a_flat_row_needs_more_candidates_than_a_steep_one(monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     flat, steep = torch.randn(64, generator=random), 20 * torch.randn(64, generator=random)
-    wanted = restrict(torch.stack([flat, steep]), 1.0, top_p=0.9)
+    expected = restrict(torch.stack([flat, steep]), 1.0, top_p=0.9)
     monkeypatch.setattr(sampling, "NUCLEUS_CANDIDATES", 4)
-    assert torch.equal(restrict(torch.stack([flat, steep]), 1.0, top_p=0.9), wanted)
-    assert wanted.isfinite().sum(-1)[0] > 4 >= wanted.isfinite().sum(-1)[1]
+    assert torch.equal(restrict(torch.stack([flat, steep]), 1.0, top_p=0.9), expected)
+    assert expected.isfinite().sum(-1)[0] > 4 >= expected.isfinite().sum(-1)[1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,8 +81,8 @@ def test_restrict_is_what_transformers_does(seed: int, temperature: float, top_k
     steps += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     no_tokens: Any = torch.zeros(3, 1, dtype=torch.long)
     unrestricted: Any = logits
-    wanted = LogitsProcessorList(steps)(no_tokens, unrestricted)
-    torch.testing.assert_close(restrict(logits, temperature, top_k, top_p), wanted)
+    expected = LogitsProcessorList(steps)(no_tokens, unrestricted)
+    torch.testing.assert_close(restrict(logits, temperature, top_k, top_p), expected)
 
 
 # -- draw -----------------------------------------------------------------------------------------
@@ -106,10 +106,10 @@ def test_excluded_tokens_are_never_sampled(size: int) -> None:
     for uniforms in (edges.repeat(100), torch.rand(400, generator=random, dtype=torch.float64)):
         tokens, log_probs = draw(scores, uniforms)
         assert scores.gather(-1, tokens[:, None]).isfinite().all()
-        wanted = scores.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+        expected = scores.double().log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
         # Sums of up to 2000 exponentials lose some eps of the probability, and its logarithm is rounded once more.
-        bound = torch.finfo(torch.float32).eps * (16 + wanted.abs())
-        assert ((log_probs.double() - wanted).abs() <= bound).all()
+        bound = torch.finfo(torch.float32).eps * (16 + expected.abs())
+        assert ((log_probs.double() - expected).abs() <= bound).all()
 
 
 def test_the_tail_is_not_lost_in_rounding() -> None:
@@ -183,10 +183,10 @@ def test_mix_is_splitmix64() -> None:
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 987654321])
 def test_uniform_is_the_documented_integer_hash(seed: int) -> None:
     positions = [0, 1, 2, 1000, 2**40]
-    wanted = [(mix((mix((seed + GOLDEN) & MASK) + (p + 1) * GOLDEN) & MASK) >> 11) * 2.0**-53 for p in positions]
-    found = uniform_numbers(torch.tensor([seed] * 5), torch.tensor(positions))
-    assert found.dtype == torch.float64
-    assert found.tolist() == wanted
+    expected = [(mix((mix((seed + GOLDEN) & MASK) + (p + 1) * GOLDEN) & MASK) >> 11) * 2.0**-53 for p in positions]
+    actual = uniform_numbers(torch.tensor([seed] * 5), torch.tensor(positions))
+    assert actual.dtype == torch.float64
+    assert actual.tolist() == expected
 
 
 def test_uniforms_are_uniform_over_seeds_and_over_positions() -> None:
@@ -213,6 +213,6 @@ def test_a_rows_uniform_does_not_depend_on_its_batch() -> None:
 
 
 def test_row_seeds_differ_between_rows_calls_and_seeds() -> None:
-    seen = torch.cat([row_seeds(seed, call, 100) for seed in (0, 1, -3) for call in (1, 2, 3)])
-    assert len(seen.unique()) == 900
+    seeds = torch.cat([row_seeds(seed, call, 100) for seed in (0, 1, -3) for call in (1, 2, 3)])
+    assert len(seeds.unique()) == 900
     assert torch.equal(row_seeds(5, 2, 10), row_seeds(5, 2, 10))

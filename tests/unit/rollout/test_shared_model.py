@@ -37,11 +37,11 @@ def test_a_fresh_model_holds_no_weight() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_computed_buffers_equal_those_of_a_loaded_model(family: str, dtype: str) -> None:
     model, real = borrowed(tiny_folder(family), dtype=dtype), owner(tiny_folder(family), dtype=dtype)
-    ours, theirs = dict(model.hf.named_buffers()), dict(real.named_buffers())
-    assert ours.keys() == theirs.keys()
-    for name, buffer in theirs.items():
-        assert ours[name].dtype == buffer.dtype, name
-        assert torch.equal(ours[name], buffer), name
+    actual, expected = dict(model.hf.named_buffers()), dict(real.named_buffers())
+    assert actual.keys() == expected.keys()
+    for name, buffer in expected.items():
+        assert actual[name].dtype == buffer.dtype, name
+        assert torch.equal(actual[name], buffer), name
 
 
 def test_weights_of_the_right_dtype_are_shared() -> None:
@@ -62,9 +62,9 @@ def test_weights_of_another_dtype_are_copied_and_rounded() -> None:
 def test_a_tied_weight_is_one_tensor_in_both_places() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     model.load((("lm_head.weight" if "embed" in name else name), w) for name, w in real.named_parameters())
-    ours: Any = model.require_model()
-    assert ours.lm_head.weight is ours.model.embed_tokens.weight
-    assert ours.lm_head.weight.data_ptr() == real.lm_head.weight.data_ptr()
+    module: Any = model.require_model()
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert module.lm_head.weight.data_ptr() == real.lm_head.weight.data_ptr()
 
 
 def test_both_copies_of_a_tied_weight_must_be_equal() -> None:
@@ -83,8 +83,8 @@ def test_override_config_can_untie_the_weights() -> None:
     with pytest.raises(RolloutError, match=r"weights are missing: lm_head\.weight"):
         model.load(real.named_parameters())
     model.load([*real.named_parameters(), ("lm_head.weight", real.lm_head.weight + 1)])
-    ours: Any = model.require_model()
-    assert not torch.equal(ours.lm_head.weight, ours.model.embed_tokens.weight)
+    module: Any = model.require_model()
+    assert not torch.equal(module.lm_head.weight, module.model.embed_tokens.weight)
 
 
 def test_a_buffer_that_belongs_to_the_weights_has_to_come() -> None:
@@ -130,8 +130,8 @@ def test_modules_built_by_other_threads_keep_their_weights() -> None:
         thread = threading.Thread(target=lambda: built.append(nn.Linear(2, 2)))
         thread.start()
         thread.join()
-        ours = nn.Linear(2, 2)
-    assert ours.weight.is_meta
+        module = nn.Linear(2, 2)
+    assert module.weight.is_meta
     assert not built[0].weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
 

@@ -44,5 +44,5 @@ def test_the_tail_says_what_the_whole_text_says(tokenizer: PreTrainedTokenizerBa
         tokens = [draw.randrange(3, 7) for _ in range(120)]
         strings = [str(tokenizer.decode([draw.randrange(3, 7) for _ in range(length)])) for length in (3, 5)]
         texts = (tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(len(tokens)))
-        wanted = next((i for i, text in enumerate(texts) if any(string in text for string in strings)), None)
-        assert first_end(StopStrings(tokenizer, strings), tokens) == wanted
+        expected = next((i for i, text in enumerate(texts) if any(string in text for string in strings)), None)
+        assert first_end(StopStrings(tokenizer, strings), tokens) == expected

@@ -103,15 +103,15 @@ def meet(sender: Sender, others: list[Other]) -> None:
 
 def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
     """Return the receivers' reports."""
-    found: dict[str, int] = {}
+    reports: dict[str, int] = {}
     for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
         for other in others:
             other.tell({"pieces": [vars(piece) for piece in pieces], "used": used})
         sender.push(used)
         answers = [other.hear() for other in others]
         assert all(answer == answers[0] for answer in answers)
-        found |= answers[0]
-    return found
+        reports |= answers[0]
+    return reports
 
 
 DIGESTS = {name: digest(weight) for name, weight in WEIGHTS.items()}
@@ -241,9 +241,9 @@ def test_unreachable_sender_is_named() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = {"means": "broadcast", "host": "127.0.0.1", "port": port, "world": 2, "size": 8, "seconds": 1}
+    settings = {"means": "broadcast", "host": "127.0.0.1", "port": port, "world": 2, "size": 8, "seconds": 1}
     with pytest.raises(RolloutError, match=f"sender of the weights at 127.0.0.1:{port} does not answer"):
-        open_receiver(told)
+        open_receiver(settings)
 
 
 def test_unknown_transport_is_named() -> None:

@@ -13,24 +13,24 @@ from camshaft.tracking.jsonl import read_metrics
 pytestmark = pytest.mark.alone
 
 
-class Here:
+class State:
     """State of one test: a thread that outlives its test cannot write into the next one."""
 
     def __init__(self):
-        self.taken: list[int] = []
+        self.steps: list[int] = []
         self.gate = threading.Event()
         """Hanging trackers wait for this event."""
 
 
-HERE: list[Here] = []
+STATES: list[State] = []
 
 
 class Plain(Tracker):
     def __init__(self, run):
-        self.here = HERE[-1]
+        self.state = STATES[-1]
 
     def log(self, metrics, step):
-        self.here.taken.append(step)
+        self.state.steps.append(step)
 
     def finish(self):
         pass
@@ -51,18 +51,18 @@ class AtOnce(FullDisk):
 
 class Hanging(Plain):
     def log(self, metrics, step):
-        self.here.gate.wait()
+        self.state.gate.wait()
         super().log(metrics, step)
 
 
 class NeverClosing(Plain):
     def finish(self):
-        self.here.gate.wait()
+        self.state.gate.wait()
 
 
 class NeverStarting(Plain):
     def __init__(self, run):
-        HERE[-1].gate.wait()
+        STATES[-1].gate.wait()
 
 
 class NoServer(Plain):
@@ -71,11 +71,11 @@ class NoServer(Plain):
 
 
 @pytest.fixture(autouse=True)
-def here(monkeypatch):
+def state(monkeypatch):
     monkeypatch.setitem(sys.modules, "faulty", sys.modules[__name__])
-    HERE.append(Here())
-    yield HERE[-1]
-    HERE.pop().gate.set()
+    STATES.append(State())
+    yield STATES[-1]
+    STATES.pop().gate.set()
 
 
 @pytest.fixture
@@ -95,17 +95,17 @@ def log(tmp_path):
     return log
 
 
-def test_a_tracker_gets_all_steps_in_order(here, log, caplog):
+def test_a_tracker_gets_all_steps_in_order(state, log, caplog):
     log("Plain", 50)
-    assert len(here.taken) == 50
-    assert sorted(here.taken) == here.taken
+    assert len(state.steps) == 50
+    assert sorted(state.steps) == state.steps
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", ["FullDisk", "AtOnce"])
-def test_a_failing_tracker_is_logged_once_and_called_again(here, log, caplog, name):
+def test_a_failing_tracker_is_logged_once_and_called_again(state, log, caplog, name):
     log(name, 6)
-    assert here.taken == [2, 4, 6]
+    assert state.steps == [2, 4, 6]
     assert caplog.messages == [
         f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. "
         "The run continues and logs the next step",
@@ -113,38 +113,38 @@ def test_a_failing_tracker_is_logged_once_and_called_again(here, log, caplog, na
     ]
 
 
-def test_a_hanging_tracker_is_logged_once_and_abandoned(here, log, caplog, monkeypatch):
+def test_a_hanging_tracker_is_logged_once_and_abandoned(state, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "SLOW_SECONDS", 0.0)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("Hanging", 30, pause=0.01)
-    assert here.taken == []
-    slow, left = caplog.messages
+    assert state.steps == []
+    slow, abandoned = caplog.messages
     assert "'faulty:Hanging' has not answered for 0 s. The run continues; its metrics are queued" in slow
-    assert "'faulty:Hanging' did not finish within 0.2 s of the end of the run and is abandoned" in left
+    assert "'faulty:Hanging' did not finish within 0.2 s of the end of the run and is abandoned" in abandoned
 
 
-def test_queued_calls_run_when_the_tracker_answers_again(here, tmp_path):
+def test_queued_calls_run_when_the_tracker_answers_again(state, tmp_path):
     tracking = Tracking(["faulty:Hanging"], RunInfo("p", "e", tmp_path, total_steps=9))
     for step in range(1, 10):
         tracking.log({"x": 1.0}, step)
-    here.gate.set()
+    state.gate.set()
     tracking.finish()
-    assert [*range(1, 10)] == here.taken
+    assert [*range(1, 10)] == state.steps
 
 
 def test_the_queue_is_bounded(log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "WAITING", 3)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.1)
     log("Hanging", 30)
-    told = [message for message in caplog.messages if "is full" in message]
-    assert len(told) == 1
-    assert "the queue of the tracker 'faulty:Hanging' is full: metrics from step" in told[0]
+    warnings = [message for message in caplog.messages if "is full" in message]
+    assert len(warnings) == 1
+    assert "the queue of the tracker 'faulty:Hanging' is full: metrics from step" in warnings[0]
 
 
-def test_closing_is_bounded(here, log, caplog, monkeypatch):
+def test_closing_is_bounded(state, log, caplog, monkeypatch):
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.2)
     log("NeverClosing", 2)
-    assert here.taken == [1, 2]
+    assert state.steps == [1, 2]
     assert "is abandoned" in caplog.text
 
 

@@ -65,8 +65,8 @@ def test_config_and_responses_are_markdown_code_blocks(tmp_path):
     run = RunInfo("p", "e", tmp_path, total_steps=9, config={"actor": {"lr": 1e-6}})
     with Tracking(["tensorboard"], run) as tracking:
         tracking.log_generations([ROW, ROW], step=4)
-    found = read(tmp_path / "tensorboard")
-    config, texts = (found.Tensors(f"{name}/text_summary") for name in ("config", "val/generations"))
+    result = read(tmp_path / "tensorboard")
+    config, texts = (result.Tensors(f"{name}/text_summary") for name in ("config", "val/generations"))
     assert '\n      "actor": {\n        "lr": 1e-06\n' in config[0].tensor_proto.string_val[0].decode()
     assert texts[0].step == 4
     one = ["prompt: 1+1=", "response: **2**", "| 3", "ground_truth: 2", "score: 1.0"]

@@ -44,14 +44,14 @@ class Absent(Recorder):
         raise OSError("no login")
 
 
-class Told(Recorder):
+class NeedsStatus(Recorder):
     """A tracker that needs the status of the run."""
 
     def on_run_end(self, ending):
         EVENTS.append(("on_run_end", ending))
 
 
-class ToldInItsThread(Told):
+class NeedsStatusInThread(NeedsStatus):
     """A tracker with a thread that the run does not wait for."""
 
     at_once = False
@@ -102,7 +102,7 @@ def test_a_startup_error_names_the_tracker_and_finishes_others(run, events):
     assert events == [("start", "e"), ("finish",)]
 
 
-@pytest.mark.parametrize("name", ["Told", "ToldInItsThread"])
+@pytest.mark.parametrize("name", ["NeedsStatus", "NeedsStatusInThread"])
 def test_trackers_receive_the_ending_of_the_run(name, run, events):
     def ending(error: BaseException | None = None, stopped: bool = False) -> str:
         events.clear()
@@ -121,7 +121,7 @@ def test_trackers_receive_the_ending_of_the_run(name, run, events):
 
 def test_trackers_end_as_failed_if_another_cannot_start(run, events):
     with pytest.raises(ConfigError):
-        Tracking(["recorders:Told", "recorders:Absent"], run)
+        Tracking(["recorders:NeedsStatus", "recorders:Absent"], run)
     assert events == [("start", "e"), ("on_run_end", "failed"), ("finish",)]
 
 

@@ -55,8 +55,8 @@ def test_a_run_that_resumes_continues_the_same_one(tmp_path, calls):
     for resumed in (None, 2):
         with Tracking(["trackio"], info(tmp_path, resumed)):
             pass
-    asked = [call[1] for call in calls if call[0] == "init"]
-    assert [(words["name"], words["resume"]) for words in asked] == [("my-run", "never"), ("my-run", "allow")]
+    arguments = [call[1] for call in calls if call[0] == "init"]
+    assert [(words["name"], words["resume"]) for words in arguments] == [("my-run", "never"), ("my-run", "allow")]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")

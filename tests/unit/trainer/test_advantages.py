@@ -97,13 +97,13 @@ def test_rows_of_different_lengths_keep_their_tokens() -> None:
             "values": floats([0, 0, 0], [0]),
         }
     )
-    found = estimated(batch, algorithm())
-    assert found["returns"].lengths.tolist() == [3, 1]
-    assert found["returns"].values.tolist() == [7, 6, 4, 8]
+    actual = estimated(batch, algorithm())
+    assert actual["returns"].lengths.tolist() == [3, 1]
+    assert actual["returns"].values.tolist() == [7, 6, 4, 8]
     # Whitened over the four tokens: mean 6.25, unbiased variance (0.75^2 + 0.25^2 + 2.25^2 + 1.75^2) / 3.
     spread = ((0.75**2 + 0.25**2 + 2.25**2 + 1.75**2) / 3) ** 0.5
     expected = torch.tensor([0.75, -0.25, -2.25, 1.75]) / spread
-    torch.testing.assert_close(found["advantages"].values, expected)
+    torch.testing.assert_close(actual["advantages"].values, expected)
 
 
 def test_groups_are_the_rows_of_one_prompt_wherever_they_stand() -> None:
@@ -115,8 +115,8 @@ def test_groups_are_the_rows_of_one_prompt_wherever_they_stand() -> None:
         }
     )
     assert group_ids(batch).tolist() == [0, 1, 0, 1]
-    found = estimated(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    assert found["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
+    result = estimated(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
+    assert result["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
 
 
 def test_a_mean_of_rows_counts_the_tokens_of_the_mask() -> None:

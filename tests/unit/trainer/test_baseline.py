@@ -22,40 +22,40 @@ def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scores: list[float] = []
     for prompt in prompts:
-        said: list[int] = []
+        tokens: list[int] = []
         with torch.no_grad():
-            while len(said) < 8 and (not said or said[-1] != tokenizer.eos_token_id):
-                said.append(int(model(torch.tensor([prompt + said])).logits[0, -1].argmax()))
-        scores.append(eval(OF_TEXT, {"solution_str": tokenizer.decode(said, skip_special_tokens=True)}))
+            while len(tokens) < 8 and (not tokens or tokens[-1] != tokenizer.eos_token_id):
+                tokens.append(int(model(torch.tensor([prompt + tokens])).logits[0, -1].argmax()))
+        scores.append(eval(OF_TEXT, {"solution_str": tokenizer.decode(tokens, skip_special_tokens=True)}))
     return scores
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[DataProto]:
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[DataProto]:
     """Return the training batches of the steps."""
-    found: list[DataProto] = []
+    recorded: list[DataProto] = []
     plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (found.append(batch), plain(batch))[1])
-    return found
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (recorded.append(batch), plain(batch))[1])
+    return recorded
 
 
 REMAX = {"algorithm.adv_estimator": "remax", "actor_rollout_ref.rollout.n": 2}
 
 
-def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, seen: list[DataProto]) -> None:
+def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, batches: list[DataProto]) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD.format(OF_TEXT))
     (step,) = run_ppo(tmp_path, {**REMAX, "custom_reward_function.path": reward}, steps=1)
-    (batch,) = seen
+    (batch,) = batches
     assert len(batch) == 8 * 2
-    wanted = greedy_scores(tmp_path / "actor", [row.tolist() for row in batch["prompts"].rows()])
-    assert batch["reward_baselines"].tolist() == wanted
-    assert len(set(wanted)) > 1, "the case says nothing about whose baseline it is"
+    reference = greedy_scores(tmp_path / "actor", [row.tolist() for row in batch["prompts"].rows()])
+    assert batch["reward_baselines"].tolist() == reference
+    assert len(set(reference)) > 1, "the case says nothing about whose baseline it is"
     # The score is on the last token, so the reward-to-go is the score at every token.
     scores, lengths = batch["token_level_scores"].sum(), batch["responses"].lengths
     expected = (scores - batch["reward_baselines"]).repeat_interleave(lengths)
     torch.testing.assert_close(batch["advantages"].values, expected)
-    assert step.metrics["baseline/score/mean"] == pytest.approx(sum(wanted) / len(wanted))
+    assert step.metrics["baseline/score/mean"] == pytest.approx(sum(reference) / len(reference))
     assert step.metrics["baseline/errors"] == 0
     assert step.metrics["timing_s/gen_max"] > 0
     assert not step.critic
@@ -70,18 +70,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, seen: list[DataProto]) -> None:
+def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, batches: list[DataProto]) -> None:
     reward = tmp_path / "reward.py"
     words = {**REMAX, "custom_reward_function.path": reward, "custom_reward_function.on_error": "drop"}
     reward.write_text(REWARD.format(OF_TEXT))
-    (whole,) = run_ppo(tmp_path, words, steps=1)
-    baselines = seen[0]["reward_baselines"]
+    (full_step,) = run_ppo(tmp_path, words, steps=1)
+    baselines = batches[0]["reward_baselines"]
     unlucky = baselines[0]
     assert (baselines != unlucky).any(), "the case says nothing: all greedy responses are worth the same"
 
     reward.write_text(FAILING.format(OF_TEXT, float(unlucky)))
     (step,) = run_ppo(tmp_path, words, steps=1)
-    first, second = seen
+    first, second = batches
     assert second["prompts"].values.equal(first["prompts"].values)
     samples = first["token_level_scores"].sum()
     counts = (baselines != unlucky) & (samples != unlucky)
@@ -90,11 +90,11 @@ def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, seen: 
     assert step.metrics["baseline/errors"] == 8 - len(kept)
     assert step.metrics["baseline/score/mean"] == pytest.approx(float(kept.mean()))
     rows = counts.nonzero().flatten()
-    theirs, ours = (batch.ragged("advantages").select(rows).values for batch in seen)
-    assert ours.equal(theirs)
+    expected, actual = (batch.ragged("advantages").select(rows).values for batch in batches)
+    assert actual.equal(expected)
     assert all(weight.isfinite().all() for weight in step.actor.values())
     name = "model.norm.weight"
-    assert not step.actor[name].equal(whole.actor[name])
+    assert not step.actor[name].equal(full_step.actor[name])
 
     reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
     with pytest.raises(RewardError, match=r"on all 8 greedy responses of a step.*ValueError: never"):

@@ -7,10 +7,12 @@ from camshaft.checkpoint import BestStep
 from camshaft.errors import ConfigError
 
 
-@pytest.mark.parametrize(("mode", "wanted"), [("max", [True, False, True, False]), ("min", [True, True, False, True])])
-def test_the_best_step_is_the_first_extreme(mode: str, wanted: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("max", [True, False, True, False]), ("min", [True, True, False, True])]
+)
+def test_the_best_step_is_the_first_extreme(mode: str, expected: list[bool]) -> None:
     best = BestStep("val/x", mode)
-    assert [best.offer({"val/x": value}, step) for step, value in enumerate((0.5, 0.2, 0.7, -1.0), 1)] == wanted
+    assert [best.offer({"val/x": value}, step) for step, value in enumerate((0.5, 0.2, 0.7, -1.0), 1)] == expected
     assert best.step == (3 if mode == "max" else 4)
     assert not best.offer({"val/x": best.value}, 9)
 

@@ -54,27 +54,27 @@ def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Ch
                 *words,
             ]
         )
-        said = capsys.readouterr()
-        return status, said.out + said.err
+        captured = capsys.readouterr()
+        return status, captured.out + captured.err
 
     return check
 
 
 def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) -> None:
     train = [row("1+2=", "3"), row("3+4=", "7"), row("1+2=", "3"), row("30+4=", "34")]
-    status, said = check(train, val=[row("30+4=", "34"), row("9+9=", "18")])
+    status, output = check(train, val=[row("30+4=", "34"), row("9+9=", "18")])
     assert status == 0
-    assert said.rstrip().endswith("OK: a run would start with these data")
-    assert f"{tmp_path}/train.parquet: 4 rows" in said
-    assert "prompt               0 missing    list<element: struct<role: string, content: string>>" in said
-    assert "<|im_start|>u1+2=<|im_end|><|im_start|>a" in said
+    assert output.rstrip().endswith("OK: a run would start with these data")
+    assert f"{tmp_path}/train.parquet: 4 rows" in output
+    assert "prompt               0 missing    list<element: struct<role: string, content: string>>" in output
+    assert "<|im_start|>u1+2=<|im_end|><|im_start|>a" in output
     # The template adds 5 tokens: 9, 9, 9 and 10.
-    assert "tokens of a prompt: p50 9, p90 10, p99 10, max 10" in said
-    assert "     9-9  ######################################## 3" in said
-    assert "longer than data.max_prompt_length=512: 0 of 4 (0.0%)" in said
-    assert "duplicate training prompts: 1 of 4" in said
-    assert "validation prompts that are also training prompts: 1 of 2" in said
-    assert "             1            0   sums, '3'" in said
+    assert "tokens of a prompt: p50 9, p90 10, p99 10, max 10" in output
+    assert "     9-9  ######################################## 3" in output
+    assert "longer than data.max_prompt_length=512: 0 of 4 (0.0%)" in output
+    assert "duplicate training prompts: 1 of 4" in output
+    assert "validation prompts that are also training prompts: 1 of 2" in output
+    assert "             1            0   sums, '3'" in output
     assert not (tmp_path / "out").exists()
 
 
@@ -87,12 +87,12 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
     ],
 )
 def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, words, status, does) -> None:
-    found, said = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *words)
-    assert found == status
-    assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in said
+    actual_status, output = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *words)
+    assert actual_status == status
+    assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in output
     if status:
-        assert "FAILED: " in said.splitlines()[-1]
-        assert "row 2: the prompt has 25 tokens, but data.max_prompt_length=10" in said.splitlines()[-1]
+        assert "FAILED: " in output.splitlines()[-1]
+        assert "row 2: the prompt has 25 tokens, but data.max_prompt_length=10" in output.splitlines()[-1]
 
 
 BAD = {
@@ -108,42 +108,42 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_bad_data_and_functions_fail_with_one_line(check: Check, what: str) -> None:
     train, words, more = BAD[what]
-    status, said = check(train, **more)
+    status, output = check(train, **more)
     assert status == 1
-    verdict = said.rstrip().splitlines()[-1]
+    verdict = output.rstrip().splitlines()[-1]
     assert verdict.startswith("FAILED: ")
     assert words.split(".*")[0] in verdict
-    assert all(part in said for part in words.split(".*"))
+    assert all(part in output for part in words.split(".*"))
 
 
 def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
-    status, said = check([row("1")], reward="return 1 / 0")
+    status, output = check([row("1")], reward="return 1 / 0")
     assert status == 1
-    assert "(and 1 more, above)" in said.splitlines()[-1]
-    assert said.count("\n! ") == 2
+    assert "(and 1 more, above)" in output.splitlines()[-1]
+    assert output.count("\n! ") == 2
 
 
 def test_a_function_that_wants_another_form_of_answer_is_noted(check: Check) -> None:
-    status, said = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
+    status, output = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
     assert status == 0
-    assert "note: no ground truth scores above an empty response" in said
+    assert "note: no ground truth scores above an empty response" in output
 
 
 def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:
-    status, said = check([row("1", source="nobodys")] * 2, "custom_reward_function.path=null")
+    status, output = check([row("1", source="nobodys")] * 2, "custom_reward_function.path=null")
     assert status == 1
-    assert "data_source nobodys has no built-in reward function" in said
-    status, said = check(
+    assert "data_source nobodys has no built-in reward function" in output
+    status, output = check(
         [row("1", None)] * 2, "custom_reward_function.path=null", "custom_reward_function.name=exact_match"
     )
     assert status == 1
-    assert "2 of 2 rows have no ground truth" in said
+    assert "2 of 2 rows have no ground truth" in output
 
 
 def test_an_invalid_config_is_reported_as_in_a_run(check: Check) -> None:
-    status, said = check([row("1")] * 2, "data.max_promt_length=3")
+    status, output = check([row("1")] * 2, "data.max_promt_length=3")
     assert status == 2
-    assert "max_prompt_length" in said
+    assert "max_prompt_length" in output
 
 
 def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,14 +76,14 @@ def test_several_rules_must_all_hold(home: Path) -> None:
     # By token, 4 exceeds the limit; by row, the product 2 of the first does, which also removes 1/2.
     one = rollout_correction(home, rollout_rs="token_k1", rollout_rs_threshold=2.5)
     both = rollout_correction(home, rollout_rs="[token_k1,seq_sum_k1]", rollout_rs_threshold="[2.5,0.5_1.9]")
-    kept, told = correct(batch_of(), one)
+    kept, metrics = correct(batch_of(), one)
     assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 1, 1]
-    assert told == pytest.approx(
+    assert metrics == pytest.approx(
         {"rollout_corr/rollout_rs_masked_fraction": 1 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
     )
-    kept, told = correct(batch_of(), both)
+    kept, metrics = correct(batch_of(), both)
     assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 0, 1]
-    assert told == pytest.approx(
+    assert metrics == pytest.approx(
         {"rollout_corr/rollout_rs_masked_fraction": 2 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
     )
 
@@ -120,8 +120,8 @@ def first_update(home: Path, columns: dict[str, Tensor], **keys: Any) -> dict[st
 def test_the_first_loss_is_the_weighted_mean_advantage(home: Path) -> None:
     advantages = learnable()["advantages"].values
     weights = torch.linspace(0.1, 1.5, len(advantages))
-    told = first_update(home, {"rollout_is_weights": weights}, rollout_is="token")
-    assert told["actor/pg_loss"] == pytest.approx(-float((weights * advantages).mean()), rel=1e-4)
+    metrics = first_update(home, {"rollout_is_weights": weights}, rollout_is="token")
+    assert metrics["actor/pg_loss"] == pytest.approx(-float((weights * advantages).mean()), rel=1e-4)
 
 
 def test_rejected_rows_do_not_count(home: Path) -> None:
@@ -129,14 +129,14 @@ def test_rejected_rows_do_not_count(home: Path) -> None:
     advantages = learnable()["advantages"].values
     kept = torch.ones(len(advantages), dtype=torch.bool)
     kept[2:4] = kept[10] = False
-    told = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="token_k1", rollout_rs_threshold=2.0)
-    assert told["actor/pg_loss"] == pytest.approx(-float(advantages[kept].mean()), rel=1e-4)
+    metrics = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="token_k1", rollout_rs_threshold=2.0)
+    assert metrics["actor/pg_loss"] == pytest.approx(-float(advantages[kept].mean()), rel=1e-4)
 
 
 def test_where_everything_is_rejected_nothing_is_learned(home: Path) -> None:
     kept = torch.zeros(14, dtype=torch.bool)
-    told = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="seq_max_k2", rollout_rs_threshold=0.1)
-    assert told["actor/pg_loss"] == told["actor/grad_norm"] == 0.0
+    metrics = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="seq_max_k2", rollout_rs_threshold=0.1)
+    assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
 
 
 # -- runs with different distributions ------------------------------------------------------------
@@ -147,14 +147,14 @@ TOP_P = {"actor_rollout_ref.rollout.top_p": 0.6, "actor_rollout_ref.rollout.temp
 def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
     """Return the total probability of the kept tokens at each response token, by transformers in float64."""
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
-    found = []
+    masses = []
     for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
         with torch.no_grad():
             logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         shares = (logits / 0.8).softmax(-1).sort(descending=True).values
         before = shares.cumsum(-1) - shares
-        found.append((shares * (before < 0.6)).sum(-1))
-    return found
+        masses.append((shares * (before < 0.6)).sum(-1))
+    return masses
 
 
 def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
@@ -179,10 +179,10 @@ def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
 def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
     token = correcting(rollout_is="token")
     (small,) = run_ppo(home, {**TOP_P, **token}, steps=1)
-    (whole,) = run_ppo(home, {**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True}, steps=1)
+    (normalized,) = run_ppo(home, {**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True}, steps=1)
     assert small.metrics["rollout_corr/rollout_is_mean"] < 0.7
-    assert whole.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0)
-    assert whole.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
+    assert normalized.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0)
+    assert normalized.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
 
 
 def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) -> None:
@@ -202,16 +202,16 @@ def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
     keys = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float32)
-    found, entropies = [], []
+    differences, entropies = [], []
     for prompt, response in zip(
         step.batch.ragged("prompts").rows(), step.batch.ragged("responses").rows(), strict=True
     ):
         with torch.no_grad():
             logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         spread = torch.distributions.Categorical(logits=logits)
-        found.append(spread.log_prob(response))
+        differences.append(spread.log_prob(response))
         entropies.append(spread.entropy())
-    apart = step.batch["rollout_log_probs"].values - torch.cat(found)
+    apart = step.batch["rollout_log_probs"].values - torch.cat(differences)
     assert float(apart.abs().max()) > 1e-4
     assert step.metrics["actor/ppo_kl"] == pytest.approx(float(apart.mean()), rel=0.02, abs=1e-6)
     assert step.metrics["actor/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
@@ -225,9 +225,9 @@ def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) 
     keys |= {} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
     (plain,) = run_ppo(home, keys, steps=1)
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
-    gone = plain.metrics.keys() - step.metrics.keys()
-    assert "timing_s/old_log_prob" in gone
-    assert all(name.startswith(("timing_s/old_log_prob", "rollout/")) for name in gone)
+    missing = plain.metrics.keys() - step.metrics.keys()
+    assert "timing_s/old_log_prob" in missing
+    assert all(name.startswith(("timing_s/old_log_prob", "rollout/")) for name in missing)
     assert step.metrics.keys() <= plain.metrics.keys()
     for name, value in step.metrics.items():
         if not name.startswith(("timing_s", "perf")):

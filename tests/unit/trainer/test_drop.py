@@ -62,8 +62,8 @@ def result_of(batch: DataProto, dropped: tuple[int, ...]) -> RewardResult:
     placed = batch.ragged("values").map(torch.zeros_like)
     placed.values[placed.lengths.cumsum(0) - 1] = scores
     failure = RewardFailure(0, "error", "sums", "ValueError: no", "", 0.1, "12")
-    told = ({},) * len(batch), (None,) * len(batch)
-    return RewardResult(scores, {}, (failure,), *told, token_level_scores=placed, dropped=dropped)
+    parts_and_answers = ({},) * len(batch), (None,) * len(batch)
+    return RewardResult(scores, {}, (failure,), *parts_and_answers, token_level_scores=placed, dropped=dropped)
 
 
 def scored() -> tuple[DataProto, DataProto]:
@@ -80,12 +80,12 @@ def kept_rows(column: Ragged) -> Tensor:
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"remax"}))
 def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) -> None:
     chosen = algorithm(home, adv_estimator=name)
-    whole, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
-    found, wanted = estimated(whole, chosen), estimated(less, chosen)
+    full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
+    actual, expected = estimated(full, chosen), estimated(less, chosen)
     for column in ("advantages", "returns"):
-        torch.testing.assert_close(kept_rows(found.ragged(column)), wanted[column].values)
-        gone = found.ragged(column).select(torch.tensor(DROPPED)).values
-        assert not gone.any()
+        torch.testing.assert_close(kept_rows(actual.ragged(column)), expected[column].values)
+        dropped = actual.ragged(column).select(torch.tensor(DROPPED)).values
+        assert not dropped.any()
 
 
 def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
@@ -98,11 +98,11 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
         True,
         True,
     ]
-    found = estimated(
+    result = estimated(
         batch.rename({"token_level_scores": "token_level_rewards"}), algorithm(home, adv_estimator="remax")
     )
     # Scores 5, 7 and 8, each on its row's last token, are the reward-to-go of every token.
-    rows = [row.tolist() for row in found.ragged("advantages").rows()]
+    rows = [row.tolist() for row in result.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
     with pytest.raises(RewardError, match="on all 8 responses"):
         with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (4, 5, 6, 7)))
@@ -111,8 +111,8 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
 def test_a_dropped_row_does_not_change_the_kl_coefficient(home: Path) -> None:
     chosen = algorithm(home, use_kl_in_reward=True)
     controllers = [AdaptiveKL(0.5, target=0.1, horizon=100) for _ in range(2)]
-    told = [token_rewards(batch, chosen, control)[1] for batch, control in zip(scored(), controllers, strict=True)]
-    assert told[0] == pytest.approx(told[1])
+    metrics = [token_rewards(batch, chosen, control)[1] for batch, control in zip(scored(), controllers, strict=True)]
+    assert metrics[0] == pytest.approx(metrics[1])
     assert controllers[0].coef == pytest.approx(controllers[1].coef)
     assert controllers[0].coef != 0.5
 
@@ -146,12 +146,12 @@ def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_weights_are_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
     chosen = algorithm(home)
-    whole, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
-    found = update(home, whole.union(estimated(whole, chosen)), mode)
-    wanted = update(home, less.union(estimated(less, chosen)), mode)
-    for ours, theirs in zip(found, wanted, strict=True):
-        for name, weight in theirs.items():
-            torch.testing.assert_close(ours[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+    full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
+    actual = update(home, full.union(estimated(full, chosen)), mode)
+    expected = update(home, less.union(estimated(less, chosen)), mode)
+    for weights, reference in zip(actual, expected, strict=True):
+        for name, weight in reference.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_step_of_which_nothing_is_left_is_an_error() -> None:

@@ -35,11 +35,11 @@ def config_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., PPOCo
 
 
 def result(scores: Sequence[float], parts: Sequence[dict[str, float]] | None = None) -> RewardResult:
-    given = torch.tensor(list(scores))
-    told = tuple(parts or [{}] * len(given))
-    one = Ragged(given, torch.ones(len(given), dtype=torch.int64))
-    metrics = {"reward/errors": 1.0, "reward/acc/mean": float(given.mean())}
-    return RewardResult(given, metrics, (), told, (), token_level_scores=one)
+    values = torch.tensor(list(scores))
+    parts_of_rows = tuple(parts or [{}] * len(values))
+    one = Ragged(values, torch.ones(len(values), dtype=torch.int64))
+    metrics = {"reward/errors": 1.0, "reward/acc/mean": float(values.mean())}
+    return RewardResult(values, metrics, (), parts_of_rows, (), token_level_scores=one)
 
 
 class Policy:
@@ -47,15 +47,15 @@ class Policy:
 
     def __init__(self, differing: set[int]):
         self.differing = differing
-        self.asked: list[tuple[list[int], int]] = []
+        self.calls: list[tuple[list[int], int]] = []
 
     def __call__(self, prompts: DataProto, metrics: StepMetrics, first: int) -> tuple[DataProto, RewardResult]:
         numbers = [int(row[0]) for row in prompts["prompts"].rows()]
-        self.asked.append((numbers, first))
+        self.calls.append((numbers, first))
         scores = [score for number in numbers for score in ((1.0, 0.0) if number in self.differing else (1.0, 1.0))]
-        found = result(scores)
-        metrics.add(found.metrics)
-        return prompts.repeat(2).with_columns(row=torch.arange(2 * len(numbers))), found
+        scored = result(scores)
+        metrics.add(scored.metrics)
+        return prompts.repeat(2).with_columns(row=torch.arange(2 * len(numbers))), scored
 
 
 def loader_of(count: int, batch: int = 4, epochs: int = 1) -> StatefulLoader:
@@ -75,7 +75,7 @@ def test_informative_prompts_keep_all_responses_until_the_batch_is_full(config_w
     kept, metrics = draw(loader, policy, config_with())
     assert kept == [1, 1, 6, 6, 7, 7]
     # Four prompts of two responses each were drawn before the second batch: its seeds start at row 8.
-    assert policy.asked == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 8)]
+    assert policy.calls == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 8)]
     assert metrics["train/num_gen_batches"] == 2
     assert metrics["filter_groups/same_share"] == 5 / 8
     assert metrics["filter_groups/given_back"] == 0
@@ -117,8 +117,8 @@ def test_data_without_an_informative_prompt_are_an_error(config_with) -> None:
 
 
 def test_dynamic_sampling_compares_shaped_score_score_or_a_result() -> None:
-    found = result([1.0, 2.0], [{"acc": 1.0}, {}])
-    shaped = replace(found, token_level_scores=found.token_level_scores.map(lambda values: values - 0.5))
+    actual = result([1.0, 2.0], [{"acc": 1.0}, {}])
+    shaped = replace(actual, token_level_scores=actual.token_level_scores.map(lambda values: values - 0.5))
     assert filter_values(shaped, "seq_reward").tolist() == [0.5, 1.5]
     assert filter_values(shaped, "score").tolist() == [1.0, 2.0]
     assert filter_values(shaped, "acc").tolist() == [1.0, 0.0]
@@ -164,15 +164,15 @@ RUN = {**DAPO, "data.train_max_samples": 24, "trainer.total_epochs": 2, "trainer
 
 def test_dynamic_sampling_resumes_bitwise(tmp_path: Path) -> None:
     def run(name: str, steps: int, resume: str) -> list[dict[str, float]]:
-        there = {"trainer.default_local_dir": tmp_path / name, "trainer.resume_mode": resume}
-        return [deterministic(step.metrics) for step in run_ppo(tmp_path, {**RUN, **there}, steps=steps)]
+        overrides = {"trainer.default_local_dir": tmp_path / name, "trainer.resume_mode": resume}
+        return [deterministic(step.metrics) for step in run_ppo(tmp_path, {**RUN, **overrides}, steps=steps)]
 
-    whole = run("whole", 4, "disable")
-    assert max(metrics["filter_groups/given_back"] for metrics in whole) > 0
-    assert max(metrics["train/num_gen_batches"] for metrics in whole) > 1
-    assert [metrics["critic/advantages/max"] for metrics in whole] == pytest.approx([2**-0.5] * 4, rel=1e-4)
+    uninterrupted = run("whole", 4, "disable")
+    assert max(metrics["filter_groups/given_back"] for metrics in uninterrupted) > 0
+    assert max(metrics["train/num_gen_batches"] for metrics in uninterrupted) > 1
+    assert [metrics["critic/advantages/max"] for metrics in uninterrupted] == pytest.approx([2**-0.5] * 4, rel=1e-4)
     parts = run("parts", 2, "disable") + run("parts", 4, "auto")
-    assert parts == whole
+    assert parts == uninterrupted
 
 
 def test_a_run_ends_with_its_data(tmp_path: Path) -> None:

@@ -39,8 +39,8 @@ def test_the_numbers_are_those_of_hand_work_by_data_set(tmp_path: Path) -> None:
         tmp_path / "responses.parquet",
         [row("a", ["1", "1", "2", "3"], "1"), row("a", ["5", "6", "6", "6"], "5"), row("b", ["x"], "x")],
     )
-    found = numbers(tmp_path, path)
-    wanted = {
+    actual = numbers(tmp_path, path)
+    expected = {
         "test_score/a": 3 / 8,  # 2 of 4 and 1 of 4
         "val-core/a/reward/mean@4": 3 / 8,
         "val-core/a/reward/pass@1/mean": 3 / 8,
@@ -54,35 +54,35 @@ def test_the_numbers_are_those_of_hand_work_by_data_set(tmp_path: Path) -> None:
         "val-core/b/reward/pass@1/mean": 1,
         "reward/errors": 0,
     }
-    assert {name: found[name] for name in wanted} == pytest.approx(wanted)
+    assert {name: actual[name] for name in expected} == pytest.approx(expected)
 
 
 def test_a_response_passes_from_a_score_on(tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text(HEAD + "    return len(solution_str) / 4\n")
     path = write_parquet(tmp_path / "r.parquet", [row("a", ["w", "ww", "www", "wwww"], "")])
     function = {"custom_reward_function__path": tmp_path / "half.py", "custom_reward_function__name": "compute_score"}
-    found = numbers(tmp_path, path, data__pass_score=0.75, **function)
-    assert found["val-core/a/reward/pass@1/mean"] == 0.5
-    assert found["val-aux/a/reward/pass@2/mean"] == pytest.approx(5 / 6)
-    assert found["val-core/a/reward/mean@4"] == 0.625
-    assert found["val-core/a/reward/best@4/mean"] == 1
+    result = numbers(tmp_path, path, data__pass_score=0.75, **function)
+    assert result["val-core/a/reward/pass@1/mean"] == 0.5
+    assert result["val-aux/a/reward/pass@2/mean"] == pytest.approx(5 / 6)
+    assert result["val-core/a/reward/mean@4"] == 0.625
+    assert result["val-core/a/reward/best@4/mean"] == 1
 
 
 def test_rows_with_equal_prompts_are_one_question(tmp_path: Path) -> None:
-    asked = [[{"role": "user", "content": text}] for text in ("p", "q")]
-    given = [
-        ("a", asked[0], "1"),
-        ("a", asked[1], "2"),
-        ("a", asked[0], "3"),
-        ("b", asked[0], "1"),
-        ("a", asked[1], "1"),
+    prompts = [[{"role": "user", "content": text}] for text in ("p", "q")]
+    responses = [
+        ("a", prompts[0], "1"),
+        ("a", prompts[1], "2"),
+        ("a", prompts[0], "3"),
+        ("b", prompts[0], "1"),
+        ("a", prompts[1], "1"),
     ]
-    table = [row(source, text, "1", prompt=prompt) for source, prompt, text in given]
+    table = [row(source, text, "1", prompt=prompt) for source, prompt, text in responses]
     out = tmp_path / "scored.parquet"
-    found = numbers(tmp_path, write_parquet(tmp_path / "r.parquet", table), data__output_path=out)
-    assert found["val-core/a/reward/mean@2"] == 0.5
-    assert found["val-core/a/reward/best@2/mean"] == 1
-    assert found["val-core/b/reward/mean@1"] == 1
+    result = numbers(tmp_path, write_parquet(tmp_path / "r.parquet", table), data__output_path=out)
+    assert result["val-core/a/reward/mean@2"] == 0.5
+    assert result["val-core/a/reward/best@2/mean"] == 1
+    assert result["val-core/b/reward/mean@1"] == 1
     assert [(r["score"], r["score_pred"]) for r in rows(out)] == [
         (1, "1"),
         (0, "2"),
@@ -93,13 +93,13 @@ def test_rows_with_equal_prompts_are_one_question(tmp_path: Path) -> None:
 
 
 def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
-    made, out = tmp_path / "out.parquet", tmp_path / "scored.parquet"
+    responses, out = tmp_path / "out.parquet", tmp_path / "scored.parquet"
     words = {"custom_reward_function.name": "arithmetic", "rollout.n": 4}
     generated = camshaft("generate", *generate_words(tmp_path, words))
     assert generated.status == 0, generated.err
-    run = evaluate(made, custom_reward_function__name="arithmetic", data__output_path=out)
+    run = evaluate(responses, custom_reward_function__name="arithmetic", data__output_path=out)
     assert run.status == 0, run.err
-    before, after = rows(made), rows(out)
+    before, after = rows(responses), rows(out)
     assert [{key: scored[key] for key in made_row} for made_row, scored in zip(before, after, strict=True)] == before
     assert [scored["score"] for scored in after] == [scored["responses_score"] for scored in before]
     assert [scored["score_pred"] for scored in after] == [scored["responses_pred"] for scored in before]
@@ -108,8 +108,8 @@ def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
     assert [line for line in table if line not in run.out] == []
     assert "pass@4" in run.out
     # A later `generate` must not treat the scored file as its output.
-    made.unlink()
-    out.rename(made)
+    responses.unlink()
+    out.rename(responses)
     assert "the file already exists" in camshaft("generate", *generate_words(tmp_path, words)).err
 
 
@@ -117,8 +117,8 @@ def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text(HEAD + "    return float(solution_str)\n")
     path = write_parquet(tmp_path / "r.parquet", [row("a", ["1", "one"], "")])
     function = {"custom_reward_function__path": tmp_path / "mine.py", "custom_reward_function__name": "compute_score"}
-    found = numbers(tmp_path, path, **function)
-    assert (found["reward/errors"], found["test_score/a"]) == (1, 0.5)
+    result = numbers(tmp_path, path, **function)
+    assert (result["reward/errors"], result["test_score/a"]) == (1, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -147,4 +147,4 @@ def test_unscorable_responses_are_rejected(table: Any, more: dict[str, Any], say
     assert run.status in (1, 2)
     assert says in run.err
     assert "Traceback" not in run.err
-    assert sorted(found.name for found in tmp_path.iterdir()) == ["r.parquet"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["r.parquet"]

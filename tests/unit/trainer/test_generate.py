@@ -24,7 +24,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
-def found(home: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+def run_settings(home: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     run = GenerateRun(load_generate(generate_words(home, overrides)))
     return settings(run.config, run.prompts)
 
@@ -45,32 +45,32 @@ def test_every_byte_of_the_model_and_of_the_tokenizer_counts(home: Path, tmp_pat
     more = tmp_path / "model" / "more.bin"
     more.write_bytes(bytes(300_000))
     both = {"model.path": tmp_path / "model", "data.tokenizer": tmp_path / "tokenizer"}
-    before = found(home, both)
+    before = run_settings(home, both)
     flipped(more, 150_000)
-    assert differing(before, found(home, both)) == ["the model"]
+    assert differing(before, run_settings(home, both)) == ["the model"]
     flipped(more, 150_000)
     (tmp_path / "tokenizer" / "special.txt").write_text("x")
-    assert differing(before, found(home, both)) == ["the tokenizer"]
+    assert differing(before, run_settings(home, both)) == ["the tokenizer"]
 
 
 def test_reward_settings_matter_only_with_scores(home: Path, tmp_path: Path) -> None:
-    path, own = tmp_path / "in.parquet", tmp_path / "reward.py"
+    path, reward = tmp_path / "in.parquet", tmp_path / "reward.py"
     body = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return "
-    own.write_text(body + "1.0")
-    for scored in (SCORED, {"custom_reward_function.path": own}):
+    reward.write_text(body + "1.0")
+    for scored in (SCORED, {"custom_reward_function.path": reward}):
         write_parquet(path, [ROW])
-        before = found(home, {"data.path": path, **scored})
+        before = run_settings(home, {"data.path": path, **scored})
         for changed in ({"ground_truth": "3"}, {"data_source": "other"}, {"extra_info": {"index": 2}}):
             write_parquet(path, [ROW | changed])
-            assert differing(before, found(home, {"data.path": path, **scored})) == ["what the scores depend on"]
+            assert differing(before, run_settings(home, {"data.path": path, **scored})) == ["what the scores depend on"]
         write_parquet(path, [ROW | {"note": "x"}])  # irrelevant to generation and scoring
-        assert before == found(home, {"data.path": path, **scored})
-    own.write_text(body + "2.0")
-    assert differing(before, found(home, {"data.path": path, **scored})) == ["the reward function"]
+        assert before == run_settings(home, {"data.path": path, **scored})
+    reward.write_text(body + "2.0")
+    assert differing(before, run_settings(home, {"data.path": path, **scored})) == ["the reward function"]
     write_parquet(path, [ROW])
-    before = found(home, {"data.path": path})
+    before = run_settings(home, {"data.path": path})
     write_parquet(path, [ROW | {"ground_truth": "3"}])
-    assert before == found(home, {"data.path": path})
+    assert before == run_settings(home, {"data.path": path})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_reward_settings_matter_only_with_scores(home: Path, tmp_path: Path) -> 
     ids=lambda word: next(iter(word)),
 )
 def test_keys_that_change_no_response_may_change(word: dict[str, Any], home: Path) -> None:
-    assert found(home, SCORED) == found(home, SCORED | word)
+    assert run_settings(home, SCORED) == run_settings(home, SCORED | word)
 
 
 def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
@@ -95,7 +95,7 @@ def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
         "+ray_kwargs.ray_init._redis_password": "hunter2",
         "+custom_reward_function.reward_kwargs.api_key": "hunter2",
     }
-    facts = found(home, SCORED | secret)
+    facts = run_settings(home, SCORED | secret)
     assert facts["custom_reward_function.reward_kwargs"] == {"api_key": "***"}
     assert "hunter2" not in str(facts)
 
@@ -103,11 +103,11 @@ def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
 def test_a_tokenizer_of_its_own_needs_no_model_beside_it(home: Path, tmp_path: Path) -> None:
     load_tokenizer(str(home / "actor")).save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
-    assert "the tokenizer" in found(home, {"data.tokenizer": tmp_path})
+    assert "the tokenizer" in run_settings(home, {"data.tokenizer": tmp_path})
 
 
 def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:
-    before = found(home, SCORED)
+    before = run_settings(home, SCORED)
     for key, value in {
         "rollout.temperature": 0.5,
         "rollout.name": "hf",
@@ -115,9 +115,9 @@ def test_keys_that_change_responses_or_scores_may_not(home: Path) -> None:
         "trainer.seed": 9,
         "custom_reward_function.name": "auto",
     }.items():
-        assert key in differing(before, found(home, {**SCORED, key: value}))
+        assert key in differing(before, run_settings(home, {**SCORED, key: value}))
     # It matters for a generator that reads it.
     vllm = {"rollout.name": "vllm", "rollout.tensor_model_parallel_size": 1}
     for name, differ in (({}, True), (vllm, True), ({"rollout.name": "hf"}, False)):
-        eager = [found(home, name | {"rollout.enforce_eager": value}) for value in (True, False)]
+        eager = [run_settings(home, name | {"rollout.enforce_eager": value}) for value in (True, False)]
         assert differing(*eager) == ["rollout.enforce_eager"] * differ

@@ -31,7 +31,7 @@ def two_rows(**more: Any) -> DataProto:
 
 
 def test_metrics_count_rows_and_policy_tokens() -> None:
-    found = batch_metrics(two_rows(entropy=floats([1, 99, 2], [6])))
+    metrics = batch_metrics(two_rows(entropy=floats([1, 99, 2], [6])))
     expected = {
         "critic/score/mean": 2, "critic/score/max": 3, "critic/score/min": 1,
         "critic/rewards/mean": 1, "critic/rewards/max": 2, "critic/rewards/min": 0,
@@ -42,8 +42,8 @@ def test_metrics_count_rows_and_policy_tokens() -> None:
         "response_length/clip_ratio": 0.5,
         "actor/entropy": 3,
     }  # fmt: skip
-    told = {name: value for name, value in found.items() if not name.startswith("rollout/")}
-    assert told == pytest.approx(expected)
+    policy_metrics = {name: value for name, value in metrics.items() if not name.startswith("rollout/")}
+    assert policy_metrics == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,8 @@ def test_explained_variance_of_the_critic(values: Ragged, explained: float) -> N
 
 
 def test_returns_that_do_not_vary_explain_nothing() -> None:
-    found = batch_metrics(two_rows(values=floats([1, 0, 2], [3]), returns=floats([4, 0, 4], [4])))
-    assert math.isnan(found["critic/vf_explained_var"])
+    metrics = batch_metrics(two_rows(values=floats([1, 0, 2], [3]), returns=floats([4, 0, 4], [4])))
+    assert math.isnan(metrics["critic/vf_explained_var"])
 
 
 def test_mismatch_against_numbers_worked_out_by_hand() -> None:
@@ -69,10 +69,10 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
     # k3: 0.1051709-0.1, 0.6703200-0.6, 1.2214028-1.2, that is 0.0051709, 0.0703200, 0.0214028.
     # Sequence weights: exp(-0.3) = 0.7408182 and exp(0.2) = 1.2214028; share (sum)^2 / (2 sum of squares).
     # With the first at 0.05, two of the three exceed 0.1.
-    found = mismatch(two_rows(rollout_log_probs=floats([-1.05, 0.0, -1.6], [-3.2])))
-    assert found["rollout/log_prob_diff_above_0.1"] == pytest.approx(2 / 3)
-    found = mismatch(two_rows())
-    del found["rollout/log_prob_diff_above_0.1"]  # the first is on the boundary
+    report = mismatch(two_rows(rollout_log_probs=floats([-1.05, 0.0, -1.6], [-3.2])))
+    assert report["rollout/log_prob_diff_above_0.1"] == pytest.approx(2 / 3)
+    report = mismatch(two_rows())
+    del report["rollout/log_prob_diff_above_0.1"]  # the first is on the boundary
     share = (0.7408182 + 1.2214028) ** 2 / (2 * (0.7408182**2 + 1.2214028**2))
     expected = {
         "rollout/log_prob_diff_max": 0.4,
@@ -81,7 +81,7 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
         "rollout/kl_k3": (0.0051709 + 0.0703200 + 0.0214028) / 3,
         "rollout/effective_sample_share": share,
     }
-    assert found == pytest.approx(expected, rel=1e-4)
+    assert report == pytest.approx(expected, rel=1e-4)
 
 
 def test_metrics_of_several_calls_are_combined_by_kind() -> None:
@@ -95,35 +95,35 @@ def test_metrics_of_several_calls_are_combined_by_kind() -> None:
 
 def test_no_mismatch_is_zero_with_every_sample_effective() -> None:
     batch = two_rows()
-    found = mismatch(batch.with_columns(rollout_log_probs=batch["old_log_probs"]))
-    assert found.pop("rollout/effective_sample_share") == pytest.approx(1.0)
-    assert set(found.values()) <= {0.0, -0.0}
+    report = mismatch(batch.with_columns(rollout_log_probs=batch["old_log_probs"]))
+    assert report.pop("rollout/effective_sample_share") == pytest.approx(1.0)
+    assert set(report.values()) <= {0.0, -0.0}
 
 
 def test_a_token_that_the_rollout_held_impossible_leaves_numbers() -> None:
-    found = mismatch(two_rows(rollout_log_probs=floats([-200.0, 0.0, -2.0], [-3.0])))
-    assert found["rollout/log_prob_diff_max"] == pytest.approx(199)
-    assert found["rollout/effective_sample_share"] == pytest.approx(0.5)
-    assert all(map(math.isfinite, found.values()))
+    report = mismatch(two_rows(rollout_log_probs=floats([-200.0, 0.0, -2.0], [-3.0])))
+    assert report["rollout/log_prob_diff_max"] == pytest.approx(199)
+    assert report["rollout/effective_sample_share"] == pytest.approx(0.5)
+    assert all(map(math.isfinite, report.values()))
 
 
 def test_a_phase_is_timed_and_keeps_worker_metrics() -> None:
     metrics, batch = StepMetrics(), two_rows()
     with metrics.phase("gen"):
         time.sleep(0.02)
-        told = DataProto.from_dict({"entropy": floats([1, 2, 3], [4])}, {"metrics": {"rollout/x": 7.0}})
-        joined = metrics.union(batch, told)
+        output = DataProto.from_dict({"entropy": floats([1, 2, 3], [4])}, {"metrics": {"rollout/x": 7.0}})
+        joined = metrics.union(batch, output)
     assert "entropy" in joined
     assert joined.meta_info == {}
-    found = metrics.finished(joined)
-    assert found["rollout/x"] == 7.0
-    assert 0.02 <= found["timing_s/gen"] <= found["timing_s/step"]
-    assert found["perf/total_num_tokens"] == 2 + 4 + 3 + 1
-    assert found["perf/throughput"] == pytest.approx(10 / found["timing_s/step"])
+    result = metrics.finished(joined)
+    assert result["rollout/x"] == 7.0
+    assert 0.02 <= result["timing_s/gen"] <= result["timing_s/step"]
+    assert result["perf/total_num_tokens"] == 2 + 4 + 3 + 1
+    assert result["perf/throughput"] == pytest.approx(10 / result["timing_s/step"])
 
 
 def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
-    told = [
+    reports = [
         {
             "rollout/response_tokens": 10.0,
             "rollout/prompt_tokens_cached": 3.0,
@@ -139,7 +139,7 @@ def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
             "actor/pg_loss": 0.1,
         },
     ]
-    result = DataProto({}, {"metrics": told[0], "ranks": [{"metrics": each} for each in told]})
+    result = DataProto({}, {"metrics": reports[0], "ranks": [{"metrics": each} for each in reports]})
     assert over_ranks(result) == {
         "rollout/response_tokens": 40.0,
         "rollout/prompt_tokens_cached": 7.0,
@@ -147,5 +147,5 @@ def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
         "timing_s/sync": 3.0,
         "actor/pg_loss": 0.1,
     }
-    assert over_ranks(DataProto({}, {"metrics": told[1]})) == told[1]
+    assert over_ranks(DataProto({}, {"metrics": reports[1]})) == reports[1]
     assert over_ranks(DataProto()) == {}

@@ -21,9 +21,9 @@ def test_each_rank_receives_its_part_of_each_mini_batch() -> None:
 
 @pytest.mark.parametrize("seed", [None, 3])
 def test_one_rank_gets_the_mini_batches_of_the_iterator(seed: int | None) -> None:
-    wanted = [mini["row"].tolist() for mini in rows(12).make_iterator(4, epochs=3, seed=seed)]
+    expected = [mini["row"].tolist() for mini in rows(12).make_iterator(4, epochs=3, seed=seed)]
     shards = sharded(rows(12), mini_batch=4, epochs=3, seed=seed, dp_size=1)
-    assert [part["row"].tolist() for part in shards.split(4)] == wanted
+    assert [part["row"].tolist() for part in shards.split(4)] == expected
 
 
 @pytest.mark.parametrize("dp_size", [2, 3, 6])

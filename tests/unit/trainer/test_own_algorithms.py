@@ -34,21 +34,21 @@ def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in OWN.items():
         assert isinstance(value, int) or f"{key}={value}" in PAGE
-    seen: list[DataProto] = []
+    batches: list[DataProto] = []
     plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (seen.append(batch), plain(batch))[1])
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), plain(batch))[1])
     (step,) = run_ppo(tmp_path, {**OWN, "critic.enable": True}, steps=1)
     assert step.metrics["actor/ratio_mean"] == pytest.approx(1, abs=0.1)
     assert "actor/pg_clipfrac" not in step.metrics
     assert step.metrics["critic/vf_loss"] > 0  # the config requires a critic
-    (batch,) = seen
+    (batch,) = batches
     scores = batch["token_level_scores"].sum().tolist()
-    wanted = [
+    expected = [
         score - statistics.median(scores[row // 3 * 3 : row // 3 * 3 + 3])
         for row, score in enumerate(scores)
         for _ in range(int(batch["responses"].lengths[row]))
     ]
-    assert batch["advantages"].values.tolist() == pytest.approx(wanted)
+    assert batch["advantages"].values.tolist() == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("example")

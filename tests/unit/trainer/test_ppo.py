@@ -100,8 +100,8 @@ def test_responses_of_every_validation_and_every_step_are_written_down(tmp_path:
         rows = lines(tmp_path / "said" / f"step_{step}.jsonl")
         assert [row["ground_truth"] for row in rows] == list(logged.batch["ground_truth"])
         for row in rows:
-            own = even_digits.compute_score("", row["response"], row["ground_truth"], {})
-            assert row["score"] == pytest.approx(own)
+            score = even_digits.compute_score("", row["response"], row["ground_truth"], {})
+            assert row["score"] == pytest.approx(score)
 
 
 def test_partial_validation_output_is_reported_without_a_shared_folder(tmp_path: Path) -> None:
@@ -124,11 +124,11 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
         "critic.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
     }
     (step,) = run_ppo(tmp_path, words, steps=1)
-    (prompt, *_), said = step.batch["prompts"].rows(), [{"role": "user", "content": "1"}]
+    (prompt, *_), messages = step.batch["prompts"].rows(), [{"role": "user", "content": "1"}]
     assert tokenizer.decode(prompt).startswith("<")  # it was used, too
     for role in ("actor", "critic"):
         exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "global_step_1" / f"{role}_huggingface")
-        assert exported.apply_chat_template(said, tokenize=False) == "<1>"
+        assert exported.apply_chat_template(messages, tokenize=False) == "<1>"
 
 
 def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None:
@@ -145,15 +145,15 @@ def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None
     alone = {"trainer.val_only": True, "trainer.resume_mode": "resume_path"}
     alone["trainer.resume_from_path"] = run / "global_step_1"
     for _ in range(2):
-        done = camshaft("ppo", *ppo_words(tmp_path, words | alone))
-        assert done.status == 0, done.err
+        run_again = camshaft("ppo", *ppo_words(tmp_path, words | alone))
+        assert run_again.status == 0, run_again.err
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert [step for step, _ in storage.step_folders(run)] == [1, 2]
     assert (run / "validation" / "step_1.jsonl").read_text() == (tmp_path / "then").read_text()
-    (found,) = read_metrics(run / "validation" / "metrics.jsonl")
-    told = read_metrics(run / "metrics.jsonl")[0]
-    assert found["step"] == 1
-    assert {name: told[name] for name in found} == found
+    (standalone,) = read_metrics(run / "validation" / "metrics.jsonl")
+    logged = read_metrics(run / "metrics.jsonl")[0]
+    assert standalone["step"] == 1
+    assert {name: logged[name] for name in standalone} == standalone
     refused = camshaft("ppo", *ppo_words(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
     assert refused.status == 2
     assert "validation needs files" in refused.err

@@ -32,10 +32,10 @@ def test_a_run_on_urls_is_the_run_on_copies(tmp_path: Path, monkeypatch: pytest.
         "critic.model.path": "memory://bucket/critic",
     }
     try:
-        (there,) = run_ppo(tmp_path, {**more, **elsewhere}, steps=1)
+        (remote,) = run_ppo(tmp_path, {**more, **elsewhere}, steps=1)
     finally:
         files.rm("/bucket", recursive=True)
-    (here,) = run_ppo(tmp_path, more, steps=1)
-    assert deterministic(there.metrics) == deterministic(here.metrics)
-    assert isinstance(there.batch, DataProto)
-    assert there.batch["prompt_id"].lengths.tolist() == here.batch["prompt_id"].lengths.tolist()
+    (local,) = run_ppo(tmp_path, more, steps=1)
+    assert deterministic(remote.metrics) == deterministic(local.metrics)
+    assert isinstance(remote.batch, DataProto)
+    assert remote.batch["prompt_id"].lengths.tolist() == local.batch["prompt_id"].lengths.tolist()

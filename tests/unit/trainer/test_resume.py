@@ -70,7 +70,9 @@ KINDS = {
 def checksums(step: Path) -> dict[str, Any]:
     parts = ("actor", "critic", "trainer")
     return {
-        f"{part}/{name}": told for part in parts for name, told in storage.read_manifest(step / part)["files"].items()
+        f"{part}/{name}": checksum
+        for part in parts
+        for name, checksum in storage.read_manifest(step / part)["files"].items()
     }
 
 
@@ -99,7 +101,7 @@ def test_the_state_of_the_trainer_is_what_it_ran_with(home: Path) -> None:
 
 def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
     words = sft_words(tmp_path, {"trainer.total_training_steps": 2, "trainer.save_freq": 2})
-    found = []
+    results = []
     for again in (False, True):
         with SFTTrainer(load_sft(words)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
             trainer.prepare()
@@ -109,8 +111,8 @@ def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
             else:
                 trainer.fit(tracking)
             step = trainer.checkpoints.root / "global_step_2"
-            found.append([storage.read_manifest(step / part)["files"] for part in ("model", "trainer")])
-    assert found[0] == found[1]
+            results.append([storage.read_manifest(step / part)["files"] for part in ("model", "trainer")])
+    assert results[0] == results[1]
 
 
 # -- a changed config -----------------------------------------------------------------------------
@@ -150,8 +152,8 @@ def test_other_rows_and_another_model_are_rejected(home: Path, tmp_path: Path) -
 def test_a_run_without_its_folder_resumes_from_the_remote_copy(tmp_path: Path) -> None:
     second = {"trainer.default_hdfs_dir": f"file://{tmp_path / 'second'}"}
     first = run(tmp_path, second)
-    there = {**second, "trainer.default_local_dir": tmp_path / "elsewhere"}
-    again = run(tmp_path, there, saves_to=tmp_path / "again")
-    ours, theirs = checksums(again), checksums(first)
-    del ours["trainer/state.json"], theirs["trainer/state.json"]  # of another folder
-    assert ours == theirs
+    elsewhere = {**second, "trainer.default_local_dir": tmp_path / "elsewhere"}
+    again = run(tmp_path, elsewhere, saves_to=tmp_path / "again")
+    actual, expected = checksums(again), checksums(first)
+    del actual["trainer/state.json"], expected["trainer/state.json"]  # of another folder
+    assert actual == expected

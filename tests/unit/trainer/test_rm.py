@@ -58,9 +58,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trainer_of(home: Path, folder: Path, **overrides: Any) -> RMTrainer:
-    here = {"data.train_files": home / "pairs.parquet", "data.val_files": home / "heldout.parquet"}
+    paths = {"data.train_files": home / "pairs.parquet", "data.val_files": home / "heldout.parquet"}
     run = {"trainer.default_local_dir": folder, "model.path": home / "start", "trainer.test_freq": 2, "optim.lr": LR}
-    return RMTrainer(load_rm(rm_words(home, {**here, **run, **overrides})))
+    return RMTrainer(load_rm(rm_words(home, {**paths, **run, **overrides})))
 
 
 def trained(home: Path, folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -98,8 +98,13 @@ def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[di
         losses.mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        told = {"loss": losses.mean(), "accuracy": (lead > 0).double().mean(), "margin": lead.mean(), "grad_norm": norm}
-        steps.append({f"train/{name}": float(value.detach()) for name, value in told.items()})
+        metrics = {
+            "loss": losses.mean(),
+            "accuracy": (lead > 0).double().mean(),
+            "margin": lead.mean(),
+            "grad_norm": norm,
+        }
+        steps.append({f"train/{name}": float(value.detach()) for name, value in metrics.items()})
         if len(steps) == STEPS:
             break
     assert trainer.val_rows is not None
@@ -126,16 +131,16 @@ RANKS: dict[str, Any] = {"strategy": "fsdp", "trainer.n_gpus_per_node": 2}
 def test_a_run_matches_transformers_for_any_split(
     cut: dict[str, Any], plain: tuple[list[dict[str, float]], dict[str, Tensor]], home: Path, tmp_path: Path
 ) -> None:
-    wanted, weights = plain
-    steps, found = trained(home, tmp_path, **{**EXACT, **cut})
+    expected, weights = plain
+    steps, actual = trained(home, tmp_path, **{**EXACT, **cut})
     assert len(steps) == STEPS
-    for ours, theirs in zip(steps, wanted, strict=True):
+    for step, reference in zip(steps, expected, strict=True):
         # The other metrics are summed in float32.
-        assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-6)
-        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-9)
-    assert found.keys() == weights.keys()
+        assert {name: step[name] for name in reference} == pytest.approx(reference, rel=1e-6)
+        assert step["train/loss"] == pytest.approx(reference["train/loss"], rel=1e-9)
+    assert actual.keys() == weights.keys()
     for name, weight in weights.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-9, msg=name)
+        torch.testing.assert_close(actual[name], weight, rtol=1e-6, atol=1e-9, msg=name)
 
 
 def test_pairs_have_the_columns_of_the_table(home: Path, tmp_path: Path) -> None:

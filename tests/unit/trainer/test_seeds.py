@@ -40,5 +40,5 @@ def test_the_largest_seed_of_the_config_fits() -> None:
 
 
 def test_mini_batch_order_depends_on_step_and_seed() -> None:
-    found = {shuffle_seed(seed, step) for seed in (0, 1, 2, LARGEST) for step in range(1, 2000)}
-    assert len(found) == 4 * 1999
+    seeds = {shuffle_seed(seed, step) for seed in (0, 1, 2, LARGEST) for step in range(1, 2000)}
+    assert len(seeds) == 4 * 1999

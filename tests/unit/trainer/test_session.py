@@ -26,9 +26,9 @@ def loader() -> StatefulLoader:
     return StatefulLoader(DataProto.from_dict({"x": torch.arange(9)}), 4, total_epochs=3)
 
 
-@pytest.mark.parametrize(("asked", "steps"), [(None, 6), (4, 4), (6, 6)])
-def test_run_length_is_total_steps_or_the_data(asked: int | None, steps: int, trainer: TrainerConfig) -> None:
-    assert run_length(trainer.model_copy(update={"total_training_steps": asked}), loader()) == steps
+@pytest.mark.parametrize(("limit", "steps"), [(None, 6), (4, 4), (6, 6)])
+def test_run_length_is_total_steps_or_the_data(limit: int | None, steps: int, trainer: TrainerConfig) -> None:
+    assert run_length(trainer.model_copy(update={"total_training_steps": limit}), loader()) == steps
 
 
 def test_more_steps_than_data_is_reported(trainer: TrainerConfig, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,10 +55,10 @@ def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerC
 class Keeper(Tracker):
     """Records its arguments."""
 
-    told: ClassVar[list[RunInfo]] = []
+    runs: ClassVar[list[RunInfo]] = []
 
     def __init__(self, run: RunInfo):
-        self.told.append(run)
+        self.runs.append(run)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         pass
@@ -78,7 +78,7 @@ def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch
     config = ppo_config(tmp_path, words)
     with session(config.trainer) as run, run.tracking(config, 3, None):
         pass
-    (info,) = Keeper.told
+    (info,) = Keeper.runs
     assert info.config["trainer"]["seed"] == config.trainer.seed
     assert info.config["trainer"]["default_hdfs_dir"] == "hdfs://me:***@host/runs"
     assert "hunter2" not in str(info)
@@ -101,14 +101,14 @@ def test_an_unknown_device_is_a_config_error(trainer: TrainerConfig) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
-    there = torch.cuda.device_count()
-    wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": there + 1})
-    with pytest.raises(ConfigError, match=rf"Type trainer\.n_gpus_per_node={there}"), session(wrong):
+    num_devices = torch.cuda.device_count()
+    wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": num_devices + 1})
+    with pytest.raises(ConfigError, match=rf"Type trainer\.n_gpus_per_node={num_devices}"), session(wrong):
         pass
 
 
 def test_an_unwritable_folder_is_a_config_error(trainer: TrainerConfig, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    taken = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
-    with pytest.raises(ConfigError, match="is not writable"), session(taken):
+    config = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
+    with pytest.raises(ConfigError, match="is not writable"), session(config):
         pass

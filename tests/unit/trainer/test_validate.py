@@ -58,8 +58,8 @@ def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[P
     }  # fmt: skip
     assert 1 <= metrics["val-aux/response_length/mean"] <= 8
     # Two responses to each question, which differ.
-    wanted = [("1", 1), ("4", 4), ("3", 3), ("bad", 0), ("6", 6)]
-    assert [(sample.ground_truth, sample.score) for sample in samples] == [one for one in wanted for _ in range(2)]
+    expected = [("1", 1), ("4", 4), ("3", 3), ("bad", 0), ("6", 6)]
+    assert [(sample.ground_truth, sample.score) for sample in samples] == [one for one in expected for _ in range(2)]
     assert all("1+1=" in sample.prompt for sample in samples)
     assert len({sample.response for sample in samples}) == 10
 
@@ -90,8 +90,8 @@ def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
             for score, answer in zip([0, 0, 0, 1], "xxxy", strict=True)
         ),
     ]
-    found = at_n_metrics(rows)
-    assert {name: value for name, value in found.items() if name.startswith("val-core")} == {
+    result = at_n_metrics(rows)
+    assert {name: value for name, value in result.items() if name.startswith("val-core")} == {
         "val-core/math/reward/mean@4": 0.375,  # (2/4 + 1/4) / 2
         "val-core/math/reward/best@4/mean": 1.0,
         "val-core/math/reward/maj@4/mean": 0.5,  # a is right, x is wrong
@@ -100,19 +100,19 @@ def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
         "val-core/math/acc/maj@4/mean": 0.5,
     }
     # Pairs of the first: 5 of 6 contain a correct one; of the second: 3 of 6.
-    assert found["val-aux/math/reward/best@2/mean"] == pytest.approx((5 / 6 + 3 / 6) / 2)
-    assert found["val-aux/math/reward/worst@2/mean"] == pytest.approx((1 / 6 + 0) / 2)
+    assert result["val-aux/math/reward/best@2/mean"] == pytest.approx((5 / 6 + 3 / 6) / 2)
+    assert result["val-aux/math/reward/worst@2/mean"] == pytest.approx((1 / 6 + 0) / 2)
     # Of the first, 1 pair is aa and 4 are ties of a and another; of the second, 3 are ties of x and y.
-    assert found["val-aux/math/reward/maj@2/mean"] == pytest.approx(((1 + 4 / 2) / 6 + (3 / 2) / 6) / 2)
-    assert found["val-aux/math/length/mean@4"] == 2.0
-    assert len(found) == 3 * (2 + 2 * 3)
+    assert result["val-aux/math/reward/maj@2/mean"] == pytest.approx(((1 + 4 / 2) / 6 + (3 / 2) / 6) / 2)
+    assert result["val-aux/math/length/mean@4"] == 2.0
+    assert len(result) == 3 * (2 + 2 * 3)
 
 
 def test_an_unscored_response_counts_as_zero_without_an_answer() -> None:
     rows = [scored("0", 1.0, "a", acc=1.0), scored("0", 0.0, None), scored("0", 0.0, None)]
-    found = at_n_metrics(rows)
-    assert found["val-core/math/acc/mean@3"] == pytest.approx(1 / 3)
-    assert found["val-core/math/reward/maj@3/mean"] == 0
+    result = at_n_metrics(rows)
+    assert result["val-core/math/acc/mean@3"] == pytest.approx(1 / 3)
+    assert result["val-core/math/reward/maj@3/mean"] == 0
 
 
 def test_a_number_that_only_some_results_have_is_not_compared() -> None:
@@ -128,6 +128,6 @@ def test_samples_are_lines_that_can_be_read_again(tmp_path: Path) -> None:
     samples = [Sample("1+1=", "zwei\n\u00e9", {"is": 2}, 0.5), Sample("2+2=", "4", None, 1.0)]
     path = tmp_path / "new" / "step_3.jsonl"
     save_samples(samples, path)
-    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert found[0] == {"prompt": "1+1=", "response": "zwei\n\u00e9", "ground_truth": {"is": 2}, "score": 0.5}
-    assert [line["score"] for line in found] == [0.5, 1.0]
+    result = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert result[0] == {"prompt": "1+1=", "response": "zwei\n\u00e9", "ground_truth": {"is": 2}, "score": 0.5}
+    assert [line["score"] for line in result] == [0.5, 1.0]

@@ -57,7 +57,7 @@ def test_a_checkpoint_before_the_first_update_changes_nothing(strategy: str, tmp
 def _skipped_first(strategy: str, folder: str) -> int:
     harness = EngineHarness(engine_class(strategy), folder)
     engine = harness.build()
-    engine.set_loss_fn(lambda data, found, ctx: (found["log_probs"].values.sum() * float("nan"), ctx))
+    engine.set_loss_fn(lambda data, predictions, ctx: (predictions["log_probs"].values.sum() * float("nan"), ctx))
     with engine.train_mode():
         engine.train_batch(harness.batch)
     engine.save_checkpoint(f"{folder}/skipped")
@@ -89,17 +89,17 @@ def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -
     harness = EngineHarness(
         engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}
     )
-    found: Any = harness.infer(harness.build(), StepContext(outputs=("distribution", "full_kl")))
-    log_p, log_q = found["distribution"].values, harness.batch["log_q"].values
-    wanted = (log_p.exp() * (log_p - log_q)).sum(dim=1)
+    predictions: Any = harness.infer(harness.build(), StepContext(outputs=("distribution", "full_kl")))
+    log_p, log_q = predictions["distribution"].values, harness.batch["log_q"].values
+    expected = (log_p.exp() * (log_p - log_q)).sum(dim=1)
     torch.testing.assert_close(
-        found["full_kl"].values, wanted * harness.batch["loss_mask"].values, rtol=1e-5, atol=1e-5
+        predictions["full_kl"].values, expected * harness.batch["loss_mask"].values, rtol=1e-5, atol=1e-5
     )
 
 
 def test_host_arguments_are_not_sent_to_the_device() -> None:
     """Count the calls of the function with which FSDP moves the arguments of a model."""
     moved, _ = _to_kwargs((torch.ones(2), OpaqueTensor(torch.ones(2))), {}, torch.device("meta"), False)
-    seen, kept = moved[0]
-    assert seen.device.type == "meta"
+    moved_args, kept = moved[0]
+    assert moved_args.device.type == "meta"
     assert kept.tensor.device.type == "cpu"

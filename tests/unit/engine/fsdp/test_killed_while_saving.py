@@ -29,15 +29,15 @@ def _train(folder: str, in_background: bool) -> dict[int, list[float]]:
     start = _newest(Path(folder) / "run")
     if start:
         engine.load_checkpoint(f"{folder}/run/global_step_{start}/actor")
-    batch, told = harness.share(engine, harness.batch), {}
+    batch, history = harness.share(engine, harness.batch), {}
     for step in range(start + 1, STEPS + 1):
         with engine.train_mode():
             result = engine.train_batch(batch)
-        told[step] = [result.loss, result.grad_norm]
+        history[step] = [result.loss, result.grad_norm]
         path = f"{folder}/run/global_step_{step}/actor"
         engine.save_checkpoint(path, global_step=step, max_ckpt_to_keep=2)
     engine.wait_for_checkpoint()
-    return told
+    return history
 
 
 def _newest(run: Path) -> int:
@@ -77,8 +77,8 @@ def _killed(folder: Path, in_background: bool, pause: float) -> None:
     [pytest.param(False, id="waiting", marks=pytest.mark.slow), pytest.param(True, id="in the background")],
 )
 def test_killed_while_saving(in_background: bool, tmp_path: Path) -> None:
-    whole = run_ranks(_train, 2, str(tmp_path / "whole"), in_background)[0]
-    assert list(whole) == list(range(1, STEPS + 1))
+    uninterrupted = run_ranks(_train, 2, str(tmp_path / "whole"), in_background)[0]
+    assert list(uninterrupted) == list(range(1, STEPS + 1))
     draw = random.Random(5)
     for trial in range(4):
         folder = tmp_path / f"trial{trial}"
@@ -86,6 +86,6 @@ def test_killed_while_saving(in_background: bool, tmp_path: Path) -> None:
         last = _newest(folder / "run")
         assert last >= 1, "there was no whole checkpoint although two had been written"
         again = run_ranks(_train, 2, str(folder), in_background)[0]
-        assert again == {step: told for step, told in whole.items() if step > last}
+        assert again == {step: numbers for step, numbers in uninterrupted.items() if step > last}
         unfinished = [path for path in folder.rglob("*") if storage.is_unfinished(path)]
         assert not unfinished, json.dumps([str(path) for path in unfinished])

@@ -59,33 +59,33 @@ def test_units_are_layers_or_modules_by_class_or_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gathered_weights_are_freed_or_kept_after_forward(tmp_path: Path, reshard: bool) -> None:
     harness, engine = built(tmp_path, reshard_after_forward=reshard)
-    seen: list[bool] = []
-    stepped(harness, engine, lambda: seen.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))
-    assert seen
-    assert set(seen) == {reshard}
+    is_sharded: list[bool] = []
+    stepped(harness, engine, lambda: is_sharded.extend(isinstance(p, DTensor) for p in layers(engine)[0].parameters()))
+    assert is_sharded
+    assert set(is_sharded) == {reshard}
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_the_next_layer_is_asked_for_before_this_one_computes(tmp_path: Path, prefetch: bool) -> None:
     harness, engine = built(tmp_path, forward_prefetch=prefetch)
     first, second = layers(engine)
-    asked: list[bool] = []
+    prefetched: list[bool] = []
     first.self_attn.register_forward_pre_hook(
-        lambda *_: asked.append(second._get_fsdp_state()._fsdp_param_group._all_gather_result is not None)
+        lambda *_: prefetched.append(second._get_fsdp_state()._fsdp_param_group._all_gather_result is not None)
     )
     stepped(harness, engine)
-    assert asked == [prefetch]
+    assert prefetched == [prefetch]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_layers_compute_in_the_configured_dtype(tmp_path: Path, dtype: str) -> None:
     harness, engine = built(tmp_path, mixed_precision={"param_dtype": dtype})
-    seen: list[Any] = []
+    dtypes: list[Any] = []
     layers(engine)[0].mlp.register_forward_pre_hook(
-        lambda module, inputs: seen.extend((inputs[0].dtype, module.up_proj.weight.dtype))
+        lambda module, inputs: dtypes.extend((inputs[0].dtype, module.up_proj.weight.dtype))
     )
     stepped(harness, engine)
-    assert set(seen) == {getattr(torch, dtype)}
+    assert set(dtypes) == {getattr(torch, dtype)}
     assert {p.dtype for p in engine.module.parameters()} == {torch.float32}
 
 
@@ -115,16 +115,16 @@ def test_offloaded_parts_match_the_config(tmp_path: Path, option: str, monkeypat
 
 
 def test_with_the_policy_units_live_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    devices: list[Any] = []
     real = parallelize.fully_shard
     monkeypatch.setattr(
         parallelize,
         "fully_shard",
-        lambda module, **words: (told.append(type(words["offload_policy"]).__name__), real(module, **words)),
+        lambda module, **words: (devices.append(type(words["offload_policy"]).__name__), real(module, **words)),
     )
     built(tmp_path)
     built(tmp_path, offload_policy=True)
-    assert told == ["OffloadPolicy"] * 3 + ["CPUOffloadPolicy"] * 3
+    assert devices == ["OffloadPolicy"] * 3 + ["CPUOffloadPolicy"] * 3
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -195,7 +195,7 @@ def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("options", "seen"),
+    ("options", "expected"),
     [
         ({}, (2, 0.5)),
         ({"fsdp_size": 1}, (2, 1.0)),
@@ -204,6 +204,6 @@ def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
     ],
 )
 def test_ranks_share_weights_and_rows_by_config(
-    tmp_path: Path, options: dict[str, Any], seen: tuple[int, float]
+    tmp_path: Path, options: dict[str, Any], expected: tuple[int, float]
 ) -> None:
-    assert run_ranks(_laid_out, 2, str(tmp_path), options) == [seen, seen]
+    assert run_ranks(_laid_out, 2, str(tmp_path), options) == [expected, expected]

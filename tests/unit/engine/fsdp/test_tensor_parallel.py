@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from support.tiny import tiny_folder, tiny_rows, wanted
+from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -59,17 +59,21 @@ def model_of(folder: str, head: Head = "causal_lm", checkpointing: bool = False,
 
 def numbers(model: PackedModel) -> Numbers:
     """Return the outputs, and the gradient of a loss that weights each output differently."""
-    found = model(
-        torch.cat(tiny_rows(LENGTHS)) % 100, Packing(LENGTHS), wanted(LENGTHS), OUTPUTS[model.head], temperature=0.8
+    outputs = model(
+        torch.cat(tiny_rows(LENGTHS)) % 100,
+        Packing(LENGTHS),
+        predicted_tokens(LENGTHS),
+        OUTPUTS[model.head],
+        temperature=0.8,
     )
     random = torch.Generator().manual_seed(1)
-    terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in found.values()]
+    terms = [(value * torch.randn(value.shape, generator=random)).sum() for value in outputs.values()]
     (torch.stack(terms).sum() / sum(LENGTHS)).backward()
     gradients = {}
     for name, weight in model.hf.named_parameters():
         if weight.grad is not None:
             gradients[name] = weight.grad.full_tensor() if isinstance(weight.grad, DTensor) else weight.grad
-    return {name: value.detach() for name, value in found.items()}, gradients
+    return {name: value.detach() for name, value in outputs.items()}, gradients
 
 
 def cut(folder: str, head: Head, checkpointing: bool, override: dict[str, Any]) -> Numbers:
@@ -78,12 +82,12 @@ def cut(folder: str, head: Head, checkpointing: bool, override: dict[str, Any]) 
     return numbers(model)
 
 
-def same(got: Numbers, expected: Numbers) -> None:
-    for mine, theirs in zip(got, expected, strict=True):
-        assert mine.keys() == theirs.keys()
-        for name, tensor in theirs.items():
+def same(actual: Numbers, expected: Numbers) -> None:
+    for value, reference in zip(actual, expected, strict=True):
+        assert value.keys() == reference.keys()
+        for name, tensor in reference.items():
             torch.testing.assert_close(
-                mine[name], tensor, rtol=0, atol=NEAR, msg=lambda text, name=name: f"{name}: {text}"
+                value[name], tensor, rtol=0, atol=NEAR, msg=lambda text, name=name: f"{name}: {text}"
             )
 
 
@@ -93,21 +97,21 @@ def test_log_probs_and_gradients_do_not_depend_on_ranks(model: str):
     folder = folder_of(family, **sizes)
     expected = numbers(model_of(folder))
     assert expected[0]["log_probs"].std() > 0.05
-    for got in run_ranks(cut, 2, folder, "causal_lm", False, {}):
-        same(got, expected)
+    for actual in run_ranks(cut, 2, folder, "causal_lm", False, {}):
+        same(actual, expected)
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
     folder = folder_of("llama")
-    for got in run_ranks(cut, 2, folder, head, False, {}):
-        same(got, numbers(model_of(folder, head)))
+    for actual in run_ranks(cut, 2, folder, head, False, {}):
+        same(actual, numbers(model_of(folder, head)))
 
 
 def test_gradient_checkpointing_changes_nothing():
     folder = folder_of("qwen3")
-    for got in run_ranks(cut, 2, folder, "causal_lm", True, {}):
-        same(got, numbers(model_of(folder)))
+    for actual in run_ranks(cut, 2, folder, "causal_lm", True, {}):
+        same(actual, numbers(model_of(folder)))
 
 
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(113, 2), (101, 4)])
@@ -115,8 +119,8 @@ def test_gradient_checkpointing_changes_nothing():
 def test_a_vocabulary_that_does_not_divide(vocabulary: int, ranks: int, tied: bool):
     folder, override = folder_of("llama", kv_heads=4, tie_embeddings=tied), {"vocab_size": vocabulary}
     expected = numbers(model_of(folder, **override))
-    for got in run_ranks(cut, ranks, folder, "causal_lm", False, override):
-        same(got, expected)
+    for actual in run_ranks(cut, ranks, folder, "causal_lm", False, override):
+        same(actual, expected)
 
 
 def whole_logits(folder: str) -> tuple[Tensor, bool]:
@@ -141,10 +145,12 @@ def sums_over_ranks(folder: str) -> tuple[int, int]:
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     counts = []
     with CommDebugMode() as forward:
-        found = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), wanted(LENGTHS), ("log_probs",))["log_probs"]
+        log_probs = model(torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS), ("log_probs",))[
+            "log_probs"
+        ]
     counts.append(forward.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
     with CommDebugMode() as backward:
-        found.sum().backward()
+        log_probs.sum().backward()
     counts.append(backward.get_comm_counts()[torch.ops.c10d_functional.all_reduce])
     return counts[0], counts[1]
 
@@ -182,24 +188,24 @@ def cut_and_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[dict[str, 
     with torch.no_grad():
         for name, weight in hf.named_parameters():
             assert isinstance(weight, DTensor), name
-            whole = torch.distributed.tensor.distribute_tensor(
+            full = torch.distributed.tensor.distribute_tensor(
                 weights[name], weight.device_mesh, weight.placements, src_data_rank=None
             )
-            weight.copy_(whole)
+            weight.copy_(full)
     model.train()
-    found, gradients = numbers(model)
-    return found, gradients, [name for name, weight in hf.named_parameters() if weight.device_mesh.ndim == 2]
+    outputs, gradients = numbers(model)
+    return outputs, gradients, [name for name, weight in hf.named_parameters() if weight.device_mesh.ndim == 2]
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_together_with_fully_shard_from_the_meta_device(tied: bool):
     folder = folder_of("qwen3", tie_embeddings=tied)
     model = model_of(folder)
-    found, gradients = numbers(model)
+    outputs, gradients = numbers(model)
     weights = {name: weight.detach() for name, weight in model.hf.named_parameters()}
-    for got, summed, cut_twice in run_ranks(cut_and_sharded, 4, folder, weights, timeout=120):
+    for actual, summed, cut_twice in run_ranks(cut_and_sharded, 4, folder, weights, timeout=120):
         # Both data-parallel ranks have the same rows in this test, and gradients are summed over them.
-        same((got, {name: gradient / 2 for name, gradient in summed.items()}), (found, gradients))
+        same((actual, {name: gradient / 2 for name, gradient in summed.items()}), (outputs, gradients))
         assert {name for name in weights if name not in cut_twice} == {
             name for name in weights if "layernorm" in name or name == "model.norm.weight"
         }
@@ -241,16 +247,16 @@ class _Adapted(nn.Linear):
 
 
 def odd_layers(folder: str) -> list[str]:
-    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
+    mesh, errors = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), []
     for change in (_adapt, _add_stray, _forget_plan):
         model = model_of(folder)
         change(model.hf)
         with pytest.raises(EngineError) as caught:
             apply_tensor_parallel(model, mesh)
-        found.append(str(caught.value))
+        errors.append(str(caught.value))
     with pytest.raises(EngineError) as caught:
         apply_tensor_parallel(model_of(folder), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-    return [*found, str(caught.value)]
+    return [*errors, str(caught.value)]
 
 
 def _adapt(hf: Any) -> None:

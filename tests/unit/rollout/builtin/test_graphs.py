@@ -87,9 +87,9 @@ def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> G
     return out
 
 
-def same(found: Generation, wanted: Generation) -> bool:
-    return torch.equal(found.responses.lengths, wanted.responses.lengths) and torch.equal(
-        found.responses.values, wanted.responses.values
+def same(actual: Generation, expected: Generation) -> bool:
+    return torch.equal(actual.responses.lengths, expected.responses.lengths) and torch.equal(
+        actual.responses.values, expected.responses.values
     )
 
 
@@ -104,10 +104,10 @@ def test_tokens_are_those_of_steps_as_they_are(
     sampling = SamplingParams(24, temperature=temperature, stop_token_ids=(10, 11, 12))
     case = harness.case(family, FAMILIES[family], max_num_seqs=SLOTS)
     plain = RolloutHarness(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
-    wanted = plain.rollout.generate_sequences(many(harness), sampling, torch.arange(18))
-    found = right(case, many(harness), sampling)
-    assert same(found, wanted)
-    assert not temperature or len(set(found.responses.lengths.tolist())) > 2  # rows end and join at any time
+    expected = plain.rollout.generate_sequences(many(harness), sampling, torch.arange(18))
+    actual = right(case, many(harness), sampling)
+    assert same(actual, expected)
+    assert not temperature or len(set(actual.responses.lengths.tolist())) > 2  # rows end and join at any time
     assert steps_of(case).cache.length > LENGTH_MULTIPLE  # the KV cache has grown
     assert count(case) > len(steps_of(case).replays)  # which captured all steps again
 
@@ -142,11 +142,11 @@ def test_captured_graphs_see_in_place_updates(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     before = right(case, prompts, sampling)
-    made = count(case)
+    captures = count(case)
     for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
     after = right(case, prompts, sampling)
-    assert count(case) == made
+    assert count(case) == captures
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
 
@@ -154,12 +154,12 @@ def test_other_weights_are_captured_again(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     right(case, prompts, sampling)
-    made = count(case)
+    captures = count(case)
     for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
     right(case, prompts, sampling)
-    assert count(case) > made
+    assert count(case) > captures
 
 
 @pytest.mark.parametrize("free", [True, False])
@@ -167,14 +167,14 @@ def test_sleep_releases_graphs_unless_the_cache_stays(harness: RolloutHarness, f
     case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
     first, steps = right(case, prompts, sampling), steps_of(case)
-    made, released = count(case), steps.graph_capture.released
+    captures, released = count(case), steps.graph_capture.released
     case.rollout.sleep()
     assert bool(steps.replays) != free
     assert steps.graph_capture.released == released + free
     case.rollout.wake_up()
     case.rollout.load_weights(case.weights())
     assert same(right(case, prompts, sampling), first)
-    assert (count(case) > made) == free  # the weights are the same tensors again
+    assert (count(case) > captures) == free  # the weights are the same tensors again
 
 
 def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarness) -> None:
@@ -206,9 +206,9 @@ def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
         rollout.model.hf.to_empty(device=device)
         rollout.cache.reserve(5, LENGTH_MULTIPLE)
         tokens, positions = torch.zeros(2, 4, dtype=torch.int64, device=device)
-        with torch.inference_mode(), TouchedDevices() as seen:
+        with torch.inference_mode(), TouchedDevices() as touched:
             logits = rollout.decoder.eager(tokens, positions, full_length_step(rollout.cache, positions))
-        assert seen.found == {logits.device.type} == {device}
+        assert touched.devices == {logits.device.type} == {device}
 
 
 # -- tests of the stand-in: it detects a step that depends on more --------------------------------
@@ -228,12 +228,12 @@ def _length_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _mask_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use a mask that was created once for the positions at that time."""
-    made: dict[int, DecodeStep] = {}
+    steps: dict[int, DecodeStep] = {}
 
     def step(cache: KVCache, positions: Tensor) -> DecodeStep:
-        if len(positions) not in made or made[len(positions)].cache is not cache:
-            made[len(positions)] = full_length_step(cache, positions.clone())  # pyright: ignore[reportArgumentType]
-        return made[len(positions)]
+        if len(positions) not in steps or steps[len(positions)].cache is not cache:
+            steps[len(positions)] = full_length_step(cache, positions.clone())  # pyright: ignore[reportArgumentType]
+        return steps[len(positions)]
 
     monkeypatch.setattr(Recorded, "make_step", staticmethod(step))
 
@@ -285,13 +285,13 @@ def test_a_mistake_is_seen(
 
 
 @pytest.mark.parametrize(
-    ("device", "eager", "found"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
+    ("device", "eager", "captured"), [("cuda", False, True), ("cuda", True, False), ("cpu", False, False)]
 )
-def test_graphs_are_captured_on_a_gpu_by_config(device: str, eager: bool, found: bool) -> None:
+def test_graphs_are_captured_on_a_gpu_by_config(device: str, eager: bool, captured: bool) -> None:
     config = RolloutEngineConfig(model_path=str(tiny_folder()), device=device, enforce_eager=eager)
     hf: Any = torch.nn.Linear(1, 1)
     steps = build_graph_decoder(Decoder(hf), None, config)  # pyright: ignore[reportArgumentType]
-    assert (steps is not None) == found
+    assert (steps is not None) == captured
     assert steps is None or isinstance(steps.graph_capture, CUDAGraphCapture)
 
 
@@ -305,11 +305,11 @@ def test_a_cpu_uses_the_traced_decoder_without_graphs(folder: Path) -> None:
 
 
 def test_numbers_of_rows_that_are_captured() -> None:
-    found = [padded_rows(rows) for rows in range(1, 1025)]
-    assert sorted(set(found[:256])) == [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    assert all(rows <= up < rows + max(8, rows / 4) for rows, up in enumerate(found, 1))
-    assert all(padded_rows(up) == up for up in found)
-    assert len(set(found)) < 32
+    sizes = [padded_rows(rows) for rows in range(1, 1025)]
+    assert sorted(set(sizes[:256])) == [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
+    assert all(rows <= up < rows + max(8, rows / 4) for rows, up in enumerate(sizes, 1))
+    assert all(padded_rows(up) == up for up in sizes)
+    assert len(set(sizes)) < 32
 
 
 class Backend:
@@ -370,9 +370,9 @@ class Backend:
         return self._inside("stream", stream)
 
     def graph(self, *args: Any, **kwargs: Any) -> Any:
-        given = inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs).arguments
-        assert given["stream"] is self.stream_now
-        return self._inside("graph", given["pool"], given["capture_error_mode"])
+        arguments = inspect.signature(torch.cuda.graph.__init__).bind(None, *args, **kwargs).arguments
+        assert arguments["stream"] is self.stream_now
+        return self._inside("graph", arguments["pool"], arguments["capture_error_mode"])
 
     def empty_cache(self) -> None:
         self.calls.append(("emptied",))

@@ -79,14 +79,14 @@ def test_attention_over_slots_is_attention_over_each_row_alone(window: int | Non
         slots.reserve(4, length)
         if not steps or not steps[-1].advance(length):
             steps.append(DecodeStep(slots, positions, length))
-        found = steps[-1].attend(layer(0), query, key, value, 0.3, window)
+        result = steps[-1].attend(layer(0), query, key, value, 0.3, window)
         positions += 1
         rows = [
             (torch.cat([k, key[i].transpose(0, 1)]), torch.cat([v, value[i].transpose(0, 1)]))
             for i, (k, v) in enumerate(rows)
         ]
         for i, (k, v) in enumerate(rows):
-            assert_attention(found[i, 0], query[i, :, 0], k, v, 0.3, window)
+            assert_attention(result[i, 0], query[i, :, 0], k, v, 0.3, window)
     assert len(steps) == (70 if window else 1 + (9 + 70) // ATTENTION_MULTIPLE)
 
 
@@ -96,11 +96,11 @@ def test_attention_of_prompts_does_not_cross_their_borders() -> None:
     slots.reserve(2, 4)
     query = torch.randn(1, HEADS, 7, DIM, generator=random)
     keys, values = (torch.randn(1, KEY_HEADS, 7, DIM, generator=random) for _ in range(2))
-    found = PrefillStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
+    result = PrefillStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
     for token in range(7):
         start = 0 if token < 3 else 3
         k, v = (tensor[0, :, start : token + 1].transpose(0, 1) for tensor in (keys, values))
-        assert_attention(found[0, token], query[0, :, token], k, v, 0.3, None)
+        assert_attention(result[0, token], query[0, :, token], k, v, 0.3, None)
 
 
 def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
@@ -112,8 +112,8 @@ def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
     first, second = slice(0, 3), slice(3, 7)
     assert step.copies == [(slice(1, 4), first), (slice(4, 5), second), (slice(0, 1), second)]
     for slot, span in {0: second, 1: first, 2: first, 3: first, 4: second}.items():
-        for held, given in zip(slots.layers[0], (keys, -keys), strict=True):
-            assert torch.equal(held[slot, :, : span.stop - span.start], given[0, :, span])
+        for stored, source in zip(slots.layers[0], (keys, -keys), strict=True):
+            assert torch.equal(stored[slot, :, : span.stop - span.start], source[0, :, span])
     assert not slots.layers[0][0][5].any()
 
 
@@ -155,10 +155,10 @@ def test_growing_keeps_live_slots_and_the_last_slot() -> None:
 
 def test_a_pool_gets_more_slots_while_some_are_live() -> None:
     slots = filled(3, 10)
-    held = slots.layers[1][0][:1].clone()
+    live = slots.layers[1][0][:1].clone()
     slots.reserve(9, 10, live=1)
     assert slots.num_slots == 9
-    assert torch.equal(slots.layers[1][0][:1], held)
+    assert torch.equal(slots.layers[1][0][:1], live)
     assert not slots.layers[1][0][1:].any()
 
 
@@ -195,9 +195,9 @@ def test_copy_takes_a_slot_to_many() -> None:
     slots = filled(4, 10)
     source = [tensor[3, :, :10].clone() for tensor in slots.layers[1]]
     slots.copy(torch.tensor([3, 3]), torch.tensor([0, 2]), 10)
-    for tensor, wanted in zip(slots.layers[1], source, strict=True):
-        assert torch.equal(tensor[0, :, :10], wanted)
-        assert torch.equal(tensor[2, :, :10], wanted)
+    for tensor, expected in zip(slots.layers[1], source, strict=True):
+        assert torch.equal(tensor[0, :, :10], expected)
+        assert torch.equal(tensor[2, :, :10], expected)
 
 
 @pytest.mark.parametrize("large", [True, False])

@@ -50,12 +50,12 @@ def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(harness: RolloutHarne
     prompts = harness.prompts(3, 11, 1, 5, 20, 5).select(rows)
     seeds = torch.arange(len(rows)) * 31 + 5
     sampling = SamplingParams(20, temperature=1.3, top_p=0.95, stop_token_ids=tuple(range(10, 16)))
-    wanted = harness.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
-    found = right(harness.case(**limits), prompts, sampling, seeds).responses.rows()
-    assert [row.tolist() for row in found] == [row.tolist() for row in wanted]
+    expected = harness.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
+    actual = right(harness.case(**limits), prompts, sampling, seeds).responses.rows()
+    assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     order = [7, 2, 11, 0]
     some = harness.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
-    assert [row.tolist() for row in some.responses.rows()] == [wanted[row].tolist() for row in order]
+    assert [row.tolist() for row in some.responses.rows()] == [expected[row].tolist() for row in order]
 
 
 def test_each_token_is_drawn_by_the_uniform_of_its_position(harness: RolloutHarness) -> None:
@@ -83,10 +83,10 @@ def test_responses_are_equal_only_for_equal_prompts_and_seeds(harness: RolloutHa
 def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
     # Uniforms are numbered by the position of a token in its row, including the prompt.
     case, prompts, seeds = harness.case(), harness.prompts(4, 9), torch.tensor([1, 2])
-    whole = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True), seeds).responses
+    full = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True), seeds).responses
     start = case.rollout.generate_sequences(prompts, SamplingParams(4, ignore_eos=True), seeds).responses
     rest = case.rollout.generate_sequences(Ragged.join(prompts, start), SamplingParams(6, ignore_eos=True), seeds)
-    assert torch.equal(Ragged.join(start, rest.responses).values, whole.values)
+    assert torch.equal(Ragged.join(start, rest.responses).values, full.values)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -257,14 +257,14 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("error", "told", "family", "sizes"), REFUSED, ids=[case[2] for case in REFUSED])
+@pytest.mark.parametrize(("error", "message", "family", "sizes"), REFUSED, ids=[case[2] for case in REFUSED])
 def test_an_unsupported_model_is_rejected(
-    error: type[Exception], told: str, family: str, sizes: dict[str, Any], tmp_path: Path
+    error: type[Exception], message: str, family: str, sizes: dict[str, Any], tmp_path: Path
 ) -> None:
     from camshaft.models.tiny import make_tiny_model
 
     make_tiny_model(tmp_path, family, **sizes)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         TorchRollout(RolloutEngineConfig(model_path=str(tmp_path), max_model_len=64))
 
 

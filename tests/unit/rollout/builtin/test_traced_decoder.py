@@ -183,10 +183,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize(("func", "told"), REFUSED.values(), ids=REFUSED)
-def test_unsupported_graph_values_are_rejected(func: Callable[[Tensor], Tensor], told: str) -> None:
+@pytest.mark.parametrize(("func", "message"), REFUSED.values(), ids=REFUSED)
+def test_unsupported_graph_values_are_rejected(func: Callable[[Tensor], Tensor], message: str) -> None:
     model = Model(func)
-    with pytest.raises(TraceError, match=told):
+    with pytest.raises(TraceError, match=message):
         trace(model, inputs, model)
 
 
@@ -195,20 +195,20 @@ def test_unsupported_graph_values_are_rejected(func: Callable[[Tensor], Tensor],
 
 def test_rewrites_find_norms_and_rotations(harness: RolloutHarness) -> None:
     decoder = decoder_of(harness.case("qwen3"))
-    found: list[list[str]] = []
+    operators: list[list[str]] = []
 
     def fuse(graph: Any) -> None:
         names = lambda: [getattr(node.target, "__name__", "") for node in graph.nodes]  # noqa: E731
-        found.append(names())
+        operators.append(names())
         graph_fusions.fuse(graph)
-        found.append(names())
+        operators.append(names())
         waves = [node for node in graph.nodes if getattr(node.target, "__name__", "") in ("cos", "sin")]
         assert [user.target.__name__ for node in waves for user in node.users] == ["unsqueeze"] * 2  # not "mul"
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traced_decoder, "fuse", fuse)
         decoder._trace_once()
-    before, after = found
+    before, after = operators
     layers, norms = 2, 2 * 4 + 1  # each layer has two norms, and one each for queries and keys
     assert before.count("rsqrt") == after.count("scale_by_rms") == norms
     assert before.count("neg") == after.count("rotate") == 2 * layers
@@ -222,9 +222,9 @@ def test_the_shorter_forms_are_the_formulas() -> None:
     x, cos, sin = (torch.randn(3, 5, 1, 8, generator=random, dtype=torch.float64) for _ in range(3))
     unit = x / (x.pow(2).mean(-1, keepdim=True) + 0.25).sqrt()
     torch.testing.assert_close(graph_fusions.scale_by_rms(x.float(), 0.25).double(), unit, rtol=1e-6, atol=1e-6)
-    wanted = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
-    found = graph_fusions.rotate(x, cos, graph_fusions.negate_first_half(sin))
-    torch.testing.assert_close(found, wanted)
+    expected = x * cos + torch.cat([-x[..., 4:], x[..., :4]], -1) * sin
+    actual = graph_fusions.rotate(x, cos, graph_fusions.negate_first_half(sin))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
