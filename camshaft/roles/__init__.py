@@ -1,21 +1,21 @@
-"""The roles, written against the interfaces of engine and rollout.
+"""Roles of a training run (actor, critic, reference, reward model, rollout) on the engine and rollout interfaces.
 
     actor.py         the trained policy: compute_log_prob, update_actor
     critic.py        the value function: compute_values, update_critic
-    exact_kl.py      KL divergence of actor and reference over the whole vocabulary
+    exact_kl.py      exact KL between actor and reference over the vocabulary
     rollout.py       generation with the actor's weights: generate_sequences
-    hybrid.py        ActorRolloutRefWorker, which composes actor, rollout and reference
-    reward_model.py  a model that scores responses: compute_rm_score
-    reward_input.py  the token ids that a reward model reads
+    hybrid.py        ActorRolloutRefWorker, which combines actor, rollout and reference
+    reward_model.py  frozen reward model: compute_rm_score
+    reward_input.py  converts responses to token ids of a reward model
     generate.py      generation with the weights of a model folder, for `camshaft generate`
-    supervised.py    base class of sft.py and rm.py: one optimizer step per batch, train_batch
-    sft.py           the model of supervised fine-tuning
-    rm.py            a reward model that is trained: compute_scores
-    worker_class.py  role classes of your own, named in the config
-    base.py          base classes, columns of sequences, mini-batches, metrics of an update
+    supervised.py    base class of sft.py and rm.py with one optimizer step per batch: train_batch
+    sft.py           model of supervised fine-tuning
+    rm.py            trained reward model: compute_scores
+    worker_class.py  loads custom role classes that the config names
+    base.py          base classes, engine columns, mini-batches, metrics of an update
 
-A role defines the columns that it reads and writes, epochs, mini-batches, loss and metrics. A controller calls its
-registered methods on all ranks; called directly, in one process, they behave the same.
+A role defines the columns that it reads and writes, its epochs, mini-batches, loss and metrics. A controller calls the
+registered methods of a role on all ranks. Direct calls in a single process return the same results.
 """
 
 from camshaft.roles.actor import ActorWorker, RefWorker
@@ -27,7 +27,7 @@ from camshaft.roles.rm import RMWorker
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.roles.sft import SFTWorker
 from camshaft.roles.supervised import SupervisedWorker
-from camshaft.roles.worker_class import worker_class
+from camshaft.roles.worker_class import load_worker_class
 
 __all__ = [
     "REWARD_METHODS",
@@ -41,5 +41,5 @@ __all__ = [
     "RolloutWorker",
     "SFTWorker",
     "SupervisedWorker",
-    "worker_class",
+    "load_worker_class",
 ]

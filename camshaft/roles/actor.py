@@ -1,11 +1,11 @@
-"""The policy: the actor, which is trained, and the reference, which is frozen.
+"""Roles of the policy: the trained actor and the frozen reference.
 
     ref = RefWorker(config, topology) if config.needs_reference_model() else AdapterlessRef(config, actor.engine)
 
-`compute_log_prob` reads `prompts`, `responses` and `response_mask`, and writes `old_log_probs` and `entropy`.
-`update_actor` also reads `advantages`, `old_log_probs`, `ref_log_prob` (with a KL loss on the sampled tokens), and
-`rollout_is_weights` and `rollout_rs_mask` (with rollout correction). `compute_ref_log_prob` reads what
-`compute_log_prob` reads, and writes `ref_log_prob`.
+`compute_log_prob` reads the columns `prompts`, `responses` and `response_mask`, and writes `old_log_probs` and
+`entropy`. `compute_ref_log_prob` reads the same columns and writes `ref_log_prob`. `update_actor` also reads
+`advantages` and `old_log_probs`. With a KL loss on the sampled tokens it reads `ref_log_prob`, and with rollout
+correction `rollout_is_weights` and `rollout_rs_mask`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.base import Output, PreprocessFn
 from camshaft.errors import BatchError
 from camshaft.plugins import load_function
-from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, counts_of, of_responses
+from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, build_counts, select_responses
 
 OldLogProbs = Literal["actor", "update", "rollout"]
-"""Source of the old log-probs, as `PPOConfig.old_log_probs` defines it."""
+"""Source of the old log-probs, as returned by `PPOConfig.old_log_probs`."""
 
 
 class ActorWorker(TrainedRole):
-    """Policy, optimizer and PPO update."""
+    """The trained policy with its optimizer and the PPO update."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -52,7 +52,7 @@ class ActorWorker(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Compute `old_log_probs` and `entropy` of the responses at the sampling temperature."""
+        """Compute the columns `old_log_probs` and `entropy` of the responses at the sampling temperature."""
         ctx = StepContext(outputs=("log_probs", "entropy"), temperature=self.temperature)
         return _policy_columns(self.infer(data, ctx), data)
 
@@ -65,15 +65,16 @@ class ActorWorker(TrainedRole):
         old_log_probs: OldLogProbs = "actor",
         preprocess: PreprocessFn | None = None,
     ) -> DataProto:
-        """Run the PPO update; the metrics are in `meta_info["metrics"]`.
+        """Run the PPO update and return its metrics in `meta_info["metrics"]`.
 
-        With `old_log_probs="update"` the forward pass of the update computes the old log-probs: the ratio is 1 and its
-        gradient is that of the log-prob. The batch must be one mini-batch, and the result has the columns of
-        `compute_log_prob`. Otherwise the column `old_log_probs` is read.
+        With `old_log_probs="update"`, the forward pass of the update also provides the old log-probs, so the ratio is 1
+        and its gradient is that of the log-prob. The batch must then be a single mini-batch, and the result has the
+        columns of `compute_log_prob`. Otherwise, the update reads the column `old_log_probs`.
 
-        Each rank shuffles its own rows by `seed`. `presharded` rows are already in the order of the mini-batches of all
-        epochs, which makes the mini-batches independent of the number of ranks (`trainer/mini_batches.py`).
-        `preprocess` runs on each micro-batch before the forward pass (`exact_kl.reference_distribution`).
+        By default, each rank shuffles its own rows with `seed`. If `presharded` is True, the rows are already in the
+        order of the mini-batches of all epochs, so that mini-batches do not depend on the number of ranks
+        (`trainer/mini_batches.py`). `preprocess` is a hook that runs on each micro-batch before the forward pass, such
+        as `exact_kl.reference_distribution`.
         """
         in_update = old_log_probs == "update"
         columns = ["prompts", "responses", "response_mask", "advantages"]
@@ -84,9 +85,9 @@ class ActorWorker(TrainedRole):
         if self.correction.rollout_is:
             columns.append("rollout_is_weights")
         rows = data.select(*columns)
-        if self.correction.rollout_rs:  # rejected tokens count neither in the loss nor in its denominators
-            kept, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
-            rows = rows.with_columns(response_mask=mask.like(mask.values & kept.values))
+        if self.correction.rollout_rs:  # rejected tokens are excluded from the loss and from its denominators
+            accepted, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
+            rows = rows.with_columns(response_mask=mask.like(mask.values & accepted.values))
         plan = UpdatePlan(
             mini_batch_size=self.mini_batch_size,
             epochs=self.actor.ppo_epochs,
@@ -95,10 +96,10 @@ class ActorWorker(TrainedRole):
         if in_update:
             if len(data) > plan.mini_batch_size:
                 raise BatchError(
-                    f"{len(data)} rows are more than one mini-batch of {plan.mini_batch_size} rows; call "
-                    "compute_log_prob before the update to compute old_log_probs"
+                    f"the batch of {len(data)} rows exceeds one mini-batch of {plan.mini_batch_size} rows, which "
+                    "old_log_probs='update' requires; call compute_log_prob before the update"
                 )
-            plan = replace(plan, seed=None)  # keeps the returned columns in the order of the rows
+            plan = replace(plan, seed=None)  # returns the columns in the order of the rows
         outputs: list[Output] = ["log_probs"]
         if self.actor.entropy_coeff or old_log_probs != "actor":
             outputs.append("entropy")
@@ -117,10 +118,10 @@ class ActorWorker(TrainedRole):
     def _loss(
         self, source: OldLogProbs, data: DataProto, predictions: Any, ctx: StepContext
     ) -> tuple[Tensor, StepContext]:
-        """Compute the policy loss minus the entropy bonus plus the KL loss, all aggregated in the same way."""
+        """Compute the policy loss minus the entropy bonus plus the KL loss, all with the same aggregation."""
         actor, mode = self.actor, self.actor.loss_agg_mode
-        counts = counts_of(data, ctx, horizon=self.config.data.max_response_length)
-        log_probs = of_responses(predictions, "log_probs", data).values
+        counts = build_counts(data, ctx, horizon=self.config.data.max_response_length)
+        log_probs = select_responses(predictions, "log_probs", data).values
         loss, metrics = self.policy_loss(
             log_probs,
             log_probs.detach() if source == "update" else data["old_log_probs"].values,
@@ -132,14 +133,14 @@ class ActorWorker(TrainedRole):
         )
         metrics["pg_loss"] = loss
         if actor.entropy_coeff:
-            entropy = entropy_loss(of_responses(predictions, "entropy", data).values, counts, mode=mode)
+            entropy = entropy_loss(select_responses(predictions, "entropy", data).values, counts, mode=mode)
             loss = loss - actor.entropy_coeff * entropy
-        if source == "rollout":  # the only forward pass of the trainer's policy is this one
-            entropy = of_responses(predictions, "entropy", data).values.detach()
+        if source == "rollout":  # no other forward pass of the trainer computes the entropy
+            entropy = select_responses(predictions, "entropy", data).values.detach()
             metrics["entropy"] = entropy_loss(entropy, counts, mode="token-mean")
         if actor.use_kl_loss:
             if self.full_kl_loss:
-                divergence = full_kl_loss(of_responses(predictions, "full_kl", data).values, counts, mode=mode)
+                divergence = full_kl_loss(select_responses(predictions, "full_kl", data).values, counts, mode=mode)
             else:
                 divergence = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)
             loss = loss + actor.kl_loss_coef * divergence
@@ -149,7 +150,7 @@ class ActorWorker(TrainedRole):
 
 
 class RefWorker(EngineRole):
-    """The initial model of the actor, without an optimizer."""
+    """The initial model of the actor, frozen and without an optimizer."""
 
     def __init__(self, config: PPOConfig, topology: Topology):
         super().__init__()
@@ -158,21 +159,21 @@ class RefWorker(EngineRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Compute `ref_log_prob` of the responses at the sampling temperature."""
+        """Compute the column `ref_log_prob` of the responses at the sampling temperature."""
         temperature = self.config.actor_rollout_ref.rollout.temperature
         predictions = self.infer(data, StepContext(outputs=("log_probs",), temperature=temperature))
-        return DataProto.from_dict({"ref_log_prob": of_responses(predictions, "log_probs", data).to("cpu")})
+        return DataProto.from_dict({"ref_log_prob": select_responses(predictions, "log_probs", data).to("cpu")})
 
 
 class AdapterlessRef(RefWorker):
-    """The base model of the actor's adapter, in the actor's engine: no second copy of the weights."""
+    """Reference that uses the engine of the actor without its LoRA adapter, which saves a copy of the weights."""
 
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         self.config, self.engine = config, engine
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Nothing: the actor builds its engine's model."""
+        """Do nothing, because the actor builds the model."""
 
     def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
         with self.engine.disable_adapter():
@@ -180,10 +181,10 @@ class AdapterlessRef(RefWorker):
 
 
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:
-    """Return `old_log_probs` and `entropy` of the responses."""
+    """Return the columns `old_log_probs` and `entropy` of the responses."""
     return DataProto.from_dict(
         {
-            "old_log_probs": of_responses(predictions, "log_probs", data).to("cpu"),
-            "entropy": of_responses(predictions, "entropy", data).to("cpu"),
+            "old_log_probs": select_responses(predictions, "log_probs", data).to("cpu"),
+            "entropy": select_responses(predictions, "entropy", data).to("cpu"),
         }
     )

@@ -1,8 +1,8 @@
-"""Base classes of the roles, and conversions between the columns of a role and those of an engine.
+"""Base classes of roles, and conversions between the columns of a role and those of an engine.
 
-The batch of a role has `prompts` and `responses`; an engine reads `input_ids` and `loss_mask` (`as_sequences`) and
-returns predictions for every token of a sequence (`of_responses` takes those of the response). A trained role loops
-over mini-batches:
+A role has a batch with `prompts` and `responses`. `as_sequences` adds the columns `input_ids` and `loss_mask`, which
+the engine reads. The engine returns predictions for all tokens of a sequence, and `select_responses` selects those of
+the response. A trained role loops over mini-batches:
 
     plan = UpdatePlan(mini_batch_size=8, epochs=1, seed=0)
     with self.update() as metrics:
@@ -30,19 +30,19 @@ from camshaft.seat import Seat
 
 
 def as_sequences(data: DataProto) -> DataProto:
-    """Add `input_ids` (prompt and response joined) and `loss_mask` (true for response tokens that the policy chose)."""
+    """Add `input_ids`, prompt followed by response, and `loss_mask`, True for tokens that the policy sampled."""
     prompts, responses, mask = data.ragged("prompts"), data.ragged("responses"), data.ragged("response_mask")
     no_prompt_tokens = prompts.like(mask.values.new_zeros(len(prompts.values)))
     return data.with_columns(input_ids=Ragged.join(prompts, responses), loss_mask=Ragged.join(no_prompt_tokens, mask))
 
 
-def of_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
-    """Return the response tokens of a prediction."""
+def select_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
+    """Return a prediction at the response tokens."""
     return predictions[name].suffix(data.ragged("responses").lengths)
 
 
-def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
-    """Return the denominators of a loss: the mask of this micro-batch and the counts of the whole mini-batch."""
+def build_counts(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
+    """Return the mask of this micro-batch with the token and row counts of the mini-batch, for the loss functions."""
     mask = data.ragged("response_mask")
     lengths = to_device(mask.lengths, mask.values.device)
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
@@ -50,24 +50,24 @@ def counts_of(data: DataProto, ctx: StepContext, horizon: float | None = None) -
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Order of the mini-batches of an update; sizes are those of one rank."""
+    """Order of the mini-batches of an update. `mini_batch_size` is the number of rows per rank."""
 
     mini_batch_size: int
     epochs: int
     seed: int | None
-    """Seed of the shuffle of each epoch; None keeps the order."""
+    """Seed for shuffling each epoch; None disables shuffling."""
 
     def mini_batches(self, data: DataProto, presharded: bool = False) -> Iterator[DataProto]:
-        """Yield the mini-batches of all epochs, as sequences for the engine.
+        """Yield the mini-batches of all epochs with the columns that the engine reads.
 
-        `presharded` rows are already in the order of all epochs (`trainer/mini_batches.py`).
+        If `presharded` is True, `data` already contains the rows of all epochs in order (`trainer/mini_batches.py`).
         """
         epochs, seed = (1, None) if presharded else (self.epochs, self.seed)
         return as_sequences(data).make_iterator(self.mini_batch_size, epochs, seed)
 
 
 class UpdateMetrics:
-    """Means of the metrics over the optimizer steps of an update, its learning rate and its skipped steps."""
+    """Metrics of an update: means over its optimizer steps, the learning rate and the number of skipped steps."""
 
     def __init__(self, learning_rate: float):
         self._learning_rate = learning_rate
@@ -75,20 +75,20 @@ class UpdateMetrics:
         self._steps = self._skipped = 0
 
     def add(self, step: StepResult) -> None:
-        """Add one optimizer step."""
+        """Add the metrics of one optimizer step."""
         self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
         for name, value in (step.metrics | {"grad_norm": step.grad_norm}).items():
             self._sums[name] += value
 
     def result(self, prefix: str) -> dict[str, float]:
-        """Return the metrics, named `<prefix>/<name>`."""
+        """Return the metrics with names `<prefix>/<name>`."""
         metrics = {name: value / self._steps for name, value in self._sums.items()}
         metrics |= {"lr": self._learning_rate, "skipped_steps": float(self._skipped)}
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
 
 
 class EngineRole(Worker):
-    """A role with an engine."""
+    """Base class of roles with an engine."""
 
     engine: BaseEngine
 
@@ -98,24 +98,24 @@ class EngineRole(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the engine's model."""
+        """Build the model of the engine."""
         self.engine.init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        """Write the complete state of the engine to the folder `local_path`."""
+        """Save the complete state of the engine in the folder `local_path`."""
         self.engine.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_for_checkpoint(self) -> None:
-        """Wait until `save_checkpoint` has finished writing in the background; raises its error."""
+        """Wait until the background thread of `save_checkpoint` has finished, and raise its error if it failed."""
         self.engine.wait_for_checkpoint()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        """Load the state that `save_checkpoint` wrote."""
+        """Load the state that `save_checkpoint` saved."""
         self.engine.load_checkpoint(local_path, hdfs_path, del_local_after_load)
 
     def infer(self, data: DataProto, ctx: StepContext) -> Mapping[str, Any]:
@@ -125,29 +125,29 @@ class EngineRole(Worker):
 
 
 class TrainedRole(EngineRole):
-    """A role whose model is trained and can be exported."""
+    """Base class of roles whose model is trained and can be exported."""
 
     computes_in: str
-    """Compute dtype of the engine; it can be narrower than that of the weights."""
+    """Compute dtype of the engine, which can be lower than the dtype of the weights."""
 
     @contextmanager
     def update(self) -> Iterator[UpdateMetrics]:
-        """Prepare the engine for the optimizer steps of one update, and advance the schedule once after them.
+        """Enter train mode for the optimizer steps of one update, then advance the learning-rate schedule by one step.
 
-        The learning-rate schedule counts iterations of the trainer, not optimizer steps.
+        The schedule therefore counts updates of the trainer, not optimizer steps.
         """
         metrics = UpdateMetrics(self.engine.learning_rate)
         with self.engine.train_mode():
             yield metrics
-            self.engine.optimizer_zero_grad()  # frees the gradients until the next update
+            self.engine.optimizer_zero_grad()  # frees the memory of the gradients until the next update
         self.engine.lr_scheduler_step()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:
-        """Export the model to the folder `local_path` in the Hugging Face layout, and copy it to `hdfs_path`.
+        """Export the model in Hugging Face format to the folder `local_path`, and copy the folder to `hdfs_path`.
 
-        `tokenizer` is the folder of its tokenizer; None uses the model's. A LoRA adapter is merged into the weights and
-        also written to the subfolder `lora_adapter`.
+        `tokenizer` is the folder of the tokenizer; None uses the folder of the model. A LoRA adapter is merged into the
+        weights and also saved in the subfolder `lora_adapter`.
         """
         engine, is_writer = self.engine, self.seat.rank == 0
         model = engine.config.model

@@ -1,7 +1,7 @@
-"""The critic: the value function.
+"""Role of the critic, which learns the value function.
 
-`compute_values` reads `prompts`, `responses` and `response_mask`, and writes `values`. `update_critic` also reads
-`values` and `returns`.
+`compute_values` reads the columns `prompts`, `responses` and `response_mask`, and writes `values`. `update_critic` also
+reads `values` and `returns`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import TrainedRole, UpdatePlan, counts_of, of_responses
+from camshaft.roles.base import TrainedRole, UpdatePlan, build_counts, select_responses
 
 
 class CriticWorker(TrainedRole):
-    """Value model and optimizer."""
+    """The value model with its optimizer and update."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -30,13 +30,13 @@ class CriticWorker(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:
-        """Compute `values` of the responses; 0 at masked tokens."""
+        """Compute the column `values` of the responses, which is 0 at masked tokens."""
         predictions = self.infer(data, StepContext(outputs=("values",)))
-        return DataProto.from_dict({"values": of_responses(predictions, "values", data).to("cpu")})
+        return DataProto.from_dict({"values": select_responses(predictions, "values", data).to("cpu")})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_critic(self, data: DataProto, seed: int = 0, presharded: bool = False) -> DataProto:
-        """Regress on `returns`; `seed` and `presharded` as in `ActorWorker.update_actor`."""
+        """Regress the values on `returns`. `seed` and `presharded` have the meaning of `ActorWorker.update_actor`."""
         rows = data.select("prompts", "responses", "response_mask", "values", "returns")
         plan = UpdatePlan(
             mini_batch_size=self.mini_batch_size,
@@ -51,10 +51,10 @@ class CriticWorker(TrainedRole):
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
         loss, metrics = value_loss(
-            of_responses(predictions, "values", data).values,
+            select_responses(predictions, "values", data).values,
             data["values"].values,
             data["returns"].values,
-            counts_of(data, ctx, horizon=self.config.data.max_response_length),
+            build_counts(data, ctx, horizon=self.config.data.max_response_length),
             cliprange=self.critic.cliprange_value,
             mode=self.critic.loss_agg_mode,
         )

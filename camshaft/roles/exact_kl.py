@@ -1,13 +1,13 @@
-"""Exact KL divergence of the actor from the reference over the whole vocabulary, for two models in one process.
+"""Exact KL divergence from actor to reference over the vocabulary, for two models in the same process.
 
-    full_kl = exact_kl(actor, ref, data, temperature)                       # a column of the response tokens
-    with reference_distribution(ref, temperature) as preprocess:            # an update with `full_kl` as output
+    full_kl = exact_kl(actor, ref, data, temperature)                       # column `full_kl` of the responses
+    with reference_distribution(ref, temperature) as preprocess:            # update whose loss uses `full_kl`
         actor.update_actor(data, preprocess=preprocess)
 
-Reads `prompts`, `responses` and `response_mask`; writes `full_kl`. The models alternate by micro-batch: before the
-actor's forward pass, the reference writes its log-probs of the whole vocabulary to the column `log_q`. Memory therefore
-holds the distributions of one model for one micro-batch. If the reference is the actor's model without its adapter, the
-adapter is active again before the actor's forward pass and during its backward pass.
+`exact_kl` reads the columns `prompts`, `responses` and `response_mask`, and writes `full_kl`. The two models alternate
+for each micro-batch: before the forward pass of the actor, the reference computes its log-probs over the vocabulary as
+column `log_q`. Only the distributions of one micro-batch are therefore in memory. If the reference is the actor without
+its LoRA adapter, the adapter is enabled again before the forward pass of the actor.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from contextlib import contextmanager
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext
 from camshaft.engine.base import PreprocessFn
-from camshaft.roles.base import EngineRole, as_sequences, of_responses
+from camshaft.roles.base import EngineRole, as_sequences, select_responses
 
 
 def exact_kl(actor: EngineRole, ref: EngineRole, data: DataProto, temperature: float) -> DataProto:
-    """Compute `full_kl` of the responses at the sampling temperature."""
+    """Compute the column `full_kl` of the responses at the sampling temperature."""
     ctx = StepContext(outputs=("full_kl",), temperature=temperature)
     with reference_distribution(ref, temperature) as preprocess, actor.engine.eval_mode():
         predictions = actor.engine.infer_batch(as_sequences(data), ctx, preprocess)
-    return DataProto.from_dict({"full_kl": of_responses(predictions, "full_kl", data).to("cpu")})
+    return DataProto.from_dict({"full_kl": select_responses(predictions, "full_kl", data).to("cpu")})
 
 
 @contextmanager
 def reference_distribution(ref: EngineRole, temperature: float) -> Iterator[PreprocessFn]:
-    """Yield a hook that adds the column `log_q` to a micro-batch; `ref` is loaded once for the whole block."""
+    """Yield a preprocess hook that adds the column `log_q` of the reference to a micro-batch."""
     ref_ctx = StepContext(outputs=("distribution",), temperature=temperature)
 
     def add_distribution(batch: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
         return batch.with_columns(log_q=ref.infer(batch, ref_ctx)["distribution"]), ctx
 
-    with ref.engine.eval_mode():  # once for all micro-batches: loads offloaded weights only once
+    with ref.engine.eval_mode():  # loads offloaded weights once for all micro-batches
         yield add_distribution

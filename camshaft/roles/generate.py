@@ -1,10 +1,10 @@
-"""The role of `camshaft generate`: a rollout with the weights of a model folder, without an engine.
+"""Role of `camshaft generate`: a rollout that loads the weights of a model folder, without an engine.
 
     generator = spawn(GenerateWorker, config, world_size=2)
     generator.init_model()
     generator.generate_sequences(batch)       # columns as in roles/rollout.py
 
-Each rank has one rollout. Weights are synced once, with the checks of training.
+Each rank builds a rollout. The weights are synced once, with the same checks as in training.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
 
 class GenerateWorker(Worker):
-    """A rollout with fixed weights."""
+    """A rollout with fixed weights, without an engine."""
 
     rollout: BaseRollout
     """Set by `init_model`."""
@@ -32,13 +32,13 @@ class GenerateWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the rollout and load the weights of the folder into it."""
+        """Build the rollout and sync the weights of the model folder to it."""
         self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
         sync_weights(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """Generate one response per row."""
+        """Generate one response for each row of `prompts`."""
         params, start = SamplingParams(**generate_sampling(self.config)), time.perf_counter()
         out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, prompts["sampling_seed"])
         speed = len(out.responses.values) / max(time.perf_counter() - start, 1e-9)

@@ -1,17 +1,17 @@
-"""Inputs of the reward model: the policy's token ids, or the conversation in the reward model's chat template.
+"""Inputs of the reward model: token ids of the policy, or conversations formatted with its own chat template.
 
     to_input = SameTokens(max_length, pad)                                           # input_tokenizer=null
     to_input = OtherTemplate(max_length, pad, policy_tokenizer, reward_tokenizer)
     inputs = to_input(batch)                                                         # inputs.ids, inputs.truncated
 
-The score belongs to the last token that is not the pad token of the model's config, as in
-`AutoModelForSequenceClassification`. Batches have no padding, so pad tokens occur at the end only if the text has them,
-for example if a model pads with its end-of-turn token. Causal attention hides them from all tokens before, and they are
-removed. All other text that a template writes after the response is kept, including a newline: the model was trained
-with it.
+As in `AutoModelForSequenceClassification`, the model reads the score at the last token that is not `pad_token_id` of
+its config. Batches have no padding, so a sequence ends with pad tokens only if its text does, for example if a model
+uses its end-of-turn token for padding. These pad tokens are removed; causal attention guarantees that they do not
+affect the score. All other text that a template adds after the response is kept, including a newline, because the model
+was trained with it.
 
-A sequence that is too long loses its first tokens, because the response and the score are at its end. A
-beginning-of-sequence token is kept. `truncated` marks these rows.
+A sequence that is too long is truncated on the left, because the response is at the end. A beginning-of-sequence token
+is kept. `truncated` marks the truncated rows.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RewardInputs:
-    """The rows of a batch as inputs of the reward model."""
+    """Input sequences of the reward model for the rows of a batch."""
 
     ids: Ragged
     truncated: Tensor
-    """(B,) bool: the row was too long and lost its first tokens."""
+    """(B,) bool: True for rows that were truncated."""
 
 
 class RewardInput(ABC):
-    """Converts rows of prompt and response to rows of the reward model."""
+    """Base class of conversions from prompts and responses to inputs of the reward model."""
 
     def __init__(self, max_length: int, pad: int | None, bos: int | None = None):
         self.max_length, self.pad, self.bos = max_length, pad, bos
@@ -49,38 +49,39 @@ class RewardInput(ABC):
     def __call__(self, data: DataProto) -> RewardInputs:
         rows = [strip_padding(row, self.pad) for row in self.rows(data)]
         truncated = torch.tensor([len(ids) > self.max_length for ids in rows], dtype=torch.bool)
-        kept = [truncate_left(ids, self.max_length, self.bos) for ids in rows]
-        return RewardInputs(Ragged.from_rows(kept, torch.int64), truncated)
+        inputs = [truncate_left(ids, self.max_length, self.bos) for ids in rows]
+        return RewardInputs(Ragged.from_rows(inputs, torch.int64), truncated)
 
     @abstractmethod
     def rows(self, data: DataProto) -> list[list[int]]:
-        """Return the token ids of each row, not truncated."""
+        """Return the token ids of each row before truncation."""
 
 
 class SameTokens(RewardInput):
-    """The model reads the token ids of the policy."""
+    """Input for a reward model with the tokenizer and chat template of the policy: the token ids of the policy."""
 
     def rows(self, data: DataProto) -> list[list[int]]:
         return [row.tolist() for row in Ragged.join(data.ragged("prompts"), data.ragged("responses")).rows()]
 
 
 class OtherTemplate(RewardInput):
-    """The model reads the conversation in its own chat template and tokens.
+    """Input for a reward model with a different tokenizer or chat template: the conversation in its own template.
 
-    Responses are decoded without special tokens; the template writes those of the reward model. The messages of the
-    prompt are those of the data (`raw_prompt`), or one user message (`raw_input_ids`, or a prompt of plain text).
+    Responses are decoded without special tokens, because the template adds those of the reward model. The messages of
+    the prompt come from `raw_prompt`. If the prompt is plain text, or only `raw_input_ids` exists, the prompt becomes
+    one user message.
     """
 
     def __init__(
         self, max_length: int, pad: int | None, policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase
     ):
-        super().__init__(max_length, pad, begins_with(reward))
+        super().__init__(max_length, pad, get_bos_token_id(reward))
         self.policy, self.reward = policy, reward
         if not reward.chat_template:
             raise EngineError(
                 f"the tokenizer of the reward model ({reward.name_or_path or 'unnamed'}) has no chat template; add one "
-                "to its folder, or, if the model reads the policy's token ids, set "
-                "reward_model.model.input_tokenizer=null"
+                "to its folder, or set reward_model.model.input_tokenizer=null if the model reads the token ids of the "
+                "policy"
             )
 
     def rows(self, data: DataProto) -> list[list[int]]:
@@ -92,7 +93,10 @@ class OtherTemplate(RewardInput):
         ids = encode(texts, self.reward, special_tokens=False)
         empty = next((row for row, tokens in enumerate(ids) if not tokens), None)
         if empty is not None:
-            raise BatchError(f"row {empty}: the reward model's chat template gives no tokens for {texts[empty]!r}")
+            raise BatchError(
+                f"row {empty}: the chat template of the reward model formats the conversation as {texts[empty]!r}, "
+                "which has no tokens"
+            )
         return ids
 
     def _prompts(self, data: DataProto) -> list[list[Message]]:
@@ -106,7 +110,7 @@ class OtherTemplate(RewardInput):
         return texts
 
 
-def begins_with(tokenizer: Any) -> int | None:
+def get_bos_token_id(tokenizer: Any) -> int | None:
     """Return the beginning-of-sequence token of a tokenizer, or None."""
     return tokenizer.bos_token_id
 

@@ -1,14 +1,15 @@
-"""The reward model: scores whole responses with a frozen sequence classifier.
+"""Role of the reward model, a frozen sequence classifier that scores responses.
 
     model = spawn(RewardModelWorker, config, topology)
     model.init_model()
     batch = batch.union(model.compute_rm_score(batch))
 
-Reads `prompts`, `responses`, `response_mask`, and, for a model with another chat template, `raw_prompt` or
-`raw_input_ids` (`reward_input.py`); writes `rm_scores` and `rm_truncated`.
+`compute_rm_score` reads the columns `prompts`, `responses` and `response_mask`, and writes `rm_scores` and
+`rm_truncated`. For a model with a different chat template it also reads `raw_prompt` or `raw_input_ids`
+(`reward_input.py`).
 
-A class of your own (`reward_model.worker_cls`) derives from `RewardModelWorker`, or is any `Worker` with the methods
-`REWARD_METHODS`; it is constructed with the config and the topology.
+A custom class (`reward_model.worker_cls`) derives from `RewardModelWorker` or is any `Worker` that registers the
+methods in `REWARD_METHODS`. Its constructor receives the config and the topology.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from camshaft.engine import StepContext, build_engine
 from camshaft.models.loader import import_external, load_config, load_tokenizer, model_folder
 from camshaft.ragged import on_last_token
 from camshaft.roles.base import EngineRole
-from camshaft.roles.reward_input import OtherTemplate, RewardInput, SameTokens, begins_with
+from camshaft.roles.reward_input import OtherTemplate, RewardInput, SameTokens, get_bos_token_id
 
 REWARD_METHODS = ("init_model", "compute_rm_score")
-"""Methods that a run calls."""
+"""Methods of the reward model that a PPO run calls."""
 
 
 class RewardModelWorker(EngineRole):
-    """A model of `AutoModelForSequenceClassification` with one label, on any engine."""
+    """A model of `AutoModelForSequenceClassification` with one label, on an engine."""
 
     to_input: RewardInput
-    """Set by `init_model`."""
+    """Conversion to the inputs of the model; created by `init_model`."""
 
     def __init__(self, config: PPOConfig, topology: Topology):
         super().__init__()
@@ -39,13 +40,13 @@ class RewardModelWorker(EngineRole):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the tokenizers, then build the model, so that errors of the tokenizers are reported first."""
-        self.to_input = reward_input(self.config)
+        """Load the tokenizers, whose errors are thus reported early, and then build the model."""
+        self.to_input = build_reward_input(self.config)
         super().init_model()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Compute `rm_scores`, on the last unmasked response token, and `rm_truncated`, true for truncated rows."""
+        """Compute `rm_scores`, with the score at the last masked-in response token, and `rm_truncated`."""
         inputs = self.to_input(data)
         with self.engine.eval_mode():
             predictions = self.engine.infer_batch(
@@ -57,14 +58,14 @@ class RewardModelWorker(EngineRole):
         )
 
 
-def reward_input(config: PPOConfig) -> RewardInput:
-    """Build the conversion of rows to the token ids that the reward model reads."""
+def build_reward_input(config: PPOConfig) -> RewardInput:
+    """Build the conversion from rows to inputs of the reward model."""
     model, max_length = config.reward_model.model, config.longest_scored()
     import_external(model.external_lib)
     settings = load_config(model_folder(model.path), model.trust_remote_code, model.override_config)
     pad = settings.get_text_config().pad_token_id
     if model.input_tokenizer is None:
         policy_tokenizer = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
-        return SameTokens(max_length, pad, begins_with(policy_tokenizer))
+        return SameTokens(max_length, pad, get_bos_token_id(policy_tokenizer))
     policy_tokenizer = load_tokenizer(model.input_tokenizer, config.data.trust_remote_code)
     return OtherTemplate(max_length, pad, policy_tokenizer, load_tokenizer(model.path, model.trust_remote_code))

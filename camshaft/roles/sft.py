@@ -1,6 +1,6 @@
-"""The model of supervised fine-tuning: cross-entropy over the unmasked tokens.
+"""Role of supervised fine-tuning, which trains a language model with the cross-entropy of the trained tokens.
 
-Reads `input_ids` and `loss_mask`.
+The methods read the columns `input_ids` and `loss_mask`, which is True at trained tokens.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from camshaft.roles.supervised import SupervisedWorker
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-    """Compute the cross-entropy of the unmasked tokens."""
+    """Compute the cross-entropy of the trained tokens."""
     mask = data.ragged("loss_mask")
     counts = Counts(mask.values, to_device(mask.lengths, mask.values.device), ctx["num_tokens"], ctx["num_sequences"])
     return sft_loss(predictions["log_probs"].values, counts), ctx
 
 
 class SFTWorker(SupervisedWorker):
-    """Language model and optimizer."""
+    """A language model and its optimizer."""
 
     def __init__(self, config: SFTConfig, total_steps: int):
         super().__init__(config, sft_engine(config, total_steps))
@@ -36,7 +36,7 @@ class SFTWorker(SupervisedWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Compute `log_probs` of the unmasked tokens; 0 elsewhere."""
+        """Compute the column `log_probs`, which is 0 at tokens that are not trained."""
         with self.engine.eval_mode():
             predictions = self.engine.infer_batch(data, StepContext(outputs=("log_probs",)))
         return DataProto.from_dict({"log_probs": predictions["log_probs"].to("cpu")})

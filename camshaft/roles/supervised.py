@@ -1,6 +1,6 @@
-"""Base class of `sft.py` and `rm.py`: a model with one optimizer step per batch.
+"""Base class of the roles in `sft.py` and `rm.py`, which run one optimizer step per batch.
 
-The loss is a mean over the whole batch, independent of micro-batches and ranks.
+The loss is a mean over the whole batch and does not depend on the number of micro-batches or ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from camshaft.roles.base import TrainedRole
 
 
 class SupervisedWorker(TrainedRole, ABC):
-    """A model and its optimizer."""
+    """A model and its optimizer, trained with one optimizer step per batch."""
 
     def __init__(self, config: SupervisedConfig, engine: EngineConfig):
         super().__init__()
@@ -28,7 +28,7 @@ class SupervisedWorker(TrainedRole, ABC):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def train_batch(self, data: DataProto) -> DataProto:
-        """Run one optimizer step; the metrics are in `meta_info["metrics"]`."""
+        """Run one optimizer step and return its metrics in `meta_info["metrics"]`."""
         rate = self.engine.learning_rate
         with self.engine.train_mode():
             result = self.optimizer_step(data)

@@ -1,9 +1,10 @@
-"""Role classes that the config names: `actor_rollout_ref.worker_cls`, `critic.worker_cls`, `reward_model.worker_cls`.
+"""Load the role classes that the config names, for example with `critic.worker_cls`.
 
-    critic = spawn(worker_class("critic.worker_cls", config.critic.worker_cls, CriticWorker), config, topology, steps)
+    critic_class = load_worker_class("critic.worker_cls", config.critic.worker_cls, CriticWorker)
+    critic = spawn(critic_class, config, topology, total_steps, pool=pool)
 
-A class of your own derives from the built-in one, or is any `Worker` with the methods that a run calls. To replace the
-actor or the reference only, set the class attributes of `ActorRolloutRefWorker`:
+A custom class derives from the built-in class or is any `Worker` that registers the methods that a run calls. To
+replace only the actor or the reference, derive from `ActorRolloutRefWorker` and set its class attributes:
 
     class MyActor(ActorWorker): ...
 
@@ -23,12 +24,13 @@ from camshaft.plugins import load
 R = TypeVar("R", bound=Worker)
 
 
-def worker_class(
+def load_worker_class(
     key: str, name: str | None, built_in: type[R], group: str = "camshaft.roles", methods: tuple[str, ...] = ()
 ) -> type[R]:
-    """Return the class `name` of the config key `key`; None is the built-in class.
+    """Load the role class `name`, the value of config key `key`. Return the built-in class if `name` is None.
 
-    `group` holds entry points with such classes. The class must register `methods`, by default all of the built-in one.
+    `group` is the entry-point group for such classes. The class must register `methods`, by default all registered
+    methods of the built-in class.
     """
     if name is None:
         return built_in
@@ -37,7 +39,7 @@ def worker_class(
     if missing:
         decorators = "; ".join(f"@register(dispatch_mode={required[method]}) {method}" for method in missing)
         raise ConfigError(
-            f"{key}={name}: the class has no registered method {', '.join(missing)}; derive it from "
+            f"{key}={name}: the class does not register {', '.join(missing)}; derive it from "
             f"camshaft.roles.{built_in.__name__}, or write {decorators}"
         )
     return cast(type[R], loaded)

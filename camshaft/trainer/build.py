@@ -23,7 +23,7 @@ from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompt
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import Begun, FailedSamples
-from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, worker_class
+from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
 from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
@@ -127,9 +127,9 @@ def role_classes(
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     group = "camshaft.reward_models"
     return (
-        worker_class("actor_rollout_ref.worker_cls", policy.worker_cls, ActorRolloutRefWorker),
-        worker_class("critic.worker_cls", critic.worker_cls, CriticWorker),
-        worker_class("reward_model.worker_cls", reward.worker_cls, RewardModelWorker, group, REWARD_METHODS),
+        load_worker_class("actor_rollout_ref.worker_cls", policy.worker_cls, ActorRolloutRefWorker),
+        load_worker_class("critic.worker_cls", critic.worker_cls, CriticWorker),
+        load_worker_class("reward_model.worker_cls", reward.worker_cls, RewardModelWorker, group, REWARD_METHODS),
     )
 
 

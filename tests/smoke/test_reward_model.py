@@ -109,7 +109,7 @@ def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -
         ({f"{MODEL}.path": "/nowhere/rm"}, 2, f"{MODEL}.path = /nowhere/rm"),
         ({f"{MODEL}.input_tokenizer": "null"}, 2, "the tokenizers differ"),
         ({f"{MODEL}.path": "{home}/actor"}, 1, "score.weight is missing"),
-        ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "no registered method compute_rm_score"),
+        ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "does not register compute_rm_score"),
     ],
 )
 def test_all_problems_are_one_error(overrides: dict[str, str], status: int, message: str, home: Path) -> None:

@@ -275,7 +275,7 @@ def test_a_custom_class_scores(home: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("support.reward_models:Halfway", "no registered method compute_rm_score"),
+        ("support.reward_models:Halfway", "does not register compute_rm_score"),
         ("support.reward_models:make_tiny_reward_model", "is not a Worker class"),
         ("support.reward_models:Nobody", "has no 'Nobody'"),
         ("no_such_module:Mine", "no module 'no_such_module'"),

@@ -14,7 +14,7 @@ from camshaft.config import PPOConfig, Topology
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
-from camshaft.roles.base import as_sequences, of_responses
+from camshaft.roles.base import as_sequences, select_responses
 from camshaft.trainer.mini_batches import sharded_rows
 
 TEMPERATURE = 0.7
@@ -86,7 +86,7 @@ def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
     assert [row.tolist() for row in sequences.ragged("input_ids").rows()] == [[1, 2, 4], [3, 5, 6, 7]]
     assert sequences.ragged("loss_mask").values.int().tolist() == [0, 0, 1, 0, 1, 0, 1]
     predictions = {"values": sequences.ragged("input_ids").map(lambda ids: 10 * ids)}
-    assert [row.tolist() for row in of_responses(predictions, "values", sequences).rows()] == [[40], [50, 60, 70]]
+    assert [row.tolist() for row in select_responses(predictions, "values", sequences).rows()] == [[40], [50, 60, 70]]
 
 
 # -- actor ----------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_single_step_update_computes_old_log_probs(home: Path, loss: str, mode
 def test_updates_with_several_steps_need_old_log_probs(home: Path) -> None:
     actor = ActorWorker(config_of(home, data__train_batch_size=4), Topology(1), STEPS)
     actor.init_model()
-    with pytest.raises(BatchError, match=r"12 rows are more than one mini-batch of 4 rows; call compute_log_prob"):
+    with pytest.raises(BatchError, match=r"12 rows exceeds one mini-batch of 4 rows, .*; call compute_log_prob"):
         actor.update_actor(DataProto.concat([learnable()] * 3), old_log_probs="update")
 
 

@@ -31,7 +31,7 @@ def test_the_built_in_classes_are_the_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("support.own_roles:NoRole", "no registered method init_model"),
+        ("support.own_roles:NoRole", "does not register init_model"),
         ("support.own_roles:Nobody", "has no 'Nobody'"),
         ("support.own_roles:Tensor", "is not a Worker class"),
     ],
