@@ -28,7 +28,7 @@ from camshaft.errors import BatchError
 
 
 def unregistered_methods_are_named(harness: ControllerHarness) -> None:
-    """A method without @register and a misspelt method are AttributeErrors that say so."""
+    """A call of a method without @register, or of a misspelled method, raises an AttributeError that says so."""
     with harness.role() as toy:
         expect_error(lambda: toy.helper(), "Toy.helper is not decorated with @register", "helper ran", AttributeError)
         misspelt = lambda: toy.scael(eight_rows())  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
@@ -36,7 +36,7 @@ def unregistered_methods_are_named(harness: ControllerHarness) -> None:
 
 
 def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
-    """Indivisible rows, wrong results and arguments that cannot be pickled raise an error; the role remains usable."""
+    """Indivisible rows, wrong results, and arguments that cannot be pickled raise an error. The role remains usable."""
     with harness.role() as toy:
         rows = eight_rows().reorder(slice(0, 5))
         expect_error(lambda: toy.scale(rows), "5 = 2 x 2 + 1", "5 rows were split for 2 ranks", BatchError)
@@ -52,7 +52,8 @@ def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
 
 
 def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
-    """An exception on one rank raises an error within seconds, with rank, traceback and the exception as its cause."""
+    """An exception on one rank raises an error in the driver within seconds, with the rank, the traceback and the
+    exception as its cause."""
     with harness.role() as toy:
         pids = toy.pids()
         with expect_faster(5.0):
@@ -79,7 +80,8 @@ def equal_failures_are_one_error(harness: ControllerHarness) -> None:
 
 
 def pending_calls_raise(harness: ControllerHarness) -> None:
-    """A pending result raises the error of its call, and later calls say why their workers have ended."""
+    """A pending result raises the error of its call. Later calls raise an error that says why the workers have
+    ended."""
     with harness.role() as toy:
         failing, after = submit(toy.fail_everywhere), submit(toy.set_factor, 1.0)
         expect_worker_error(failing.result, "KeyError: 'weights of layer 3'")
@@ -87,7 +89,7 @@ def pending_calls_raise(harness: ControllerHarness) -> None:
 
 
 def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
-    """A rank that fails after another has answered is one error, for the parts and for the result."""
+    """If a rank fails after another one has responded, both the parts and the result raise one error."""
     with harness.role() as toy:
         pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
         parts = pending.parts()
@@ -100,7 +102,7 @@ def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
 
 
 def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
-    """A role that cannot be built raises an error in spawn()."""
+    """A role that cannot be constructed raises an error in spawn()."""
     with harness.pools(2) as (pool,):
         expect_worker_error(
             lambda: spawn(Toy, fail_on=1, pool=pool), "Toy.__init__ raised on rank 1 of 2: ValueError: no such model"
@@ -108,13 +110,13 @@ def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
 
 
 def results_must_pickle(harness: ControllerHarness) -> None:
-    """A result that cannot be sent raises an error that reports its rank."""
+    """A result that cannot be pickled raises an error that reports its rank."""
     with harness.role() as toy:
         expect_worker_error(lambda: toy.give_a_lambda(), "give_a_lambda raised on rank 0 of 2", "lambda")
 
 
 def late_ranks_are_named(harness: ControllerHarness) -> None:
-    """A rank that exceeds the time limit is named with its stack, and the pool ends."""
+    """A rank that exceeds the timeout is reported with its stack, and the pool is shut down."""
     with harness.role(timeout=3, name="critic") as toy:
         pids = toy.pids()
         begin = time.monotonic()
@@ -129,7 +131,7 @@ def late_ranks_are_named(harness: ControllerHarness) -> None:
 
 
 def killed_ranks_are_errors(harness: ControllerHarness) -> None:
-    """A rank that is killed in a call raises an error within seconds."""
+    """If a rank is killed during a call, the call raises an error within seconds."""
     with harness.role() as toy:
         pids = toy.pids()
         with expect_faster(5.0):  # rank 0 waits for rank 1, and loses its connection
@@ -140,7 +142,7 @@ def killed_ranks_are_errors(harness: ControllerHarness) -> None:
 
 
 def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
-    """A rank that was killed between two calls raises an error in the next call."""
+    """If a rank is killed between two calls, the next call raises an error."""
     with harness.role() as toy:
         pids = toy.pids()
         os.kill(pids[0], signal.SIGKILL)
@@ -150,7 +152,7 @@ def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
 
 
 def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
-    """A death in one pool ends the wait for another pool."""
+    """If a rank of one pool dies, a wait for another pool raises an error."""
     with harness.pools(2, 2) as (first, second):
         slow, dying = spawn(Toy, pool=first, name="slow"), spawn(Toy, pool=second, name="dying")
         waiting, killed = submit(slow.stall, 1, seconds=30.0), submit(dying.kill, 0)
@@ -160,7 +162,7 @@ def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
 
 
 def stopped_ranks_do_not_block(harness: ControllerHarness) -> None:
-    """A stopped process blocks neither a large message to it nor the end of its pool."""
+    """With a suspended (SIGSTOP) process, neither sending it a large message nor shutting down its pool hangs."""
     with harness.role(timeout=3) as toy:
         pids = toy.pids()
         os.kill(pids[1], signal.SIGSTOP)
@@ -176,7 +178,7 @@ def stopped_ranks_do_not_block(harness: ControllerHarness) -> None:
 
 
 def shutdown_leaves_no_process(harness: ControllerHarness) -> None:
-    """After shutdown no rank and no child process of a role runs, and calls say why."""
+    """After shutdown, no rank and no child process of a role is running, and calls raise an error that says why."""
     with harness.pools(2) as (pool,):
         toy = spawn(Toy, pool=pool)
         pids = [*toy.pids(), *toy.start_child()]
@@ -186,7 +188,7 @@ def shutdown_leaves_no_process(harness: ControllerHarness) -> None:
 
 
 def errors_leave_no_process(harness: ControllerHarness) -> None:
-    """After an error no rank and no child process of a role runs."""
+    """After an error, no rank and no child process of a role is running."""
     with harness.role() as toy:
         pids = [*toy.pids(), *toy.start_child()]
         expect_worker_error(lambda: toy.fail(0))

@@ -49,7 +49,8 @@ def rows_keep_their_order(harness: ControllerHarness) -> None:
 
 
 def modes_choose_ranks(harness: ControllerHarness) -> None:
-    """ONE_TO_ALL returns the result of rank 0, RANK_ZERO runs only there, ALL_TO_ALL has one entry per rank."""
+    """ONE_TO_ALL returns the result of rank 0, RANK_ZERO runs only on rank 0, and ALL_TO_ALL returns one result per
+    rank."""
     with harness.each_world() as roles:
         for world, toy in roles:
             expect_equal(toy.set_factor(3.0), 3.0, "ONE_TO_ALL")
@@ -67,7 +68,8 @@ def ranks_share_a_process_group(harness: ControllerHarness) -> None:
 
 
 def seats_split_and_merge(harness: ControllerHarness) -> None:
-    """Ranks with one dp_rank get the same rows, and one of them answers; a role may have a seat per method."""
+    """Ranks with the same dp_rank receive the same rows, and one of them returns the result. A role may declare a seat
+    per method."""
     with harness.role(PairedToy, world=4, factor=3.0) as paired:
         expect_equal(paired.rows_seen(eight_rows())["seen"].tolist(), [4] * 8, "rows per pair of ranks")
         expect_equal(list(paired.scale(eight_rows())["uid"]), uids(0, 8), "uids")
@@ -78,7 +80,7 @@ def seats_split_and_merge(harness: ControllerHarness) -> None:
 
 
 def seats_are_read_late(harness: ControllerHarness) -> None:
-    """Seats are read when a batch is split, and rows return to their order for any order of seats."""
+    """Seats are read when a batch is split. Results are returned in the order of the rows, for any order of seats."""
     with harness.each_world(LateToy) as roles:
         for world, late in roles:
             late.init_model()  # afterwards the last rank reads the first rows
@@ -91,7 +93,7 @@ def seats_are_read_late(harness: ControllerHarness) -> None:
 
 
 def roles_share_processes(harness: ControllerHarness) -> None:
-    """Roles of one pool share its processes and nothing else; a role can end without the others."""
+    """The roles of one pool share its processes and nothing else. A role can be shut down without the others."""
     with harness.pools(2) as (pool,):
         first, second = (spawn(Toy, factor=factor, pool=pool, name=f"x{factor:g}") for factor in (2.0, 5.0))
         expect_equal(first.pids(), second.pids(), "process ids")
@@ -103,7 +105,7 @@ def roles_share_processes(harness: ControllerHarness) -> None:
 
 
 def pools_share_the_cores(harness: ControllerHarness) -> None:
-    """Pools on one machine divide its cores among their ranks, unless OMP_NUM_THREADS is set."""
+    """The ranks of all pools on a machine share its cores equally, unless OMP_NUM_THREADS is set."""
     before = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         with harness.pools(1, 1) as pools:
@@ -128,7 +130,8 @@ def pools_run_at_once(harness: ControllerHarness) -> None:
 
 
 def output_goes_to_log_files(harness: ControllerHarness) -> None:
-    """The output of each rank and of its child processes goes to one file per rank, with role and rank in each line."""
+    """The output of each rank and of its child processes is written to one file per rank. Each line contains the role
+    and the rank."""
     folder = harness.folder / "logs"
     with harness.pools(2, log_folder=str(folder)) as (pool,):
         spawn(Toy, pool=pool, name="critic").log("hello")
@@ -145,7 +148,7 @@ def output_goes_to_log_files(harness: ControllerHarness) -> None:
 
 
 def calls_run_in_order(harness: ControllerHarness) -> None:
-    """Calls of one pool run in the order of submission, and their results can be read in any order."""
+    """The calls of one pool run in the order of submission. Their results can be read in any order."""
     with harness.role() as toy:
         pending = [submit(toy.set_factor, float(number)) for number in range(5)]
         scaled = submit(toy.scale, eight_rows())
@@ -154,7 +157,7 @@ def calls_run_in_order(harness: ControllerHarness) -> None:
 
 
 def small_answers_do_not_overtake(harness: ControllerHarness) -> None:
-    """A small answer is not taken for that to an earlier call with a large one."""
+    """A small result is not mistaken for the large result of an earlier call."""
     with harness.role() as toy:
         large, small = (DataProto.from_dict({"x": torch.zeros(8, width)}) for width in (200_000, 1))
         for _ in range(30):
@@ -165,7 +168,7 @@ def small_answers_do_not_overtake(harness: ControllerHarness) -> None:
 
 
 def parts_make_the_result(harness: ControllerHarness) -> None:
-    """The parts of a pending call are those that its result consists of, numbered by dp_rank."""
+    """The parts of a pending call, numbered by dp_rank, make up its result."""
     with harness.each_world() as roles:
         for world, toy in roles:
             scaling = submit(toy.scale, eight_rows())
@@ -178,7 +181,7 @@ def parts_make_the_result(harness: ControllerHarness) -> None:
 
 
 def parts_follow_seats(harness: ControllerHarness) -> None:
-    """Parts are numbered by the seats, and come only from collecting ranks."""
+    """Parts are numbered according to the seats, and are returned only by collecting ranks."""
     halves = {0: uids(0, 4), 1: uids(4, 8)}
     with harness.role(PairedToy, world=4) as paired:
         parts = {number: list(part["uid"]) for number, part in submit(paired.same, eight_rows()).parts()}
@@ -190,7 +193,7 @@ def parts_follow_seats(harness: ControllerHarness) -> None:
 
 
 def parts_arrive_early(harness: ControllerHarness) -> None:
-    """A part is available while other ranks still compute."""
+    """A part is available while other ranks are still computing."""
     with harness.role() as toy:
         pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
         parts: list[tuple[int, list[str]]] = []

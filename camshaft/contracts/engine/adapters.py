@@ -19,7 +19,8 @@ LORA = LoRAConfig(rank=2, alpha=6)
 
 
 def adapter(harness: EngineHarness) -> None:
-    """Only the LoRA adapter is trained; it is merged into exported weights and can be disabled. Or it is rejected."""
+    """With LoRA, only the adapter is trained. It is merged into exported weights and can be disabled. An engine without
+    LoRA rejects the config."""
     try:
         engine = harness.build(lora=LORA)
     except EngineError as error:

@@ -16,7 +16,8 @@ from camshaft.engine.base import StepContext
 
 
 def weights_have_hugging_face_names(harness: EngineHarness) -> None:
-    """named_weights are full tensors under Hugging Face names; transformers computes the same log-probs with them."""
+    """named_weights yields full tensors under Hugging Face names. transformers computes the same log-probs with these
+    tensors."""
     engine = harness.build()
     harness.train(engine, harness.batch)
     model: Any = harness.oracle_model(engine, "causal_lm")
@@ -30,7 +31,7 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
-    """An engine that loads a checkpoint has bitwise the same weights and next steps as the one that saved it."""
+    """An engine that loads a checkpoint has bitwise the same weights and next steps as the engine that saved it."""
     changes: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}, "micro_batch_size": 3}
     engine = harness.build(**changes)
     for _ in range(2):
@@ -50,7 +51,7 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
 
 
 def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
-    """A checkpoint with a missing or changed file raises an error that reports the file."""
+    """Loading a checkpoint with a missing or changed file raises an error that names the file."""
     engine = harness.build()
     intact = harness.folder / "intact"
     harness.save(engine, intact)
@@ -90,7 +91,8 @@ def retention(harness: EngineHarness) -> None:
 
 
 def remote_copy(harness: EngineHarness) -> None:
-    """With hdfs_path a copy is written there; loading copies it back, and removes only that copy."""
+    """With hdfs_path, save_checkpoint also writes a copy there. load_checkpoint copies it back and removes only this
+    local copy afterwards."""
     engine = harness.build()
     local, remote, copied = (str(harness.folder / name) for name in ("local", "remote", "copied"))
     harness.save(engine, Path(local), hdfs_path=remote)

@@ -20,8 +20,8 @@ REQUEST = StepContext(outputs=("log_probs", "full_kl"), temperature=0.7)
 
 
 def exact_kl(harness: EngineHarness) -> None:
-    """A loss of full_kl and log_probs has the gradients of autograd over the whole vocabulary, for any split; full_kl
-    without the column log_q raises an error that reports the column."""
+    """A loss of full_kl and log_probs has the same gradients as autograd over the whole vocabulary, for any split.
+    full_kl without the column log_q raises an error that names the column."""
     variants: list[dict[str, Any]] = [{}, {"micro_batch_size": 3}, {"micro_batch_size": 1}]
     for changes in variants:
         engine = harness.build(**changes)
@@ -46,7 +46,8 @@ def exact_kl(harness: EngineHarness) -> None:
 
 
 def inference_within_a_step(harness: EngineHarness) -> None:
-    """infer_batch inside a preprocess_fn, in eval_mode and with the adapter disabled, does not change the step."""
+    """infer_batch inside a preprocess_fn, in eval_mode and with the adapter disabled, does not change the training
+    step."""
     dropout: dict[str, Any] = {"override_config": {"attention_dropout": 0.5}, "micro_batch_size": 3}
     variants: list[dict[str, Any]] = [dropout, dropout | {"lora": LORA}]
     for changes in variants:

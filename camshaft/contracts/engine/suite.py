@@ -54,7 +54,7 @@ def interface(harness: EngineHarness) -> None:
 
 
 def predictions(harness: EngineHarness) -> None:
-    """Every output of every head equals a forward pass of transformers on each row; zero outside loss_mask."""
+    """Each output of each head equals that of transformers on one row at a time, and is zero outside loss_mask."""
     for head, outputs in OUTPUTS_OF_HEAD.items():
         engine = harness.build(head=head, random_init=head == "reward")
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
@@ -65,7 +65,7 @@ def predictions(harness: EngineHarness) -> None:
 
 
 def order_of_rows(harness: EngineHarness) -> None:
-    """Predictions return in the order of the rows, for any micro-batch size and any token budget."""
+    """Predictions are returned in the order of the rows, for any micro-batch size and any token budget."""
     engine = harness.build()
     with engine.eval_mode():
         expected = engine.infer_batch(harness.batch)["log_probs"]
@@ -79,7 +79,7 @@ def order_of_rows(harness: EngineHarness) -> None:
 
 
 def token_budget_is_hard(harness: EngineHarness) -> None:
-    """No micro-batch has more than `max_tokens` tokens; a longer row is rejected."""
+    """No micro-batch has more than `max_tokens` tokens. A longer row raises an error."""
     budget = int(harness.batch["input_ids"].lengths.max()) + 2
     sizes: list[int] = []
 
@@ -99,8 +99,8 @@ def token_budget_is_hard(harness: EngineHarness) -> None:
 
 
 def hooks(harness: EngineHarness) -> None:
-    """preprocess_fn and postprocess_fn run once per micro-batch, in this order; predictions are those of
-    postprocess_fn: Ragged with a value per token, tensors or lists with a value per row."""
+    """preprocess_fn runs once per micro-batch before the model, and postprocess_fn after it. The engine returns the
+    predictions of postprocess_fn, which are Ragged (one value per token), or tensors or lists (one value per row)."""
     calls: list[str] = []
 
     def before(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
@@ -136,8 +136,8 @@ def hooks(harness: EngineHarness) -> None:
 
 
 def raw_batches(harness: EngineHarness) -> None:
-    """A batch without input_ids goes to preprocess_fn first; without that hook, or if the hook returns no batch, the
-    error describes the expected form."""
+    """A batch without input_ids is first passed to preprocess_fn. Without preprocess_fn, or if it does not return a
+    batch, the error describes the expected batch."""
     engine = harness.build(infer_micro_batch_size=3)
     names = [f"row {number}" for number in range(len(harness.batch))]
 
@@ -160,7 +160,8 @@ def raw_batches(harness: EngineHarness) -> None:
 
 
 def step_equals_oracle(harness: EngineHarness) -> None:
-    """Loss, gradient norm (before clipping) and every gradient match those of transformers, row by row."""
+    """The loss, the gradient norm before clipping and every gradient match those of transformers on one row at a
+    time."""
     for head in ("causal_lm", "value"):
         engine = harness.build(head=head)
         loss, norm, gradients = harness.oracle_gradients(engine, head)
@@ -181,7 +182,7 @@ def norm_is_before_clipping(harness: EngineHarness) -> None:
 
 
 def step_outside_train_mode(harness: EngineHarness) -> None:
-    """optimizer_step gives the same result after train_mode has ended as inside it."""
+    """optimizer_step gives the same result inside train_mode and after leaving it."""
     inside, outside = harness.build(), harness.build()
     expected = harness.train(inside, harness.batch)
     outside.optimizer_zero_grad()
@@ -195,8 +196,8 @@ def step_outside_train_mode(harness: EngineHarness) -> None:
 
 
 def split_invariance(harness: EngineHarness) -> None:
-    """Loss, metrics, gradient norm and gradients do not depend on the split into micro-batches, nor on checkpointing
-    of activations."""
+    """Loss, metrics, gradient norm and gradients depend neither on the split into micro-batches nor on activation
+    checkpointing."""
     expected = harness.step(harness.build(), harness.batch)
     variants: list[dict[str, Any]] = [*harness.splits(), {"enable_gradient_checkpointing": True}]
     for changes in variants:
@@ -212,8 +213,8 @@ def split_invariance(harness: EngineHarness) -> None:
 
 
 def unread_counts_are_reported(harness: EngineHarness) -> None:
-    """One warning for a loss that reads neither num_tokens nor num_sequences although there are several
-    micro-batches, since its result depends on the split; none for a loss that reads one."""
+    """If a mini-batch is split, a loss that reads neither num_tokens nor num_sequences causes one warning, because its
+    result depends on the split. A loss that reads one of them causes no warning."""
     engine = harness.build(micro_batch_size=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -231,8 +232,8 @@ def _about_counts(caught: Sequence[warnings.WarningMessage]) -> list[str]:
 
 
 def prefix_sharing(harness: EngineHarness) -> None:
-    """Rows with a common prompt, in one micro-batch or in several, have the predictions and gradients of separate
-    rows."""
+    """Rows with a common prompt have the same predictions and gradients as separate rows, whether they are in one
+    micro-batch or in several."""
     batch = harness.siblings
     for head in ("causal_lm", "value"):
         variants: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
@@ -251,7 +252,8 @@ def prefix_sharing(harness: EngineHarness) -> None:
 
 
 def offload_changes_nothing(harness: EngineHarness) -> None:
-    """Moving model and optimizer to the CPU between phases does not change loss, norm or weights."""
+    """Moving the model and the optimizer to the CPU between phases changes neither the loss nor the gradient norm nor
+    the weights."""
     resident, moved = harness.build(), harness.build()
     for parts in ({"model": True, "optimizer": True}, {"optimizer": False}, {"model": False}):
         moved.to("cpu", **parts)
@@ -263,8 +265,8 @@ def offload_changes_nothing(harness: EngineHarness) -> None:
 
 
 def context(harness: EngineHarness) -> None:
-    """ctx returns the global counts and the keys of hooks and callers, which the next call accepts and returns too; a
-    misspelt control key or an unsupported output raises an error."""
+    """The returned ctx contains the global counts and the keys of hooks and callers. It can be passed to the next call,
+    which returns these keys too. A misspelled control key or an unsupported output raises an error."""
     engine = harness.build(infer_micro_batch_size=2)
     mask: Ragged = harness.batch["loss_mask"]
     share = harness.share(engine, harness.batch)
@@ -303,7 +305,7 @@ def padded_batch(harness: EngineHarness) -> None:
 
 
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
-    """A gradient that is not finite changes no weight, is counted, and does not affect the next step."""
+    """A step with a non-finite gradient changes no weight, is counted, and does not affect the next step."""
     engine = harness.build()
     before = harness.weights(engine)
     engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
@@ -359,7 +361,8 @@ def modes(harness: EngineHarness) -> None:
 
 
 def schedule(harness: EngineHarness) -> None:
-    """Linear warm-up from above 0, then cosine to min_lr_ratio; lr_scheduler_step returns the next learning rate."""
+    """The learning rate rises linearly from above 0 during warm-up, then follows a cosine to min_lr_ratio.
+    lr_scheduler_step returns the next learning rate."""
     optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
     engine = harness.build(optim=optim)
     expect(engine.learning_rate == 0.5, f"the first of two warm-up updates has lr {engine.learning_rate}, not 0.5")
@@ -370,7 +373,7 @@ def schedule(harness: EngineHarness) -> None:
 
 
 def runs_are_reproducible(harness: EngineHarness) -> None:
-    """Same seed, batch and layout: bitwise the same losses, norms and weights."""
+    """With the same seed, batch and layout, losses, norms and weights are bitwise equal."""
     runs = []
     for _ in range(2):
         engine = harness.build(random_init=True, micro_batch_size=3)
@@ -381,7 +384,7 @@ def runs_are_reproducible(harness: EngineHarness) -> None:
 
 
 def seat_and_shards(harness: EngineHarness) -> None:
-    """The ranks of `seat` are within its sizes; unshard_data inverts shard_data."""
+    """The ranks of `seat` are below its sizes, and unshard_data inverts shard_data."""
     engine = harness.build()
     seat = engine.seat
     expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"{seat} is inconsistent")
@@ -393,8 +396,8 @@ def seat_and_shards(harness: EngineHarness) -> None:
 
 
 def errors_name_the_missing_call(harness: EngineHarness) -> None:
-    """Every call before init_model, a step before set_loss_fn, and updates of a forward-only engine raise an error
-    that reports the missing call."""
+    """A call before init_model, a training step before set_loss_fn, and an update of a forward-only engine raise an
+    error that names the missing call."""
     folder = str(harness.folder / "unused")
     arguments: dict[str, tuple[Any, ...]] = {
         "forward_backward_step": (harness.batch,),
@@ -438,7 +441,7 @@ def _use(engine: BaseEngine, name: str, arguments: tuple[Any, ...]) -> None:
 
 
 def libraries_stay_unpatched(harness: EngineHarness) -> None:
-    """Building, stepping and saving replace no function of torch or transformers."""
+    """Building an engine, training and saving replace no function of torch or transformers."""
     before = _functions()
     engine = harness.build()
     harness.step(engine, harness.batch)

@@ -11,7 +11,8 @@ from camshaft.rollout.base import Generation, SamplingParams
 
 
 def rows_end(harness: RolloutHarness) -> None:
-    """A row ends with its first stop token, which is kept, or at max_tokens; `finished` distinguishes the two."""
+    """A row ends with its first stop token, which is kept, or after max_tokens tokens. `finished` distinguishes the two
+    cases."""
     case, prompts = harness.case(), harness.prompts(*[4] * 12)
     stops = tuple(range(10, 40))
     for sampling in (
@@ -81,7 +82,7 @@ def end_of_sequence_ends_a_row(harness: RolloutHarness) -> None:
 
 
 def max_model_len_ends_a_row(harness: RolloutHarness) -> None:
-    """Prompt and response together never exceed max_model_len, row by row."""
+    """In each row, prompt and response together never exceed max_model_len tokens."""
     case = harness.case(max_model_len=20)
     prompts = harness.prompts(3, 19, 12, 1)
     out = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True))
@@ -95,8 +96,8 @@ def no_prompts(harness: RolloutHarness) -> None:
 
 
 def invalid_prompts_are_rejected(harness: RolloutHarness) -> None:
-    """Empty prompts, prompts that fill max_model_len and unknown tokens raise an error that reports the row and the
-    value."""
+    """An empty prompt, a prompt of max_model_len tokens or more, and an unknown token raise an error that reports the
+    row and the value."""
     case = harness.case(max_model_len=20)
 
     def generate(prompts: Ragged) -> None:

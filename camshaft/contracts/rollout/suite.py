@@ -42,7 +42,7 @@ SAMPLINGS = (
 
 
 def greedy_matches_transformers(harness: RolloutHarness) -> None:
-    """Greedy tokens match those of transformers.generate on one prompt at a time, in float32."""
+    """In float32, greedy tokens match those of transformers.generate on one prompt at a time."""
     case, prompts = harness.case(), harness.prompts(1, 5, 17, 9, 5, 2)
     for sampling in (SamplingParams(14, temperature=0), SamplingParams(14, do_sample=False, top_p=0.5)):
         out = case.rollout.generate_sequences(prompts, sampling)
@@ -53,7 +53,7 @@ def greedy_matches_transformers(harness: RolloutHarness) -> None:
 
 
 def log_probs_match_the_distribution(harness: RolloutHarness) -> None:
-    """Log-probs equal the oracle's after temperature, top_k and top_p; excluded tokens are never sampled."""
+    """Log-probs match those of the oracle after temperature, top_k and top_p. Excluded tokens are never sampled."""
     case, prompts = harness.case(), harness.prompts(3, 8, 8, 20)
     for sampling in SAMPLINGS:
         out = case.rollout.generate_sequences(prompts, sampling)
@@ -62,7 +62,7 @@ def log_probs_match_the_distribution(harness: RolloutHarness) -> None:
 
 
 def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
-    """Over many rows, the frequencies of token pairs follow the distribution (chi-square, fixed seeds)."""
+    """Over many rows, the frequencies of token pairs follow the distribution (chi-square test with fixed seeds)."""
     case = harness.case(sizes={"vocab_size": 16}, max_num_seqs=512, seed=11)
     prompt = torch.tensor([3, 9, 4])
     for sampling in (
@@ -96,8 +96,8 @@ def _check_chi_square(counts: torch.Tensor, expected: torch.Tensor, subject: str
 
 
 def model_types(harness: RolloutHarness) -> None:
-    """Tokens and log-probs are correct for several model types: grouped-query attention, untied output embeddings,
-    sliding windows."""
+    """Tokens and log-probs are correct for models with grouped-query attention, untied output embeddings or sliding
+    windows."""
     for family, sizes in MODEL_TYPES.items():
         if family in harness.unsupported:
             phrase = harness.unsupported[family]
@@ -114,7 +114,8 @@ def model_types(harness: RolloutHarness) -> None:
 
 
 def seeds_determine_samples(harness: RolloutHarness) -> None:
-    """Calls with equal seeds give equal tokens; calls with different seeds or without seeds differ."""
+    """Calls with equal seeds return equal tokens. Calls with different seeds, or without seeds, return different
+    tokens."""
     case, prompts, sampling = harness.case(), harness.prompts(4, 9, 4, 6), SamplingParams(12)
 
     def tokens(seeds: torch.Tensor | None) -> list[int]:
@@ -151,8 +152,8 @@ def rows_do_not_depend_on_the_batch(harness: RolloutHarness) -> None:
 
 
 def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
-    """Rows are correct and in order when rows outnumber concurrent sequences, with repeated prompts and prompts of 1 to
-    60 tokens."""
+    """With more rows than concurrent sequences, repeated prompts, and prompts of 1 to 60 tokens, all rows are correct
+    and in order."""
     lengths = [1, 2, 60, 3, 4, 1, 2, 45, 3, 2, 5, 4, 3, 2]
     prompts = harness.prompts(*lengths).select([0, 1, 2, 2, 3, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13, 2])
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
@@ -166,7 +167,8 @@ def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
 
 
 def thousands_of_prompts(harness: RolloutHarness) -> None:
-    """All rows are correct and in order in one call with 2000 prompts of 1 to 4 tokens and three of up to 900."""
+    """In one call with 2000 prompts of 1 to 4 tokens and three prompts of up to 900, all rows are correct and in
+    order."""
     case = harness.case(max_model_len=1024, max_num_seqs=256, max_num_batched_tokens=2048)
     long, short = harness.prompts(900, 511, 700, seed=1), harness.prompts(*[1, 2, 3, 4] * 500)
     mixed = Ragged.concat([short.select(slice(0, 700)), long, short.select(slice(700, 2000))])

@@ -12,7 +12,7 @@ from camshaft.rollout.base import BaseRollout, SamplingParams
 
 
 def new_weights_replace_old_ones(harness: RolloutHarness) -> None:
-    """After a second load_weights, log-probs match the new weights and are far from the old ones."""
+    """After a second load_weights, log-probs match the new weights and differ clearly from those of the old weights."""
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(12)
     before = case.rollout.generate_sequences(prompts, sampling)
     case.check_log_probs(prompts, before, sampling, "log-probs of the first weights", harness.tolerance)
@@ -26,7 +26,7 @@ def new_weights_replace_old_ones(harness: RolloutHarness) -> None:
 
 
 def tied_weights_load_under_either_name(harness: RolloutHarness) -> None:
-    """A tied weight may be loaded under the name of the embedding, of the output layer, or under both names."""
+    """A tied weight may be loaded under the name of the embedding, under that of the output layer, or under both."""
     case, prompts = harness.empty_case(), harness.prompts(4, 9)
     inner, outer = "model.embed_tokens.weight", "lm_head.weight"
     for names in ((inner,), (outer,), (inner, outer)):
@@ -40,7 +40,8 @@ def tied_weights_load_under_either_name(harness: RolloutHarness) -> None:
 
 
 def weight_errors_name_the_weight(harness: RolloutHarness) -> None:
-    """A missing, unknown or misshapen weight raises an error that reports its name; generation then fails."""
+    """A missing, unknown or misshapen weight raises an error that names the weight. Generation then raises an error
+    too."""
     case = harness.case()
     name = "model.layers.1.mlp.up_proj.weight"
     weights = dict(case.weights())
@@ -63,7 +64,8 @@ def generation_needs_weights(harness: RolloutHarness) -> None:
 
 
 def sleep_and_wake(harness: RolloutHarness) -> None:
-    """Calls during sleep raise an error; after wake_up and load_weights the same tokens are generated."""
+    """Calls during sleep raise an error. After wake_up and load_weights, the rollout generates the same tokens as
+    before."""
     case, prompts = harness.case(), harness.prompts(4, 9)
     before = case.rollout.generate_sequences(prompts, SamplingParams(8, temperature=0))
     for _ in range(2):
@@ -92,7 +94,7 @@ def _expect_no_weights(case: Case, harness: RolloutHarness, when: str) -> None:
 
 
 def digests_match_the_weights(harness: RolloutHarness) -> None:
-    """weight_digests() has the names and the digests of the loaded tensors, also after the weights change."""
+    """weight_digests() returns the names and the digests of the loaded tensors, also after the weights have changed."""
     for dtype in ("float32", "bfloat16"):
         case = harness.empty_case(dtype=dtype)
         expect_rollout_error(case.rollout.weight_digests, "load_weights", "digests were returned without weights")
@@ -106,7 +108,8 @@ def digests_match_the_weights(harness: RolloutHarness) -> None:
 
 
 def digests_detect_a_transposed_weight(harness: RolloutHarness) -> None:
-    """A transposed square weight changes its digest, and no other; digests are equal again after sleep and load."""
+    """Transposing a square weight changes its digest and no other. After sleep and load_weights, the digests are equal
+    again."""
     case = harness.case()
     name = next(name for name, weight in case.weights() if weight.ndim == 2 and weight.shape[0] == weight.shape[1])
     before = dict(case.rollout.weight_digests())
@@ -128,7 +131,7 @@ def _cast(rollout: BaseRollout, name: str, weight: Tensor) -> Tensor:
 
 
 def half_precision_is_close(harness: RolloutHarness) -> None:
-    """With dtype=bfloat16, float32 weights are accepted and rounded, and log-probs are close to float32."""
+    """With dtype=bfloat16, float32 weights are accepted and rounded, and log-probs are close to those in float32."""
     case, prompts, sampling = harness.empty_case(dtype="bfloat16"), harness.prompts(4, 9, 12), SamplingParams(12)
     for weight in case.oracle.parameters():
         weight.data /= 4 if weight.ndim > 1 else 1
