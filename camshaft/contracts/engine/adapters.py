@@ -20,7 +20,7 @@ LORA = LoRAConfig(rank=2, alpha=6)
 
 def adapter(harness: EngineHarness) -> None:
     """With LoRA, only the adapter is trained. It is merged into exported weights and can be disabled. An engine without
-    LoRA rejects the config."""
+    support for LoRA rejects it."""
     try:
         engine = harness.build(lora=LORA)
     except EngineError as error:
