@@ -66,9 +66,12 @@ def synchronize(device: str) -> None:
 def memory_rows(job: Job) -> list[dict[str, Any]]:
     """Measure the peak memory of log-probs and entropy beyond inputs, outputs and gradients, per vocabulary."""
     rows = []
-    for words in job.size.vocabularies:
-        row: dict[str, Any] = {"what": f"vocabulary of {words}, {job.size.head_tokens} tokens", "vocabulary": words}
-        row |= _head_memory(job, words)
+    for vocabulary_size in job.size.vocabularies:
+        row: dict[str, Any] = {
+            "what": f"vocabulary of {vocabulary_size}, {job.size.head_tokens} tokens",
+            "vocabulary": vocabulary_size,
+        }
+        row |= _head_memory(job, vocabulary_size)
         form = (
             "{forward_mib:.0f} MiB forward, {backward_mib:.0f} with backward, beside gradients of {gradients_mib:.0f}"
         )
@@ -77,11 +80,11 @@ def memory_rows(job: Job) -> list[dict[str, Any]]:
     return rows
 
 
-def _head_memory(job: Job, words: int) -> dict[str, float]:
+def _head_memory(job: Job, vocabulary_size: int) -> dict[str, float]:
     options: Any = {"device": job.device, "dtype": DTYPES[job.dtype]}
     hidden = torch.randn(job.size.head_tokens, job.size.shape.hidden, **options).requires_grad_()
-    weight = torch.randn(words, job.size.shape.hidden, **options).mul_(0.02).requires_grad_()
-    targets = torch.randint(words, (len(hidden),), device=job.device)
+    weight = torch.randn(vocabulary_size, job.size.shape.hidden, **options).mul_(0.02).requires_grad_()
+    targets = torch.randint(vocabulary_size, (len(hidden),), device=job.device)
 
     def forward() -> Tensor:
         log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)

@@ -202,11 +202,11 @@ def warm_up_command(name: str, work: Path) -> list[str]:
 
 def warm_up(name: str, work: Path) -> None:
     """Train the initial model of a task's runs, unless it exists."""
-    folder, words = work / name, warm_up_command(name, work)
-    kept, inputs = folder / "warm_up" / "run.json", inputs_of(name, work, words)
+    folder, args = work / name, warm_up_command(name, work)
+    kept, inputs = folder / "warm_up" / "run.json", inputs_of(name, work, args)
     if finished(kept, inputs) is None:
         make_tiny_model(folder / "model", **model(name), seed=FIXED_SEED, initializer_range=0.06)
-        seconds, cpu_seconds = camshaft(words, folder / "warm_up.log")
+        seconds, cpu_seconds = camshaft(args, folder / "warm_up.log")
         keep(kept, inputs, {"seconds": seconds, "cpu_seconds": cpu_seconds})
         print(f"{name} is warmed up, {seconds:.0f} s", flush=True)
 
@@ -232,13 +232,13 @@ def training_command(name: str, algorithm: str, seed: int, work: Path) -> list[s
 
 def train(name: str, algorithm: str, seed: int, work: Path) -> Run:
     """Execute one run, unless it is finished."""
-    words, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
+    args, folder = training_command(name, algorithm, seed, work), work / name / f"{algorithm}_{seed}"
     before = warm_up_command(name, work)
-    kept, inputs = folder / "run.json", inputs_of(name, work, before, words)
+    kept, inputs = folder / "run.json", inputs_of(name, work, before, args)
     result = finished(kept, inputs)
     if result is None:
         shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted run
-        seconds, cpu_seconds = camshaft(words, folder.with_suffix(".log"))
+        seconds, cpu_seconds = camshaft(args, folder.with_suffix(".log"))
         curves = read_curves(folder / "metrics.jsonl", TASKS[name].source)
         run = Run(name, algorithm, seed, *curves, seconds, cpu_seconds)
         result = keep(kept, inputs, asdict(run))
@@ -263,12 +263,12 @@ def command(name: str, settings: Mapping[str, Any]) -> list[str]:
     return [name, *(f"{key}={value}" for key, value in settings.items())]
 
 
-def camshaft(words: Sequence[str], log: Path) -> tuple[float, float]:
+def camshaft(args: Sequence[str], log: Path) -> tuple[float, float]:
     """Run a camshaft command and return its wall seconds and the CPU seconds of all its processes."""
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
-        process = subprocess.Popen([sys.executable, "-m", "camshaft", *words], stdout=out, stderr=out)
+        process = subprocess.Popen([sys.executable, "-m", "camshaft", *args], stdout=out, stderr=out)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
@@ -311,7 +311,7 @@ def write(out: Path, runs: Sequence[Run], work: Path) -> None:
         "machine": machine(),
         "stated": {name: {"start": task.start, "goal": task.goal} for name, task in TASKS.items()},
         "models": {name: model(name) for name in TASKS},
-        "commands": [shlex.join(["camshaft", *words]) for words in first],
+        "commands": [shlex.join(["camshaft", *args]) for args in first],
         "runs": [asdict(run) | {"reached": reached(TASKS[run.task], run)} for run in runs],
     }
     RESULTS.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

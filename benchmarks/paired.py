@@ -59,11 +59,11 @@ class Sides:
     def __init__(
         self, script: str, names: Sequence[str], case: Case, threads: int, python: dict[str, str] | None = None
     ):
-        path, words = str(Path(__file__).parent / script), json.dumps({**case, "threads": threads})
+        path, settings = str(Path(__file__).parent / script), json.dumps({**case, "threads": threads})
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
         self.processes = {
             name: subprocess.Popen(
-                [(python or {}).get(name, sys.executable), path, "--serve", name, words],
+                [(python or {}).get(name, sys.executable), path, "--serve", name, settings],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=sys.stderr, env=environment, text=True,
             )
             for name in names

@@ -211,11 +211,11 @@ COLUMNS = {
 
 def sentence(rows: Sequence[dict[str, Any]]) -> str:
     """Describe the measured rates of these rows for the page."""
-    words = []
+    parts = []
     for cores in sorted({row["cores"] for row in rows}):
         matmul, copy = (
             statistics.median(row[rate] for row in rows if row["cores"] == cores)
             for rate in ("matmul_gflops", "copy_gbytes")
         )
-        words.append(f"on {cores} core{'s' * (cores > 1)} {matmul:.0f} GFLOP/s and {copy:.1f} GB/s")
-    return f"Shares are relative to the rates of square float32 products and of copies: {'; '.join(words)}."
+        parts.append(f"on {cores} core{'s' * (cores > 1)} {matmul:.0f} GFLOP/s and {copy:.1f} GB/s")
+    return f"Shares are relative to the rates of square float32 products and of copies: {'; '.join(parts)}."

@@ -25,10 +25,10 @@ EXAMPLE = Path(__file__).parents[1] / "examples" / "ppo_trainer" / "run_tiny_cpu
 GOALS = {"import": 2.0, "help": None, "first step": 15.0}
 
 
-def command(*words: str) -> float:
+def command(*args: str) -> float:
     """Run a Python command and return its wall seconds."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, *words], check=True, capture_output=True)
+    subprocess.run([sys.executable, *args], check=True, capture_output=True)
     return time.perf_counter() - began
 
 
@@ -37,9 +37,9 @@ def first_step() -> float:
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
     with tempfile.TemporaryDirectory() as home, open(Path(home, "log"), "w+", encoding="utf-8") as log:
         began = time.perf_counter()
-        words = ["bash", str(EXAMPLE), f"trainer.default_local_dir={home}/run"]
+        args = ["bash", str(EXAMPLE), f"trainer.default_local_dir={home}/run"]
         environment = os.environ | {"PATH": os.pathsep.join(paths)}
-        process = subprocess.Popen(words, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(args, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
         try:
             while not has_step(Path(home, "run", "metrics.jsonl")):
                 if process.poll() is not None:

@@ -68,11 +68,11 @@ def test_sharded_engine_keeps_rule(ranks: RuleRanks, layout: Layout, rule: str, 
     assert problem is None, problem
 
 
-@pytest.mark.parametrize(("pair", "words"), REFUSED.items(), ids=lambda value: "+".join(value) if value else "")
-def test_incompatible_options_are_rejected_at_construction(pair: tuple[str, str], words: str) -> None:
+@pytest.mark.parametrize(("pair", "message"), REFUSED.items(), ids=lambda value: "+".join(value) if value else "")
+def test_incompatible_options_are_rejected_at_construction(pair: tuple[str, str], message: str) -> None:
     fields = together(*pair)
     model = {name: fields.pop(name) for name in list(fields) if name in EngineModel.model_fields}
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         engine_class("fsdp2")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
 
 
@@ -108,10 +108,10 @@ def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], tmp_path: Path)
 
 
 def test_the_command_line_checks_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check-engine", "fsdp", "--ranks", "2", "--option", "fsdp_size=1", "--rule", "interface"]
-    assert main(words) == 0
+    args = ["check-engine", "fsdp", "--ranks", "2", "--option", "fsdp_size=1", "--rule", "interface"]
+    assert main(args) == 0
     assert "1 of 1 rules hold" in capsys.readouterr().out
-    assert main([*words[:-1], "hooks", "--option", "fsdpsize=1"]) == 1
+    assert main([*args[:-1], "hooks", "--option", "fsdpsize=1"]) == 1
     assert "did you mean 'fsdp_size'" in capsys.readouterr().out
-    assert main([*words, "--option", "fsdp_size"]) == 2
+    assert main([*args, "--option", "fsdp_size"]) == 2
     assert "KEY=VALUE" in capsys.readouterr().err

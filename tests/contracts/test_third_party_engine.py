@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from support.command_line import ROOT, Run, camshaft
-from support.ppo_runs import ppo_words, saved_weights
+from support.ppo_runs import ppo_args, saved_weights
 from support.processes import MARK, marked, still_running
 from support.same_run import ACTOR, MEASURED, SHUFFLED, close
 
@@ -75,9 +75,9 @@ def command(tmp_path: Path) -> Iterator[Command]:
     path = os.pathsep.join([str(ROOT), str(packages)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
 
-    def run(*words: str, seconds: float = 300) -> Run:
+    def run(*args: str, seconds: float = 300) -> Run:
         result = subprocess.run(
-            [sys.executable, "-m", "camshaft", *words],
+            [sys.executable, "-m", "camshaft", *args],
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=seconds,
         )  # fmt: skip
         return Run(result.returncode, result.stdout, result.stderr)
@@ -92,7 +92,7 @@ def options(**values: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         pytest.param([], id="1_rank"),
         pytest.param(["--ranks", "2", *options(pipeline_size=2, pipeline_micro_batches=2)], id="2_stages"),
@@ -101,8 +101,8 @@ def options(**values: int) -> list[str]:
         ),
     ],
 )
-def test_the_engine_keeps_every_rule_of_the_contract(words: list[str], command: Command) -> None:
-    run = command("check-engine", "pipeline", *words, seconds=500)
+def test_the_engine_keeps_every_rule_of_the_contract(args: list[str], command: Command) -> None:
+    run = command("check-engine", "pipeline", *args, seconds=500)
     assert run.status == 0, run.out + run.err
     assert f"{len(RULES)} of {len(RULES)} rules hold" in run.out
 
@@ -110,9 +110,9 @@ def test_the_engine_keeps_every_rule_of_the_contract(words: list[str], command: 
 def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Command, tmp_path: Path) -> None:
     folders = {name: tmp_path / name for name in ("pipeline", "reference")}
     overrides = {name: {"trainer.default_local_dir": folder} for name, folder in folders.items()}
-    run = command("ppo", *ppo_words(tmp_path, PPO | PIPELINE | overrides["pipeline"]))
+    run = command("ppo", *ppo_args(tmp_path, PPO | PIPELINE | overrides["pipeline"]))
     assert run.status == 0, run.err
-    reference = camshaft("ppo", *ppo_words(tmp_path, PPO | overrides["reference"]))
+    reference = camshaft("ppo", *ppo_args(tmp_path, PPO | overrides["reference"]))
     assert reference.status == 0, reference.err
     steps, expected = (read_metrics(folder / "metrics.jsonl") for folder in folders.values())
     assert len(steps) == len(expected) == STEPS
@@ -132,7 +132,7 @@ def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Comm
 def test_a_misspelt_option_is_rejected_with_the_nearest_name(command: Command, tmp_path: Path) -> None:
     changes = {**PIPELINE, f"+{ACTOR}.engine_kwargs.pipelin_size": 2}
     del changes[f"+{ACTOR}.engine_kwargs.pipeline_size"]
-    run = command("ppo", *ppo_words(tmp_path, {**PPO, **changes}))
+    run = command("ppo", *ppo_args(tmp_path, {**PPO, **changes}))
     assert run.status == 2
     assert f"{ACTOR}.engine_kwargs.pipelin_size" in run.err
     assert "did you mean 'pipeline_size'? The options are pipeline_size, pipeline_micro_batches" in run.err
@@ -141,7 +141,7 @@ def test_a_misspelt_option_is_rejected_with_the_nearest_name(command: Command, t
 
 def test_stages_that_do_not_divide_the_ranks_are_rejected(command: Command, tmp_path: Path) -> None:
     changes = {**PIPELINE, "+critic.engine_kwargs.pipeline_size": 3}
-    run = command("ppo", *ppo_words(tmp_path, {**PPO, **changes}))
+    run = command("ppo", *ppo_args(tmp_path, {**PPO, **changes}))
     assert run.status == 2
     assert "2 ranks do not split into groups of 3 per row" in run.err
 
@@ -153,6 +153,6 @@ def test_the_package_uses_no_private_name_of_camshaft() -> None:
 
 
 def test_an_unknown_strategy_lists_the_name_of_the_package(command: Command, tmp_path: Path) -> None:
-    run = command("ppo", *ppo_words(tmp_path, {**PPO, f"{ACTOR}.strategy": "pipelin"}))
+    run = command("ppo", *ppo_args(tmp_path, {**PPO, f"{ACTOR}.strategy": "pipelin"}))
     assert run.status == 2
     assert "pipeline" in run.err

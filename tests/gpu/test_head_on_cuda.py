@@ -11,23 +11,25 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 ROWS, HIDDEN = 1000, 256
 
 
-def inputs(words: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(vocabulary_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device="cuda")
 
-    hidden, weight = (numbers(*shape).to(dtype).requires_grad_() for shape in ((ROWS, HIDDEN), (words, HIDDEN)))
-    targets = torch.randint(0, words, (ROWS,), generator=generator, device="cuda")
+    hidden, weight = (
+        numbers(*shape).to(dtype).requires_grad_() for shape in ((ROWS, HIDDEN), (vocabulary_size, HIDDEN))
+    )
+    targets = torch.randint(0, vocabulary_size, (ROWS,), generator=generator, device="cuda")
     return hidden, weight, targets, numbers(2, ROWS)
 
 
 @pytest.mark.parametrize(
     ("dtype", "within"), [(torch.float32, 1e-3), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=str
 )
-@pytest.mark.parametrize("words", [1000, 151_936])
-def test_values_and_gradients(dtype: torch.dtype, within: float, words: int):
-    hidden, weight, targets, mixture = inputs(words, dtype)
+@pytest.mark.parametrize("vocabulary_size", [1000, 151_936])
+def test_values_and_gradients(dtype: torch.dtype, within: float, vocabulary_size: int):
+    hidden, weight, targets, mixture = inputs(vocabulary_size, dtype)
     fused = linear_logprob(hidden, weight, targets, None, 0.7, need_entropy=True)
     assert fused[1] is not None
     gradients = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
@@ -43,8 +45,8 @@ def test_values_and_gradients(dtype: torch.dtype, within: float, words: int):
 def test_memory_does_not_grow_with_the_vocabulary():
     """Only tiles use memory beyond the gradient of the weight."""
     peaks = []
-    for words in (50_000, 150_000):
-        hidden, weight, targets, mixture = inputs(words, torch.bfloat16)
+    for vocabulary_size in (50_000, 150_000):
+        hidden, weight, targets, mixture = inputs(vocabulary_size, torch.bfloat16)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

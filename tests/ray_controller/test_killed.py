@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from support.command_line import finished, start
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.processes import MARK, marked, still_running
 from support.same_run import ACTOR
 
@@ -72,13 +72,13 @@ def _environment() -> Any:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
     folder = tmp_path_factory.mktemp("home")
-    ended = finished(start("-m", "camshaft", *words(folder, folder / "whole")))
+    ended = finished(start("-m", "camshaft", *run_args(folder, folder / "whole")))
     assert ended.status == 0, ended.err
     return folder
 
 
-def words(home: Path, run: Path) -> list[str]:
-    return ["ppo", *ppo_words(home, {**SHARDED, "trainer.default_local_dir": run})]
+def run_args(home: Path, run: Path) -> list[str]:
+    return ["ppo", *ppo_args(home, {**SHARDED, "trainer.default_local_dir": run})]
 
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
@@ -90,17 +90,17 @@ def victim(kind: str, mark: str, driver: int) -> int:
     if kind == "driver":
         return driver
     for pid in marked(mark):
-        words = command(pid)
+        args = command(pid)
         try:
             output = os.readlink(f"/proc/{pid}/fd/1")
         except OSError:
             continue
         ranks = {"actor": "actors_rank1.log", "critic": "critics_rank0.log"}
-        if kind in ranks and output.endswith(ranks[kind]) and words[0].startswith("ray::"):
+        if kind in ranks and output.endswith(ranks[kind]) and args[0].startswith("ray::"):
             return pid
-        if kind in ("raylet", "gcs") and words[0].endswith({"raylet": "/raylet", "gcs": "/gcs_server"}[kind]):
+        if kind in ("raylet", "gcs") and args[0].endswith({"raylet": "/raylet", "gcs": "/gcs_server"}[kind]):
             return pid
-        if kind == "reward" and any("camshaft.rewards.worker" in word for word in words):
+        if kind == "reward" and any("camshaft.rewards.worker" in word for word in args):
             return pid
     raise AssertionError(f"no process of kind {kind}")
 
@@ -112,7 +112,7 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
     log = run.with_suffix(".err")
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "camshaft", *words(home, run)], stdout=subprocess.DEVNULL, stderr=file
+            [sys.executable, "-m", "camshaft", *run_args(home, run)], stdout=subprocess.DEVNULL, stderr=file
         )
     monkeypatch.delenv(MARK)
     try:
@@ -169,7 +169,7 @@ def test_a_run_resumes_after_any_killed_process(
         assert status == 1
         assert KINDS[kind] in message
         assert output.count("Traceback") <= 1
-    again = finished(start("-m", "camshaft", *words(home, run)))
+    again = finished(start("-m", "camshaft", *run_args(home, run)))
     assert again.status == 0, again.err
     assert numbers(run) == numbers(home / "whole")
 
@@ -178,7 +178,7 @@ def test_a_run_resumes_after_any_killed_process(
 def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)
-    process = start("-m", "camshaft", *words(home, run), "trainer.save_freq=-1")
+    process = start("-m", "camshaft", *run_args(home, run), "trainer.save_freq=-1")
     monkeypatch.delenv(MARK)
     wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
     for kind in ("actor", "critic"):
@@ -189,6 +189,6 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     ((step, _),) = storage.step_folders(run)
     assert max(numbers(run)) == step < STEPS
     assert still_running(marked(mark), 60) == []
-    again = finished(start("-m", "camshaft", *words(home, run)))
+    again = finished(start("-m", "camshaft", *run_args(home, run)))
     assert again.status == 0, again.err
     assert numbers(run) == numbers(home / "whole")

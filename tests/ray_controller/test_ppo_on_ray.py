@@ -59,10 +59,10 @@ def test_two_ray_ranks_match_two_local_ranks_bitwise(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("cluster")
 def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
-    with late_rank(tmp_path, 0) as words:
-        words |= {**RANKS, "algorithm.adv_estimator": "reinforce_plus_plus", "actor_rollout_ref.rollout.n": 2}
-        (remote,) = run_ppo(tmp_path, {**words, **RAY}, steps=1)
-        (local,) = run_ppo(tmp_path, words, steps=1)
+    with late_rank(tmp_path, 0) as overrides:
+        overrides |= {**RANKS, "algorithm.adv_estimator": "reinforce_plus_plus", "actor_rollout_ref.rollout.n": 2}
+        (remote,) = run_ppo(tmp_path, {**overrides, **RAY}, steps=1)
+        (local,) = run_ppo(tmp_path, overrides, steps=1)
     assert untimed(remote) == untimed(local)
     assert remote.metrics["reward/errors"] > 0, "the test needs a row that fails"
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from support.namespaces import ROOT, Machine, two_bare_machines, why_not
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.processes import MARK, marked, still_running
 
 from camshaft.controller.network import accepts_connections
@@ -106,11 +106,11 @@ def short_folder() -> Iterator[Path]:
 @pytest.mark.cluster
 def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path) -> None:
     """The job and the cluster have runtime environments, and arguments contain characters that a shell interprets."""
-    words = ppo_words(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
+    args = ppo_args(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
     with a_head(short_folder, num_cpus=4) as dashboard:
         job = {"ID": "sums", "RUNTIME_ENV": '{"env_vars": {"HF_HUB_OFFLINE": "1"}}'}
         env = environment(RAY_API_SERVER_ADDRESS=dashboard, **job)
-        out = finished([str(CLUSTER / "submit.sh"), *words], env, tmp_path)
+        out = finished([str(CLUSTER / "submit.sh"), *args], env, tmp_path)
         status = finished(["ray", "job", "status", "--address", dashboard, "sums"], environment(), tmp_path, 60)
     assert "step 2/2" in out
     assert "SUCCEEDED" in status.upper()
@@ -166,10 +166,10 @@ def played(tmp_path: Path, machines: tuple[Machine, Machine]) -> dict[str, str]:
 SHARDED = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
 
 
-def words_for_scripts(folder: Path) -> list[str]:
+def script_args(folder: Path) -> list[str]:
     """Return the arguments of a run without those that the scripts add."""
     added = ("trainer.nnodes=", "trainer.controller=")
-    return [word for word in ppo_words(folder, {**RUN, **SHARDED}) if not word.startswith(added)]
+    return [word for word in ppo_args(folder, {**RUN, **SHARDED}) if not word.startswith(added)]
 
 
 def logs_of_two_ranks(run: Path) -> bool:
@@ -188,9 +188,9 @@ def remaining_daemons(machine: Machine) -> list[str]:
 def test_a_slurm_job_is_a_cluster_of_its_machines(
     tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
-    words = words_for_scripts(tmp_path)
+    args = script_args(tmp_path)
     slurm = {"SLURM_JOB_NODELIST": "one,two", "SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "2"}
-    finished(["bash", str(CLUSTER / "slurm.sh"), *words], {**played, **slurm}, tmp_path)
+    finished(["bash", str(CLUSTER / "slurm.sh"), *args], {**played, **slurm}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
     assert [remaining_daemons(machine) for machine in machines] == [[], []]
@@ -200,8 +200,8 @@ def test_a_slurm_job_is_a_cluster_of_its_machines(
 def test_machines_reached_by_ssh_form_a_cluster(
     tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
-    words = words_for_scripts(tmp_path)
-    finished([str(CLUSTER / "ssh.sh"), *words], {**played, "HOSTS": "one two"}, tmp_path)
+    args = script_args(tmp_path)
+    finished([str(CLUSTER / "ssh.sh"), *args], {**played, "HOSTS": "one two"}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
     assert [remaining_daemons(machine) for machine in machines] == [[], []]
@@ -257,9 +257,9 @@ def test_the_manifest_has_the_fields_of_a_ray_job() -> None:
 
 def test_the_manifest_requests_the_machines_of_the_run() -> None:
     spec = yaml.safe_load((CLUSTER / "kuberay.yaml").read_text(encoding="utf-8"))["spec"]
-    command, run, *words = spec["entrypoint"].split()
+    command, run, *args = spec["entrypoint"].split()
     assert [command, run] == ["camshaft", "ppo"]
-    requested = dict(word.split("=", 1) for word in words)
+    requested = dict(word.split("=", 1) for word in args)
     (group,) = spec["rayClusterSpec"]["workerGroupSpecs"]
     (container,) = group["template"]["spec"]["containers"]
     assert int(requested["trainer.nnodes"]) == group["replicas"]

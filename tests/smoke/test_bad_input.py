@@ -14,8 +14,8 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
-from support.command_line import Run, camshaft, finished, sft_words, start
-from support.ppo_runs import ppo_words
+from support.command_line import Run, camshaft, finished, sft_args, start
+from support.ppo_runs import ppo_args
 
 from camshaft.data.parquet import write_parquet
 from camshaft.rewards import pool
@@ -37,14 +37,14 @@ ANSWERED = {"data_source": "x", "prompt": [{"role": "user", "content": "1+1="}],
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with valid models and data."""
     home = tmp_path_factory.mktemp("home")
-    ppo_words(home)
+    ppo_args(home)
     return home
 
 
 def check(run: Run, status: int, phrases: Sequence[str]) -> None:
     """Check that the output has a single error that contains all of these strings."""
     assert run.status == status, f"{run.out}\n{run.err}"
-    assert [words for words in phrases if words not in run.err] == [], run.err
+    assert [phrase for phrase in phrases if phrase not in run.err] == [], run.err
     assert "Traceback" not in run.err
     assert run.err.count("camshaft: ") + run.err.count(" in the config:") == 1
 
@@ -96,19 +96,19 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_invalid_config_is_one_error_with_a_fix(case: str, home: Path) -> None:
     overrides, phrases = WRONG[case]
-    check(camshaft("ppo", *ppo_words(home, overrides)), 2, phrases)
+    check(camshaft("ppo", *ppo_args(home, overrides)), 2, phrases)
 
 
 def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
-    words = sft_words(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
+    args = sft_args(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
     phrases = ["3 errors", "trainer.sede = 1", "data.max_length = long", "integer >= 2", "model.path"]
-    check(camshaft("sft", *words), 2, phrases)
+    check(camshaft("sft", *args), 2, phrases)
 
 
 @pytest.mark.parametrize("word", ["trainer.seed={", "trainer.seed", "--no-such-option"])
 def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
     try:
-        run = camshaft("ppo", *ppo_words(home), word)
+        run = camshaft("ppo", *ppo_args(home), word)
         status, err = run.status, run.err
     except SystemExit as end:  # the last line of an argparse error
         status, err = end.code, capfd.readouterr().err or word
@@ -118,18 +118,20 @@ def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
-def test_a_missing_device_is_an_error_before_loading(command: str, words: Callable[..., list[str]], home: Path) -> None:
-    run = camshaft(command, *words(home, {"trainer.device": "cuda"}))
+@pytest.mark.parametrize(("command", "make_args"), [("ppo", ppo_args), ("sft", sft_args)])
+def test_a_missing_device_is_an_error_before_loading(
+    command: str, make_args: Callable[..., list[str]], home: Path
+) -> None:
+    run = camshaft(command, *make_args(home, {"trainer.device": "cuda"}))
     assert (run.status, run.out) == (2, "")
     assert "trainer.device=cpu" in run.err
 
 
-@pytest.mark.parametrize(("command", "words"), [("ppo", ppo_words), ("sft", sft_words)])
+@pytest.mark.parametrize(("command", "make_args"), [("ppo", ppo_args), ("sft", sft_args)])
 def test_an_unwritable_folder_is_an_error_before_loading(
-    command: str, words: Callable[..., list[str]], home: Path
+    command: str, make_args: Callable[..., list[str]], home: Path
 ) -> None:
-    run = camshaft(command, *words(home, {"trainer.default_local_dir": home / "actor" / "config.json" / "run"}))
+    run = camshaft(command, *make_args(home, {"trainer.default_local_dir": home / "actor" / "config.json" / "run"}))
     assert (run.status, run.out) == (2, "")
     assert "trainer.default_local_dir" in run.err
 
@@ -184,13 +186,13 @@ FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 @pytest.mark.parametrize("case", FILES)
 def test_bad_data_is_one_error_that_names_file_and_row(case: str, home: Path, tmp_path: Path) -> None:
     write, phrases = FILES[case]
-    words = ppo_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})
-    check(camshaft("ppo", *words), 1, phrases)
+    args = ppo_args(home, {"data.train_files": write(tmp_path / "rows.parquet")})
+    check(camshaft("ppo", *args), 1, phrases)
 
 
 def test_bad_validation_data_is_an_error_before_training(home: Path, tmp_path: Path) -> None:
-    words = ppo_words(home, {"data.val_files": rows({"prompt": None})(tmp_path / "val.parquet")})
-    check(camshaft("ppo", *words), 1, ["val.parquet, row 3"])
+    args = ppo_args(home, {"data.val_files": rows({"prompt": None})(tmp_path / "val.parquet")})
+    check(camshaft("ppo", *args), 1, ["val.parquet, row 3"])
 
 
 SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
@@ -216,7 +218,7 @@ SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
 @pytest.mark.parametrize("case", SFT_FILES)
 def test_bad_data_of_a_supervised_run_is_an_error(case: str, home: Path, tmp_path: Path) -> None:
     write, phrases = SFT_FILES[case]
-    check(camshaft("sft", *sft_words(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, phrases)
+    check(camshaft("sft", *sft_args(home, {"data.train_files": write(tmp_path / "rows.parquet")})), 1, phrases)
 
 
 def no_weights(folder: Path) -> None:
@@ -251,8 +253,8 @@ def test_a_broken_model_folder_is_one_error(case: str, home: Path, tmp_path: Pat
     folder = tmp_path / "broken"
     shutil.copytree(home / "actor", folder)
     spoil(folder)
-    check(camshaft("ppo", *ppo_words(home, {MODEL: folder, "data.tokenizer": "null"})), 1, phrases)
-    check(camshaft("sft", *sft_words(home, {"model.path": folder})), 1, phrases)
+    check(camshaft("ppo", *ppo_args(home, {MODEL: folder, "data.tokenizer": "null"})), 1, phrases)
+    check(camshaft("sft", *sft_args(home, {"model.path": folder})), 1, phrases)
 
 
 # -- reward functions -----------------------------------------------------------------------------
@@ -273,12 +275,12 @@ def test_an_unloadable_reward_is_an_error_before_the_run(
     body, phrases = UNLOADABLE[case]
     monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if case == "takes for ever" else 60.0)
     (tmp_path / "my_reward.py").write_text(body)
-    check(camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})), 1, phrases)
+    check(camshaft("ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"})), 1, phrases)
 
 
 def test_a_reward_import_error_shows_the_users_lines(home: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text("import there_is_no_such_module\n")
-    run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
+    run = camshaft("ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"}))
     assert run.status == 1
     assert "my_reward.py" in run.err
     assert "No module named 'there_is_no_such_module'" in run.err
@@ -310,7 +312,7 @@ def test_a_misbehaving_reward_call_costs_only_its_sample(outcome: str, home: Pat
         "trainer.default_local_dir": tmp_path / "run",
         "trainer.logger": "[jsonl]",
     }
-    run = camshaft("ppo", *ppo_words(home, overrides))
+    run = camshaft("ppo", *ppo_args(home, overrides))
     assert run.status == 0, run.err
     assert "4 of 8 samples could not be scored" in " ".join(run.out.split())
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
@@ -324,7 +326,7 @@ def test_a_misbehaving_reward_call_costs_only_its_sample(outcome: str, home: Pat
 
 def test_on_error_raise_raises_the_first_error(home: Path, tmp_path: Path) -> None:
     (tmp_path / "my_reward.py").write_text(f"{HEAD}    raise KeyError('my table')\n")
-    run = camshaft("ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"}))
+    run = camshaft("ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"}))
     assert run.status == 1
     assert "row 0" in run.err
     assert "KeyError: 'my table'" in run.err
@@ -337,7 +339,7 @@ def test_on_error_raise_raises_the_first_error(home: Path, tmp_path: Path) -> No
 
 def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    check(camshaft("sft", *sft_words(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "already exists"])
+    check(camshaft("sft", *sft_args(home, {"trainer.export_path": tmp_path})), 1, [str(tmp_path), "already exists"])
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -349,9 +351,9 @@ def test_each_entry_point_of_its_own_is_as_clean(case: str, home: Path, tmp_path
     bad = without("prompt")(tmp_path / "rows.parquet")
     (tmp_path / "my_reward.py").write_text("def compute_score(:\n")
     arguments, status, phrases = {
-        "unknown key": (["camshaft", "ppo", *ppo_words(home, {"trainer.sede": 1})], 2, "Did you mean trainer.seed?"),
-        "main_ppo": (["camshaft.trainer.main_ppo", *ppo_words(home, {"data.train_files": bad})], 1, "no column"),
-        "main_sft": (["camshaft.trainer.main_sft", *sft_words(home, {"data.train_files": bad})], 1, "no column"),
-        "reward": (["camshaft", "ppo", *ppo_words(home, {REWARD: tmp_path / "my_reward.py"})], 1, "SyntaxError"),
+        "unknown key": (["camshaft", "ppo", *ppo_args(home, {"trainer.sede": 1})], 2, "Did you mean trainer.seed?"),
+        "main_ppo": (["camshaft.trainer.main_ppo", *ppo_args(home, {"data.train_files": bad})], 1, "no column"),
+        "main_sft": (["camshaft.trainer.main_sft", *sft_args(home, {"data.train_files": bad})], 1, "no column"),
+        "reward": (["camshaft", "ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"})], 1, "SyntaxError"),
     }[case]
     check(finished(start("-m", *arguments)), status, [phrases])

@@ -12,8 +12,8 @@ import pytest
 import torch
 from pyarrow import parquet
 from support import even_digits, holding
-from support.command_line import Run, camshaft, finished, generate_words, start
-from support.ppo_runs import ppo_config, ppo_words
+from support.command_line import Run, camshaft, finished, generate_args, start
+from support.ppo_runs import ppo_args, ppo_config
 from support.processes import start_fork_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,14 +41,14 @@ def server() -> None:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a model and prompts."""
     home = tmp_path_factory.mktemp("home")
-    ppo_words(home)
+    ppo_args(home)
     return home
 
 
 def generate(home: Path, out: Path, **overrides: Any) -> Run:
     """Run `camshaft generate`; keyword arguments have two underscores in place of the dot."""
     named = {key.replace("__", "."): value for key, value in overrides.items()}
-    return camshaft("generate", *generate_words(home, {"data.output_path": out, **named}))
+    return camshaft("generate", *generate_args(home, {"data.output_path": out, **named}))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -57,7 +57,7 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 def refused(run: Run, *phrases: str, status: int = 2) -> None:
     assert run.status == status, f"{run.out}\n{run.err}"
-    assert [words for words in phrases if words not in run.err] == [], run.err
+    assert [phrase for phrase in phrases if phrase not in run.err] == [], run.err
     assert "Traceback" not in run.err
 
 
@@ -196,12 +196,12 @@ def test_a_score_by_data_source_needs_one_that_is_known(home: Path, tmp_path: Pa
 # -- resuming -------------------------------------------------------------------------------------
 
 
-def killed_in_call(call: int, words: list[str], hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def killed_in_call(call: int, args: list[str], hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start the command in a separate process, and kill it while it generates the batch of this number."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))
     hold.write_text(str(call))
-    process, reached = start("-m", "camshaft", "generate", *words), hold.with_name(f"{hold.name}.reached")
+    process, reached = start("-m", "camshaft", "generate", *args), hold.with_name(f"{hold.name}.reached")
     try:
         until = time.monotonic() + PATIENCE
         while not reached.exists():
@@ -221,14 +221,14 @@ def test_a_killed_run_resumes_with_the_same_output_file(
 ) -> None:
     scored = {"rollout.name": holding.NAME, "custom_reward_function.path": even_digits.__file__}
     uninterrupted, killed = tmp_path / "whole.parquet", tmp_path / "killed.parquet"
-    killed_in_call(call, generate_words(home, {**scored, "data.output_path": killed}), tmp_path / "hold", monkeypatch)
+    killed_in_call(call, generate_args(home, {**scored, "data.output_path": killed}), tmp_path / "hold", monkeypatch)
     assert not killed.exists()
-    again = camshaft("generate", *generate_words(home, {**scored, "data.output_path": killed}))
+    again = camshaft("generate", *generate_args(home, {**scored, "data.output_path": killed}))
     assert again.status == 0, again.err
     num_done = 4 * (call - 1)
     assert (f"resuming: {num_done} of 16 prompts are complete" in again.out) == (num_done > 0)
     assert again.out.count("step ") == 5 - call
-    assert camshaft("generate", *generate_words(home, {**scored, "data.output_path": uninterrupted})).status == 0
+    assert camshaft("generate", *generate_args(home, {**scored, "data.output_path": uninterrupted})).status == 0
     assert parquet.ParquetFile(killed).read().equals(parquet.ParquetFile(uninterrupted).read(), check_metadata=True)
     assert killed.read_bytes() == uninterrupted.read_bytes()
     assert not list(tmp_path.glob("*.parts"))
@@ -238,8 +238,8 @@ def test_a_killed_run_resumes_with_the_same_output_file(
 def begun(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the output file of a run that was killed after two of four parts."""
     out = tmp_path / "out.parquet"
-    words = generate_words(home, {"rollout.name": holding.NAME, "data.output_path": out})
-    killed_in_call(3, words, tmp_path / "hold", monkeypatch)
+    args = generate_args(home, {"rollout.name": holding.NAME, "data.output_path": out})
+    killed_in_call(3, args, tmp_path / "hold", monkeypatch)
     assert sorted(path.name for path in parts_of(out).glob("from_*")) == ["from_000000000", "from_000000004"]
     return out
 
@@ -325,15 +325,15 @@ def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))
     hold.write_text("1")
-    words = generate_words(home, {"rollout.name": holding.NAME, "data.output_path": out})
-    process = start("-m", "camshaft", "generate", *words)
+    args = generate_args(home, {"rollout.name": holding.NAME, "data.output_path": out})
+    process = start("-m", "camshaft", "generate", *args)
     try:
         until = time.monotonic() + PATIENCE
         while not (tmp_path / "hold.reached").exists():
             assert process.poll() is None, finished(process)
             assert time.monotonic() < until
             time.sleep(0.01)
-        refused(camshaft("generate", *words), "another run is writing this file")
+        refused(camshaft("generate", *args), "another run is writing this file")
     finally:
         hold.unlink()
         ended = finished(process)
@@ -370,7 +370,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_an_unknown_command_is_one_error_with_a_fix(case: str, home: Path) -> None:
     overrides, phrases = WRONG[case]
-    refused(camshaft("generate", *generate_words(home, overrides)), *phrases)
+    refused(camshaft("generate", *generate_args(home, overrides)), *phrases)
     assert not (home / "out.parquet").exists()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.command_line import camshaft, finished, start
 from support.faulty_rollouts import HELD
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.processes import still_running
 
 from camshaft.tracking import deterministic
@@ -34,9 +34,9 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv("CAMSHAFT_TEST_HOLD", str(hold))
     overrides = {"actor_rollout_ref.rollout.name": "process", "+actor_rollout_ref.rollout.engine_kwargs.rollout": HELD}
-    words = ppo_words(tmp_path, {**RUN, **overrides, "trainer.default_local_dir": run})
+    args = ppo_args(tmp_path, {**RUN, **overrides, "trainer.default_local_dir": run})
     hold.write_text("4")  # the fourth weight sync belongs to the last step
-    process, pid_file = start("-m", "camshaft", "ppo", *words), hold.with_suffix(".pid")
+    process, pid_file = start("-m", "camshaft", "ppo", *args), hold.with_suffix(".pid")
     try:
         until = time.monotonic() + 150
         while not (pid_file.exists() and pid_file.read_text()):
@@ -58,9 +58,9 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
     hold.unlink()
-    assert camshaft("ppo", *words).status == 0
+    assert camshaft("ppo", *args).status == 0
     plain = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": uninterrupted}
-    assert camshaft("ppo", *ppo_words(tmp_path, {**RUN, **plain})).status == 0
+    assert camshaft("ppo", *ppo_args(tmp_path, {**RUN, **plain})).status == 0
     actual, expected = (
         [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, uninterrupted)
     )

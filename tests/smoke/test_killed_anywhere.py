@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.command_line import camshaft, finished, start
-from support.ppo_runs import ppo_words, saved_weights
+from support.ppo_runs import ppo_args, saved_weights
 from support.same_run import ACTOR, RANKS
 
 from camshaft import storage
@@ -56,11 +56,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 CASES = [(layout, algorithm, 20) for layout in LAYOUTS for algorithm in ("gae", "grpo")] + [("one process", "lora", 20)]
 
 
-def kill(run: Path, words: list[str], draw: random.Random, first: int, last: int) -> int:
+def kill(run: Path, args: list[str], draw: random.Random, first: int, last: int) -> int:
     """Start the run, kill its driver during one of these steps or its save, and return the newest logged step."""
     step, saves = draw.randint(first, last), draw.random() < 0.5
     step += step % 2 if saves else 0
-    process = start("-m", "camshaft", *words)
+    process = start("-m", "camshaft", *args)
     until = time.monotonic() + 200
     try:
         while not (list(run.glob(f"global_step_{step}/*.unfinished")) if saves else logged(run) >= step):
@@ -112,7 +112,7 @@ def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
     settings = {**BUSY, **ALGORITHMS[algorithm], **LAYOUTS[layout], "trainer.total_training_steps": steps}
 
     def words(run: Path) -> list[str]:
-        return ["ppo", *ppo_words(tmp_path, {**settings, "trainer.default_local_dir": run})]
+        return ["ppo", *ppo_args(tmp_path, {**settings, "trainer.default_local_dir": run})]
 
     killed, uninterrupted = tmp_path / "killed", tmp_path / "whole"
     draw = random.Random(f"{layout} {algorithm} {steps}")

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from support.command_line import camshaft, rm_words, sft_words
-from support.ppo_runs import ppo_words, run_ppo
+from support.command_line import camshaft, rm_args, sft_args
+from support.ppo_runs import ppo_args, run_ppo
 from support.reward_models import make_tiny_reward_model
 
 import camshaft as package
@@ -31,7 +31,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     """Return the metric names of each trainer from two runs: one with every optional metric, one with few."""
     folder = tmp_path_factory.mktemp("runs")
     (folder / "scored.py").write_text(SCORED)
-    ppo_words(folder)
+    ppo_args(folder)
     make_tiny_reward_model(folder / "rm")
     rollout = "actor_rollout_ref.rollout"
     everything = {
@@ -59,9 +59,9 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     greedy = {"algorithm.adv_estimator": "remax", "custom_reward_function.path": folder / "scored.py"}
     ppo = [step for overrides in (everything, little, filtered, greedy) for step in run_ppo(folder, overrides, 1)]
     names = {"ppo": {name for step in ppo for name in step.metrics}}
-    for trainer, words, rows in (("sft", sft_words, "sft_heldout"), ("rm", rm_words, "preference_heldout")):
+    for trainer, make_args, rows in (("sft", sft_args, "sft_heldout"), ("rm", rm_args, "preference_heldout")):
         short = {"data.val_files": folder / "data" / f"{rows}.parquet", "trainer.test_freq": 1}
-        assert camshaft(trainer, *words(folder, {**short, "trainer.total_training_steps": 1})).status == 0
+        assert camshaft(trainer, *make_args(folder, {**short, "trainer.total_training_steps": 1})).status == 0
         lines = read_metrics(folder / trainer / "metrics.jsonl")
         names[trainer] = {name for line in lines for name in line} - {"step"}
     return names

@@ -42,11 +42,11 @@ def failed(run: Path) -> list[dict[str, Any]]:
     ("late", "changes"), [(1, GRPO), (0, REMAX)], ids=["the second rank is late", "the first rank is late"]
 )
 def test_scoring_begins_while_another_rank_generates(late: int, changes: dict[str, Any], tmp_path: Path) -> None:
-    with late_rank(tmp_path, late) as words:
-        words |= {**RANKS, **changes}
-        actual = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "late"}, steps=1)
-        words["actor_rollout_ref.rollout.name"] = "torch"
-        expected = run_ppo(tmp_path, {**words, "trainer.default_local_dir": tmp_path / "plain"}, steps=1)
+    with late_rank(tmp_path, late) as overrides:
+        overrides |= {**RANKS, **changes}
+        actual = run_ppo(tmp_path, {**overrides, "trainer.default_local_dir": tmp_path / "late"}, steps=1)
+        overrides["actor_rollout_ref.rollout.name"] = "torch"
+        expected = run_ppo(tmp_path, {**overrides, "trainer.default_local_dir": tmp_path / "plain"}, steps=1)
     assert [untimed(step) for step in actual] == [untimed(step) for step in expected]
     assert failed(tmp_path / "late") == failed(tmp_path / "plain")
     assert actual[-1].metrics["reward/errors"] > 0, "the test needs a row that fails"

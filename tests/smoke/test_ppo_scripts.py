@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.command_line import camshaft
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.wandb_file import history
 from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ PLACES = ("data.train_files", "data.val_files", "actor_rollout_ref.model.path", 
 
 def places(folder: Path) -> dict[str, str]:
     """Return the paths of an existing model and data."""
-    return {key: value for key, _, value in (word.partition("=") for word in ppo_words(folder)) if key in PLACES}
+    return {key: value for key, _, value in (word.partition("=") for word in ppo_args(folder)) if key in PLACES}
 
 
 def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -> subprocess.CompletedProcess[str]:
@@ -52,13 +52,13 @@ def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -
     )
 
 
-def words_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
+def args_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
     """Return the trainer's command-line arguments."""
     process = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
     assert process.returncode == 0, process.stderr
-    module, name, *words = (folder / "words").read_text().splitlines()
+    module, name, *args = (folder / "words").read_text().splitlines()
     assert (module, name) == ("-m", "camshaft.trainer.main_ppo")
-    return words
+    return args
 
 
 @pytest.mark.timeout(300)
@@ -90,8 +90,8 @@ def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Pat
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
     paths = places(tmp_path)
     paths |= {"reward_model.model.path": paths["critic.model.path"]}
-    run = camshaft("ppo", *words_of(script, tmp_path / "there", paths), "--cfg", "job")
+    run = camshaft("ppo", *args_of(script, tmp_path / "there", paths), "--cfg", "job")
     assert run.status == 0, run.err
-    missing = camshaft("ppo", *words_of(script, tmp_path / "missing", {}), "--cfg", "job")
+    missing = camshaft("ppo", *args_of(script, tmp_path / "missing", {}), "--cfg", "job")
     assert missing.status == 2
     assert len(re.findall("(file|folder) not found", missing.err)) > 2  # keys of data and models

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import camshaft, sft_words
+from support.command_line import camshaft, sft_args
 from support.interrupting import NAME, run_until
-from support.ppo_runs import ppo_words, run_ppo, saved_weights
+from support.ppo_runs import ppo_args, run_ppo, saved_weights
 from support.processes import start_fork_server
 from support.same_run import ACTOR, RANKS, SHUFFLED, close, compare
 from torch import Tensor
@@ -135,7 +135,7 @@ def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], 
     """Return (metrics of the steps, weights of the exported model)."""
     paths = {"trainer.default_local_dir": folder / overrides["strategy"], "trainer.total_training_steps": 3}
     validated = {"data.val_files": folder / "data" / "sft_heldout.parquet", "trainer.test_freq": 3}
-    config = load_sft(sft_words(folder, {**paths, **validated, **overrides}))
+    config = load_sft(sft_args(folder, {**paths, **validated, **overrides}))
     recorder = Recorder()
     with SFTTrainer(config) as trainer:
         trainer.prepare()
@@ -171,16 +171,16 @@ SAVED: dict[str, Any] = {
 }
 
 
-def words(home: Path, run: Path, async_save: bool) -> list[str]:
+def run_args(home: Path, run: Path, async_save: bool) -> list[str]:
     where = {"trainer.default_local_dir": run, f"{ACTOR}.checkpoint.async_save": async_save}
-    return ["ppo", *ppo_words(home, {**SAVED, **where})]
+    return ["ppo", *ppo_args(home, {**SAVED, **where})]
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
     home = tmp_path_factory.mktemp("home")
-    assert camshaft(*words(home, home / "whole", async_save=False)).status == 0
+    assert camshaft(*run_args(home, home / "whole", async_save=False)).status == 0
     return home
 
 
@@ -196,11 +196,11 @@ def test_a_killed_run_on_two_ranks_resumes_bitwise(
     async_save: bool, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uninterrupted, killed = home / "whole", tmp_path / "killed"
-    run_until(3, killed, words(home, killed, async_save), monkeypatch)
+    run_until(3, killed, run_args(home, killed, async_save), monkeypatch)
     complete = [step for step, folder in storage.step_folders(killed) if storage.is_complete(folder / "actor")]
     # A background save of the last step may be incomplete.
     assert complete == [1, 2] or (async_save and complete == [1])
-    assert camshaft(*words(home, killed, async_save)).status == 0
+    assert camshaft(*run_args(home, killed, async_save)).status == 0
     assert len(lines(killed)) == 3
     assert lines(killed) == lines(uninterrupted)
     actual, expected = (saved_weights(run / "global_step_3" / "actor") for run in (killed, uninterrupted))

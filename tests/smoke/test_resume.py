@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.command_line import camshaft, sft_words
+from support.command_line import camshaft, sft_args
 from support.interrupting import NAME, run_until
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from camshaft import storage
@@ -64,7 +64,7 @@ SFT: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    ppo_words(home)
+    ppo_args(home)
     return home
 
 
@@ -76,7 +76,7 @@ def command(home: Path) -> Command:
     """Return the command-line arguments of a run in a folder."""
 
     def words(settings: Mapping[str, Any], run: Path, **more: Any) -> list[str]:
-        make, name = (sft_words, "sft") if settings is SFT else (ppo_words, "ppo")
+        make, name = (sft_args, "sft") if settings is SFT else (ppo_args, "ppo")
         changes = {f"trainer.{key}": value for key, value in more.items()}
         return [name, *make(home, {**settings, "trainer.default_local_dir": run, **changes})]
 
@@ -86,7 +86,7 @@ def command(home: Path) -> Command:
 @pytest.fixture(scope="module")
 def undisturbed(home: Path) -> Path:
     """Return the read-only folder of an uninterrupted run of `PPO`."""
-    assert camshaft("ppo", *ppo_words(home, {**PPO, "trainer.default_local_dir": home / "whole"})).status == 0
+    assert camshaft("ppo", *ppo_args(home, {**PPO, "trainer.default_local_dir": home / "whole"})).status == 0
     return home / "whole"
 
 
@@ -177,8 +177,8 @@ def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
 def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
     # 16 of the first 24 rows are done; batches of 4 give 2 more steps of the first epoch and 6 of the second.
     assert camshaft(*command(PPO, tmp_path, total_training_steps=2)).status == 0
-    words = command(PPO, tmp_path, total_training_steps="null", save_freq=7)
-    assert camshaft(*words, "data.train_batch_size=4").status == 0
+    args = command(PPO, tmp_path, total_training_steps="null", save_freq=7)
+    assert camshaft(*args, "data.train_batch_size=4").status == 0
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(11))
     assert steps(tmp_path) == [2, 7, 10]
 
@@ -232,8 +232,8 @@ def test_resume_path_starts_from_that_step(command: Command, undisturbed: Path, 
 
 def test_resuming_an_earlier_step_moves_later_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
     run = shutil.copytree(undisturbed, tmp_path / "run")
-    words = command(PPO, run, resume_mode="resume_path", resume_from_path=run / "global_step_2", save_freq=3)
-    assert camshaft(*words).status == 0
+    args = command(PPO, run, resume_mode="resume_path", resume_from_path=run / "global_step_2", save_freq=3)
+    assert camshaft(*args).status == 0
     assert steps(run) == [2, 3, 6]
     assert steps(run / "aside.1") == [4, 6]
     assert lines(run) == lines(undisturbed)
@@ -243,8 +243,8 @@ def test_resume_path_takes_the_copy_in_the_second_place(command: Command, undist
     second = tmp_path / "second"
     assert camshaft(*command(PPO, tmp_path / "a", default_hdfs_dir=second, total_training_steps=2)).status == 0
     shutil.rmtree(tmp_path / "a")
-    words = command(PPO, tmp_path / "b", resume_mode="resume_path", resume_from_path=second / "global_step_2")
-    assert camshaft(*words).status == 0
+    args = command(PPO, tmp_path / "b", resume_mode="resume_path", resume_from_path=second / "global_step_2")
+    assert camshaft(*args).status == 0
     assert lines(tmp_path / "b") == lines(undisturbed)[3:]
 
 
@@ -312,8 +312,8 @@ def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, undist
 
 
 def test_as_many_checkpoints_stay_as_the_config_says(command: Command, tmp_path: Path) -> None:
-    words = command(PPO, tmp_path, save_freq=1, max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=1)
-    assert camshaft(*words).status == 0
+    args = command(PPO, tmp_path, save_freq=1, max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=1)
+    assert camshaft(*args).status == 0
     assert steps(tmp_path) == [5, 6]
     assert sorted(path.name for path in (tmp_path / "global_step_5").iterdir()) == ["actor", "trainer"]
     assert sorted(path.name for path in (tmp_path / "global_step_6").iterdir()) == ["actor", "critic", "trainer"]

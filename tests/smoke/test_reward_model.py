@@ -7,7 +7,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 from support.command_line import camshaft
-from support.ppo_runs import ppo_words, run_ppo
+from support.ppo_runs import ppo_args, run_ppo
 from support.processes import start_fork_server
 from support.reward_models import NEWLINE, make_tiny_reward_model, plain_scores
 from transformers import AutoTokenizer
@@ -97,7 +97,7 @@ def test_a_custom_class_scores(more: dict[str, Any], home: Path) -> None:
 
 def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -> None:
     overrides = {"trainer.logger": "[jsonl]", "trainer.default_local_dir": tmp_path, "trainer.total_training_steps": 1}
-    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **overrides}))
+    run = camshaft("ppo", *ppo_args(home, {**scored_by(home), **overrides}))
     assert run.status == 0, run.err
     assert ["actor", "ref", "critic", "reward"] in [line.split()[:4] for line in run.out.splitlines()]
     assert "reward/model/mean" in read_metrics(tmp_path / "metrics.jsonl")[0]
@@ -114,7 +114,7 @@ def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -
 )
 def test_all_problems_are_one_error(overrides: dict[str, str], status: int, message: str, home: Path) -> None:
     arguments = {key: value.format(home=home) for key, value in overrides.items()}
-    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **arguments}))
+    run = camshaft("ppo", *ppo_args(home, {**scored_by(home), **arguments}))
     assert run.status == status, run.err
     assert message in run.err
     assert "Traceback" not in run.err
@@ -126,6 +126,6 @@ def test_rows_without_a_function_use_only_the_reward_model(home: Path) -> None:
     unknown = home / "unknown.parquet"
     parquet.write_table(table.set_column(place, "data_source", pyarrow.array(["mine"] * len(table))), unknown)
     auto = {"custom_reward_function.path": "null", "data.train_files": unknown, "data.val_files": "null"}
-    run = camshaft("ppo", *ppo_words(home, {**scored_by(home), **auto}))
+    run = camshaft("ppo", *ppo_args(home, {**scored_by(home), **auto}))
     assert run.status == 1
     assert "custom_reward_function.name=null to score with the reward model only" in run.err

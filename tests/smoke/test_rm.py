@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import camshaft, rm_words
+from support.command_line import camshaft, rm_args
 from support.interrupting import NAME, run_until
 from support.ppo_runs import run_ppo
 from support.reward_models import plain_scores
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(150)
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    rm_words(home)
+    rm_args(home)
     return home
 
 
@@ -40,7 +40,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("trained")
     sums = write_arithmetic(home / "pairs", left=(10, 99), right=(0, 9), num_train=640, num_heldout=128)
     make_tiny_model(home / "model", initializer_range=0.1)
-    words: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "data.train_files": sums.preference_train,
         "data.val_files": sums.preference_heldout,
         "data.train_batch_size": 64,
@@ -51,7 +51,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "trainer.test_freq": 80,
         "trainer.default_local_dir": home / "run",
     }
-    run = camshaft("rm", *rm_words(home, words))
+    run = camshaft("rm", *rm_args(home, overrides))
     assert run.status == 0, run.err
     assert f"wrote {home}/run/huggingface" in run.out
     return home / "run"
@@ -117,13 +117,13 @@ SAVED: dict[str, Any] = {
 }
 
 
-def words(home: Path, run: Path) -> list[str]:
-    return ["rm", *rm_words(home, {**SAVED, "trainer.default_local_dir": run})]
+def run_args(home: Path, run: Path) -> list[str]:
+    return ["rm", *rm_args(home, {**SAVED, "trainer.default_local_dir": run})]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(home: Path) -> Path:
-    assert camshaft(*words(home, home / "uninterrupted")).status == 0
+    assert camshaft(*run_args(home, home / "uninterrupted")).status == 0
     return home / "uninterrupted"
 
 
@@ -142,18 +142,18 @@ def test_a_killed_run_resumes_bitwise(
     uninterrupted: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    assert run_until(3, run, words(home, run), monkeypatch).status == -signal.SIGKILL
+    assert run_until(3, run, run_args(home, run), monkeypatch).status == -signal.SIGKILL
     assert [step for step, _ in storage.step_folders(run)] == [2]
-    assert camshaft(*words(home, run)).status == 0
+    assert camshaft(*run_args(home, run)).status == 0
     same(run, uninterrupted)
 
 
 def test_a_failed_run_resumes_bitwise(uninterrupted: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):
-        camshaft(*words(home, tmp_path))
+        camshaft(*run_args(home, tmp_path))
     (tmp_path / "stop").unlink()
-    assert camshaft(*words(home, tmp_path)).status == 0
+    assert camshaft(*run_args(home, tmp_path)).status == 0
     same(tmp_path, uninterrupted)
 
 
@@ -175,7 +175,7 @@ def test_the_step_with_the_best_accuracy_is_kept(home: Path, tmp_path: Path) -> 
         "trainer.best_metric_mode": "max",
         "trainer.default_local_dir": tmp_path / "run",
     }
-    run = camshaft("rm", *rm_words(home, overrides))
+    run = camshaft("rm", *rm_args(home, overrides))
     assert run.status == 0, run.err
     accuracies = [line["val/accuracy"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     best = accuracies.index(max(accuracies)) + 1
@@ -215,7 +215,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(uninterrupted: Path
     ids=["keys", "bounds", "token budget", "ranks", "column", "length", "batch"],
 )
 def test_all_problems_are_one_error(overrides: dict[str, Any], status: int, phrases: list[str], home: Path) -> None:
-    run = camshaft("rm", *rm_words(home, overrides))
+    run = camshaft("rm", *rm_args(home, overrides))
     assert run.status == status, run.err
     assert [text for text in phrases if text not in run.err] == [], run.err
     assert "Traceback" not in run.err
@@ -224,7 +224,7 @@ def test_all_problems_are_one_error(overrides: dict[str, Any], status: int, phra
 def test_a_classifier_of_several_labels_is_rejected(home: Path, tmp_path: Path) -> None:
     make_tiny_model(tmp_path, hidden=32)
     AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).save_pretrained(tmp_path)
-    run = camshaft("rm", *rm_words(home, {"model.path": tmp_path}))
+    run = camshaft("rm", *rm_args(home, {"model.path": tmp_path}))
     assert run.status == 1
     assert "score.weight is (3, 32), not (1, 32)" in run.err
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import camshaft, finished, rm_words, sft_words, start
+from support.command_line import camshaft, finished, rm_args, sft_args, start
 from support.interrupting import NAME, run_until
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.processes import MARK, marked, still_running
 from support.same_run import RANKS
 
@@ -36,36 +36,36 @@ def steps(run: Path) -> list[int]:
     return [step for step, _ in storage.step_folders(run)]
 
 
-def words(home: Path, run: Path, **more: Any) -> list[str]:
-    return ["ppo", *ppo_words(home, {**SHORT, "trainer.default_local_dir": run, **more})]
+def run_args(home: Path, run: Path, **more: Any) -> list[str]:
+    return ["ppo", *ppo_args(home, {**SHORT, "trainer.default_local_dir": run, **more})]
 
 
 def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, uninterrupted = tmp_path / "run", tmp_path / "whole"
-    ended = run_until(2, run, words(tmp_path, run), monkeypatch, signal.SIGTERM)
+    ended = run_until(2, run, run_args(tmp_path, run), monkeypatch, signal.SIGTERM)
     assert ended.status == 143
     assert "camshaft: SIGTERM: finishing the current step and saving;" in ended.err
     assert "Traceback" not in ended.err
     output = " ".join(ended.out.split())
     assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
     assert steps(run) == [2]
-    again = camshaft(*words(tmp_path, run))
+    again = camshaft(*run_args(tmp_path, run))
     assert again.status == 0
     assert "step 3 of 4 is next" in " ".join(again.out.split())
-    assert camshaft(*words(tmp_path, uninterrupted)).status == 0
+    assert camshaft(*run_args(tmp_path, uninterrupted)).status == 0
     assert lines(run) == lines(uninterrupted)
     assert len(lines(run)) == 4
     assert steps(uninterrupted) == []
 
 
 @pytest.mark.parametrize(
-    ("trainer", "words_of"), [("sft", sft_words), pytest.param("rm", rm_words, marks=pytest.mark.slow)]
+    ("trainer", "args_of"), [("sft", sft_args), pytest.param("rm", rm_args, marks=pytest.mark.slow)]
 )
 def test_sigusr1_ends_a_supervised_run_without_export(
-    trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: str, args_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    command = [trainer, *words_of(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
+    command = [trainer, *args_of(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
     ended = run_until(3, run, command, monkeypatch, signal.SIGUSR1)
     assert (ended.status, steps(run)) == (138, [3])
     assert not (run / "huggingface").exists()
@@ -87,7 +87,7 @@ def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypat
         for pid in sent:
             os.kill(pid, how)
 
-    ended = run_until(1, run, words(tmp_path, run, **RANKS), monkeypatch, signal.SIGTERM, everybody)
+    ended = run_until(1, run, run_args(tmp_path, run, **RANKS), monkeypatch, signal.SIGTERM, everybody)
     assert ended.status == 143, ended.err
     assert len(sent) >= 5
     assert steps(run) == [1]
@@ -97,7 +97,7 @@ def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypat
 
 def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
-    process = start("-m", "camshaft", *words(tmp_path, tmp_path / "run"))
+    process = start("-m", "camshaft", *run_args(tmp_path, tmp_path / "run"))
     process.send_signal(signal.SIGTERM)
     assert finished(process).status == -signal.SIGTERM
     assert steps(tmp_path / "run") == []

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import wandb
 from mlflow.tracking import MlflowClient
-from support.command_line import camshaft, sft_words
+from support.command_line import camshaft, sft_args
 from support.interrupting import NAME, run_until
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 from support.wandb_file import exit_codes, history
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -53,7 +53,7 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
         "trainer.test_freq": 2,
         "trainer.log_val_generations": 3,
     }
-    ended = camshaft("ppo", *ppo_words(tmp_path, overrides))
+    ended = camshaft("ppo", *ppo_args(tmp_path, overrides))
     assert (ended.status, ended.err) == (0, "")
     assert capfd.readouterr() == ("", "")
     library_lines = [line for line in ended.out.splitlines() if "wandb" in line or "mlflow" in line.lower()]
@@ -91,12 +91,12 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, **_): raise ValueError"
     )
-    words = {
+    overrides = {
         "trainer.logger": "[wandb,mlflow]",
         "custom_reward_function.path": tmp_path / "raises.py",
         "custom_reward_function.on_error": "raise",
     }
-    ended = camshaft("ppo", *ppo_words(tmp_path, words))
+    ended = camshaft("ppo", *ppo_args(tmp_path, overrides))
     assert ended.status == 1
     assert "RewardError" in ended.err
     assert runs_of(tmp_path / "run") == ["FAILED"]
@@ -104,11 +104,11 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "words_of", "role"),
-    [("ppo", ppo_words, ActorRolloutRefWorker), ("sft", sft_words, SupervisedWorker)],
+    ("trainer", "args_of", "role"),
+    [("ppo", ppo_args, ActorRolloutRefWorker), ("sft", sft_args, SupervisedWorker)],
 )
 def test_a_failed_background_save_fails_the_run(
-    trainer: str, words_of: Callable[..., list[str]], role: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: str, args_of: Callable[..., list[str]], role: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @functools.wraps(role.wait_for_checkpoint)
     def fails(self: object) -> None:
@@ -116,28 +116,28 @@ def test_a_failed_background_save_fails_the_run(
 
     monkeypatch.setattr(role, "wait_for_checkpoint", fails)
     more = {"trainer.default_local_dir": tmp_path / "run", "trainer.total_training_steps": 1}
-    ended = camshaft(trainer, *words_of(tmp_path, {**more, "trainer.logger": "[mlflow]"}))
+    ended = camshaft(trainer, *args_of(tmp_path, {**more, "trainer.logger": "[mlflow]"}))
     assert ended.status == 1
     assert "the disk is full" in ended.err
     assert runs_of(tmp_path / "run") == ["FAILED"]
 
 
-@pytest.mark.parametrize(("trainer", "words_of"), [("ppo", ppo_words), ("sft", sft_words)])
+@pytest.mark.parametrize(("trainer", "args_of"), [("ppo", ppo_args), ("sft", sft_args)])
 def test_a_stopped_run_is_killed_and_resumes_to_the_end(
-    trainer: str, words_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trainer: str, args_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     more = {"trainer.total_training_steps": 3, "trainer.resume_mode": "auto", "trainer.default_local_dir": run}
-    words = [trainer, *words_of(tmp_path, {**more, "trainer.logger": f"[jsonl,mlflow,{NAME}]"})]
-    assert run_until(1, run, words, monkeypatch, signal.SIGTERM).status == 143
+    args = [trainer, *args_of(tmp_path, {**more, "trainer.logger": f"[jsonl,mlflow,{NAME}]"})]
+    assert run_until(1, run, args, monkeypatch, signal.SIGTERM).status == 143
     assert runs_of(run) == ["KILLED"]
-    assert camshaft(*words).status == 0
+    assert camshaft(*args).status == 0
     assert runs_of(run) == ["FINISHED"]
 
 
 def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> None:
-    words = {"trainer.logger": "[full_disk:FullDisk,jsonl]", "trainer.total_training_steps": 3}
-    ended = camshaft("sft", *sft_words(tmp_path, words))
+    overrides = {"trainer.logger": "[full_disk:FullDisk,jsonl]", "trainer.total_training_steps": 3}
+    ended = camshaft("sft", *sft_args(tmp_path, overrides))
     assert ended.status == 0
     output = " ".join(ended.out.split())
     assert output.count("OSError: no space left on device. The run continues") == 1
@@ -147,8 +147,8 @@ def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> Non
 
 def test_a_missing_library_is_an_error_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trackio", None)
-    words = ppo_words(tmp_path, {"trainer.logger": "[console,trackio]"})
+    args = ppo_args(tmp_path, {"trainer.logger": "[console,trackio]"})
     (tmp_path / "actor" / "model.safetensors").unlink()  # which would receive another status
-    ended = camshaft("ppo", *words)
+    ended = camshaft("ppo", *args)
     assert ended.status == 2
     assert "pip install 'camshaft[trackio]'" in ended.err

@@ -302,8 +302,8 @@ class SilentWithoutLoss(SingleDeviceEngine):
 
     def forward_backward_step(self, batch: Any, ctx: Any = None, forward_only: bool = False, **kwargs: Any) -> Any:
         if self._loss_fn is None and not forward_only:
-            found, ctx = _as_ever(self, batch, ctx, True)
-            return found, torch.zeros(()), ctx
+            result, ctx = _as_ever(self, batch, ctx, True)
+            return result, torch.zeros(()), ctx
         return _as_ever(self, batch, ctx, forward_only, **kwargs)
 
 

@@ -1,9 +1,9 @@
 """Run the command line as users type it, in this process (fast) or in a separate one (real).
 
-    run = camshaft("ppo", *ppo_words(folder, {"trainer.seed": "abc"}))
+    run = camshaft("ppo", *ppo_args(folder, {"trainer.seed": "abc"}))
     assert run.status == 2 and "trainer.seed" in run.err
 
-    process = start("-m", "camshaft", "sft", *sft_words(folder))
+    process = start("-m", "camshaft", "sft", *sft_args(folder))
     run = finished(process)
 
 Every wait is bounded.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.cli import main
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,9 +61,9 @@ class Run:
     err: str
 
 
-def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the arguments of a supervised run on the model and the data that `ppo_words` writes to `folder`."""
-    ppo_words(folder)
+def sft_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the arguments of a supervised run on the model and the data that `ppo_args` writes to `folder`."""
+    ppo_args(folder)
     paths = {
         "data.train_files": folder / "data" / "sft_train.parquet",
         "model.path": folder / "actor",
@@ -72,9 +72,9 @@ def sft_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
     return [f"{key}={value}" for key, value in {**SMALL_SFT, **paths, **(overrides or {})}.items()]
 
 
-def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the arguments of reward model training on the model and the data that `ppo_words` writes to `folder`."""
-    ppo_words(folder)
+def rm_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the arguments of reward model training on the model and the data that `ppo_args` writes to `folder`."""
+    ppo_args(folder)
     paths = {
         "data.train_files": folder / "data" / "preference_train.parquet",
         "model.path": folder / "actor",
@@ -83,9 +83,9 @@ def rm_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[s
     return [f"{key}={value}" for key, value in {**SMALL_RM, **paths, **(overrides or {})}.items()]
 
 
-def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the arguments of `camshaft generate` on the model and 16 held-out prompts of `ppo_words`."""
-    ppo_words(folder)
+def generate_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the arguments of `camshaft generate` on the model and 16 held-out prompts of `ppo_args`."""
+    ppo_args(folder)
     paths = {
         "data.path": folder / "data" / "heldout.parquet",
         "data.output_path": folder / "out.parquet",
@@ -94,11 +94,11 @@ def generate_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> 
     return [f"{key}={value}" for key, value in {**SMALL_GENERATE, **paths, **(overrides or {})}.items()]
 
 
-def camshaft(*words: str) -> Run:
+def camshaft(*args: str) -> Run:
     """Call the entry point of the command `camshaft` in this process."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(list(words))
+        status = main(list(args))
     return Run(status, out.getvalue(), err.getvalue())
 
 

@@ -43,7 +43,7 @@ class InterruptingTracker(Tracker):
 def run_until(
     step: int,
     run: Path,
-    words: list[str],
+    args: list[str],
     monkeypatch: pytest.MonkeyPatch,
     how: signal.Signals = signal.SIGKILL,
     everybody: Callable[[signal.Signals], None] | None = None,
@@ -56,7 +56,7 @@ def run_until(
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run.mkdir()
     (run / "hold").write_text(str(step))
-    process, log = start("-m", "camshaft", *words), run / "metrics.jsonl"
+    process, log = start("-m", "camshaft", *args), run / "metrics.jsonl"
     try:
         until = time.monotonic() + 100
         while not log.exists() or f'{{"step": {step},' not in log.read_text():

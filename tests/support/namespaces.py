@@ -53,19 +53,19 @@ class Machine:
         self.pid, self.address = pid, address
         self._space = _links_to(Path(f"/proc/{pid}/ns/pid"))
 
-    def start(self, *words: str, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *args: str, **options: Any) -> subprocess.Popen[str]:
         """Start a command on this machine."""
         enter = ["nsenter", f"--target={self.pid}", *SPACES, f"--wd={ROOT}"]
-        return subprocess.Popen([*enter, *words], env=_environment(), text=True, **options)
+        return subprocess.Popen([*enter, *args], env=_environment(), text=True, **options)
 
-    def run(self, *words: str, seconds: float = 60.0) -> str:
+    def run(self, *args: str, seconds: float = 60.0) -> str:
         """Run a command on this machine and return its output."""
-        with self.start(*words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        with self.start(*args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
             try:
                 out, _ = process.communicate(timeout=seconds)
             finally:
                 process.kill()
-        assert process.returncode == 0, f"{' '.join(words)}: {out}"
+        assert process.returncode == 0, f"{' '.join(args)}: {out}"
         return out
 
     def call(self, function: Callable[..., Any], *args: Any, seconds: float = 150.0) -> Any:
@@ -159,8 +159,8 @@ def _cable(one: int, other: int) -> None:
         raise
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+def _ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True, timeout=10)
 
 
 def _links_to(file: Path) -> str:

@@ -78,7 +78,7 @@ class Step:
     """Weights after the step; empty without a critic."""
 
 
-def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
+def ppo_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
     """Return the command-line arguments of a run on this machine, and write the files that they name to `folder`."""
     actor, critic, data = folder / "actor", folder / "critic", folder / "data"
     if not actor.is_dir():
@@ -96,8 +96,8 @@ def ppo_words(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[
 
 
 def ppo_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> PPOConfig:
-    """Return the config of the arguments of `ppo_words`."""
-    return load_ppo(ppo_words(folder, overrides))
+    """Return the config of the arguments of `ppo_args`."""
+    return load_ppo(ppo_args(folder, overrides))
 
 
 def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int = 3) -> list[Step]:

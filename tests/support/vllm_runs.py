@@ -21,7 +21,7 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.ragged import Ragged
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
-from support.ppo_runs import SPREAD, ppo_config, ppo_words, weights_of
+from support.ppo_runs import SPREAD, ppo_args, ppo_config, weights_of
 
 END = 2
 """The end-of-sequence token of tiny models."""
@@ -45,8 +45,8 @@ class StepResponses:
 
 
 def with_wide_heads(folder: Path, seed: int = 0) -> None:
-    """Write the folder of `ppo_words` with a wider actor: vLLM's CPU attention requires heads of at least 32."""
-    ppo_words(folder)
+    """Write the folder of `ppo_args` with a wider actor: vLLM's CPU attention requires heads of at least 32."""
+    ppo_args(folder)
     shutil.rmtree(folder / "actor")
     make_tiny_model(folder / "actor", hidden=128, seed=seed, initializer_range=SPREAD)
 

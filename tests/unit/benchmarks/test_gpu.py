@@ -196,8 +196,8 @@ def test_memory_is_the_peak_less_what_has_to_be_there(job: gpu_parts.Job, monkey
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 20)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: next(peaks))
     outputs = 2 * 4 * TINY.head_tokens
-    for row, words, backward in zip(gpu_parts.memory_rows(job), TINY.vocabularies, (85, 185), strict=True):
-        gradients = TINY.shape.hidden * (4 * TINY.head_tokens + 2 * words)  # of bfloat16
+    for row, vocabulary_size, backward in zip(gpu_parts.memory_rows(job), TINY.vocabularies, (85, 185), strict=True):
+        gradients = TINY.shape.hidden * (4 * TINY.head_tokens + 2 * vocabulary_size)  # of bfloat16
         assert row["gradients_mib"] == gradients / 2**20
         assert row["forward_mib"] == 2 - outputs / 2**20
         assert row["backward_mib"] == pytest.approx(backward - (outputs + gradients) / 2**20)

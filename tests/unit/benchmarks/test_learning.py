@@ -130,10 +130,10 @@ def test_every_command_has_a_config_that_passes_all_checks(learning: Any, tmp_pa
 def test_finished_runs_are_not_repeated_by_default(few: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = []
 
-    def camshaft(words: list[str], log: Path) -> tuple[float, float]:
-        ran.append(words[0])
+    def camshaft(args: list[str], log: Path) -> tuple[float, float]:
+        ran.append(args[0])
         log.with_suffix("").mkdir(exist_ok=True)
-        if words[0] == "ppo":
+        if args[0] == "ppo":
             lines = [
                 {"step": 0, "val-aux/camshaft/arithmetic/correct/mean@1": 0.25, "val/reward/mean": 0.3},
                 {"step": 1, "critic/score/mean": 0.4},

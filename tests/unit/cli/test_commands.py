@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.command_line import camshaft
-from support.ppo_runs import ppo_words
+from support.ppo_runs import ppo_args
 
 from camshaft.cli import COMMANDS, main, ppo
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
@@ -81,12 +81,12 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Statuses:
 
 
 def sweep(folder: Path, seeds: str) -> list[str]:
-    return ["-m", *ppo_words(folder), f"trainer.seed={seeds}", "trainer.default_local_dir=out/${trainer.seed}"]
+    return ["-m", *ppo_args(folder), f"trainer.seed={seeds}", "trainer.default_local_dir=out/${trainer.seed}"]
 
 
 def test_the_exit_status_is_that_of_the_run(trained: Statuses, tmp_path: Path) -> None:
     seeds = trained(3)
-    assert main(["ppo", *ppo_words(tmp_path, {"trainer.seed": 5})]) == 3
+    assert main(["ppo", *ppo_args(tmp_path, {"trainer.seed": 5})]) == 3
     assert seeds == [5]
 
 
@@ -104,7 +104,7 @@ def test_a_run_stopped_by_a_signal_ends_its_sweep(trained: Statuses, tmp_path: P
 
 def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None:
     seeds = trained()
-    assert main(["ppo", "--cfg", "job", *ppo_words(tmp_path)]) == 0
+    assert main(["ppo", "--cfg", "job", *ppo_args(tmp_path)]) == 0
     assert seeds == []
     assert "seed:" in capfd.readouterr().out
 
@@ -121,7 +121,7 @@ def test_errors_of_a_run_become_one_message(error, status: int, message: str, mo
         raise error
 
     monkeypatch.setattr(ppo, "train", train)
-    run = camshaft("ppo", *ppo_words(tmp_path))
+    run = camshaft("ppo", *ppo_args(tmp_path))
     assert (run.status, run.err) == (status, message)
 
 
@@ -131,7 +131,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(ppo, "train", train)
     with pytest.raises(ZeroDivisionError, match="in the run"):
-        main(["ppo", *ppo_words(tmp_path)])
+        main(["ppo", *ppo_args(tmp_path)])
 
 
 def test_every_target_of_the_table_exists() -> None:

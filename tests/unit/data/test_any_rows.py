@@ -80,7 +80,7 @@ def written(table: pyarrow.Table, folder: Path) -> Path:
 
 def says_where(error: CamshaftError, *of_all_rows: str) -> None:
     """Return True if the message names the file, or concerns all rows."""
-    assert any(words in str(error) for words in ("any.parquet", *of_all_rows))
+    assert any(phrase in str(error) for phrase in ("any.parquet", *of_all_rows))
 
 
 options = st.builds(

@@ -66,12 +66,12 @@ def save_on_ranks(model: EngineModel, folder: str) -> None:
     engine.save_checkpoint(folder)
 
 
-def export(*words: Any) -> Run:
-    return camshaft("export", *map(str, words))
+def export(*args: Any) -> Run:
+    return camshaft("export", *map(str, args))
 
 
-def succeeded(*words: Any) -> Run:
-    run = export(*words)
+def succeeded(*args: Any) -> Run:
+    run = export(*args)
     assert run.status == 0, run.err
     return run
 

@@ -197,7 +197,7 @@ def test_a_packed_batch_of_two_rows_is_an_error():
 
 
 @pytest.mark.parametrize(
-    ("argument", "words"),
+    ("argument", "message"),
     [
         ("softcap", "soft-capped"),
         ("s_aux", "attention sinks"),
@@ -205,14 +205,14 @@ def test_a_packed_batch_of_two_rows_is_an_error():
         ("indices", "sparse"),
     ],
 )
-def test_unsupported_layer_arguments_are_named(argument: str, words: str):
+def test_unsupported_layer_arguments_are_named(argument: str, message: str):
     query = torch.zeros(1, 2, 3, 4)
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         packed_attention(LAYER, query, query, query, None, **{argument: 30.0})
 
 
 @pytest.mark.parametrize(
-    ("family", "extra", "words"),
+    ("family", "extra", "message"),
     [
         ("gemma2", {}, r"soft-capped attention scores \(attn_logit_softcapping=50"),
         ("gpt_oss", {}, "attention sinks"),
@@ -221,8 +221,8 @@ def test_unsupported_layer_arguments_are_named(argument: str, words: str):
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
     ],
 )
-def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str, Any], words: str):
-    with pytest.raises(EngineError, match=words):
+def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str, Any], message: str):
+    with pytest.raises(EngineError, match=message):
         reject_unsupported(AutoConfig.for_model(family, **extra))
 
 

@@ -53,11 +53,11 @@ def _storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def beyond(monkeypatch: pytest.MonkeyPatch, words: int, backward: bool) -> int:
+def beyond(monkeypatch: pytest.MonkeyPatch, vocabulary_size: int, backward: bool) -> int:
     """Return the bytes beyond outputs and gradients, in units of hidden states in float32."""
     with accelerated(monkeypatch) as device:
         options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
-        hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(words, HIDDEN, **options)
+        hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(vocabulary_size, HIDDEN, **options)
         targets = torch.empty(TOKENS, dtype=torch.int64, device=device)
         with Alive() as alive:
             log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
@@ -84,21 +84,21 @@ def test_the_counter_counts_what_lives() -> None:
 
 
 def test_a_forward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = [beyond(monkeypatch, words, backward=False) for words in VOCABULARIES]
+    peaks = [beyond(monkeypatch, vocabulary_size, backward=False) for vocabulary_size in VOCABULARIES]
     assert max(peaks) < 1.01 * min(peaks)  # each tile keeps three numbers per token
     assert max(peaks) < 4 * BUFFER
 
 
 def test_a_backward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks = [beyond(monkeypatch, words, backward=True) for words in VOCABULARIES]
+    peaks = [beyond(monkeypatch, vocabulary_size, backward=True) for vocabulary_size in VOCABULARIES]
     assert min(peaks) == max(peaks) < 5 * BUFFER
 
 
 def test_the_logits_of_all_words_would_be_counted() -> None:
     hidden = torch.empty(TOKENS, HIDDEN, device="meta", dtype=torch.bfloat16)
     peaks = []
-    for words in VOCABULARIES:
+    for vocabulary_size in VOCABULARIES:
         with Alive() as alive:
-            (hidden @ hidden.new_empty(words, HIDDEN).t()).float().log_softmax(dim=-1)
+            (hidden @ hidden.new_empty(vocabulary_size, HIDDEN).t()).float().log_softmax(dim=-1)
         peaks.append(alive.most)
     assert peaks[-1] > 4 * peaks[0] > 16 * BUFFER

@@ -194,7 +194,7 @@ def test_targets_and_exclusions_are_endings_of_names():
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"target_modules": ("q_porj",)}, r"target_modules: .*'q_porj'; did you mean 'q_proj'.* It has down_proj"),
         ({"target_modules": ("proj",)}, r"is called 'proj'"),
@@ -204,8 +204,8 @@ def test_targets_and_exclusions_are_endings_of_names():
         ({"target_modules": ()}, "leaves no linear layer"),
     ],
 )
-def test_targets_that_match_nothing_are_an_error(config: dict[str, Any], words: str):
-    with pytest.raises(EngineError, match=words):
+def test_targets_that_match_nothing_are_an_error(config: dict[str, Any], message: str):
+    with pytest.raises(EngineError, match=message):
         load(lora=LoRAConfig(rank=2, **config))
 
 
@@ -431,7 +431,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
 
 
 @pytest.mark.parametrize(
-    ("stored", "config", "words"),
+    ("stored", "config", "message"),
     [
         ({}, {"rank": 8}, r"lora.rank=8, but the adapter in .* has r=4"),
         ({}, {"alpha": 8.5}, r"lora.alpha=8.5, but the adapter in .* has lora_alpha=6"),
@@ -444,10 +444,10 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     ],
 )
 def test_an_adapter_of_another_kind_is_an_error(
-    stored: dict[str, Any], config: dict[str, Any], words: str, tmp_path: Path
+    stored: dict[str, Any], config: dict[str, Any], message: str, tmp_path: Path
 ):
     folder = peft_folder(tmp_path, **stored)
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         load(lora=LORA.model_copy(update={"adapter_path": str(folder), **config}))
 
 

@@ -231,7 +231,7 @@ def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ..
 
 
 @pytest.mark.parametrize(
-    ("at", "words"),
+    ("at", "message"),
     [
         ([7], "7, the first token of a row"),
         ([0], "0, the first token of a row"),
@@ -239,9 +239,9 @@ def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ..
         ([-1, 2], r"must lie in 0..22, got -1..2"),
     ],
 )
-def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], words: str):
+def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], message: str):
     tokens, packing, _ = inputs()
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         packed()(tokens, packing, torch.tensor(at), ("log_probs",))
 
 
@@ -259,7 +259,7 @@ def test_misshapen_inputs_are_an_error():
 
 
 @pytest.mark.parametrize(
-    ("family", "extra", "words"),
+    ("family", "extra", "message"),
     [
         ("gemma2", {}, "soft-capped attention scores"),
         ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
@@ -270,9 +270,9 @@ def test_misshapen_inputs_are_an_error():
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )
-def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], words: str):
+def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], message: str):
     folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(EngineError, match=message):
         load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
 
 

@@ -26,8 +26,8 @@ def folder() -> Path:
     return tiny_folder(**SHARP)
 
 
-def parity(folder: Path, rollout: str, *words: str, engine: str = "reference") -> Run:
-    return camshaft("parity", "--engine", engine, "--rollout", rollout, "--model", str(folder), *SMALL, *words)
+def parity(folder: Path, rollout: str, *args: str, engine: str = "reference") -> Run:
+    return camshaft("parity", "--engine", engine, "--rollout", rollout, "--model", str(folder), *SMALL, *args)
 
 
 def cause(run: Run) -> str:
@@ -67,10 +67,10 @@ def test_update_changes_engine_and_rollout(folder: Path) -> None:
     assert after.worst < 1e-4 < stale.worst
 
 
-@pytest.mark.parametrize("words", [(), ("--temperature", "0.7"), ("--temperature", "0")], ids=["1", "0.7", "greedy"])
+@pytest.mark.parametrize("args", [(), ("--temperature", "0.7"), ("--temperature", "0")], ids=["1", "0.7", "greedy"])
 @pytest.mark.parametrize("rollout", ["torch", "hf"])
-def test_pairs_agree_before_and_after_an_update(rollout: str, words: tuple[str, ...], folder: Path) -> None:
-    run = parity(folder, rollout, *words)
+def test_pairs_agree_before_and_after_an_update(rollout: str, args: tuple[str, ...], folder: Path) -> None:
+    run = parity(folder, rollout, *args)
     assert run.status == 0, run.out + run.err
     assert "engine and rollout agree" in run.out
     assert "after an update" in run.out
@@ -87,7 +87,7 @@ def test_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("engine", "words"),
+    ("engine", "args"),
     [
         ("reference", ["--rollout-dtype", "bfloat16"]),
         ("reference", ["--dtype", "bfloat16"]),
@@ -95,28 +95,28 @@ def test_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path
     ],
     ids=["rollout", "engine", "inside the engine"],
 )
-def test_lower_precision_on_one_side_is_found(engine: str, words: list[str], folder: Path) -> None:
-    run = parity(folder, "torch", *words, engine=engine)
+def test_lower_precision_on_one_side_is_found(engine: str, args: list[str], folder: Path) -> None:
+    run = parity(folder, "torch", *args, engine=engine)
     assert (run.status, cause(run)) == (1, "dtype"), run.out + run.err
     assert "bfloat16" in run.out.split("LIKELY CAUSE")[1]
     # A larger limit accepts the difference.
-    run = parity(folder, "torch", *words, "--limit", "2", engine=engine)
+    run = parity(folder, "torch", *args, "--limit", "2", engine=engine)
     assert run.status == 0
-    assert ("update skipped: rounding discards small updates of bfloat16" in run.out) == ("--dtype" in words)
+    assert ("update skipped: rounding discards small updates of bfloat16" in run.out) == ("--dtype" in args)
 
 
-@pytest.mark.parametrize("words", [("--top-p", "0.8"), ("--top-k", "5", "--temperature", "0.7")], ids=" ".join)
-def test_truncated_distribution_is_found(words: tuple[str, ...], folder: Path) -> None:
-    run = parity(folder, "torch", *words)
+@pytest.mark.parametrize("args", [("--top-p", "0.8"), ("--top-k", "5", "--temperature", "0.7")], ids=" ".join)
+def test_truncated_distribution_is_found(args: tuple[str, ...], folder: Path) -> None:
+    run = parity(folder, "torch", *args)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
     assert "without top_k and top_p" in run.out
     assert "rollout_is=token" in run.out
 
 
-@pytest.mark.parametrize("words", [("--temperature", "0.7"), ("--top-p", "0.8")], ids=" ".join)
-def test_raw_log_probs_are_found(words: tuple[str, ...], folder: Path) -> None:
+@pytest.mark.parametrize("args", [("--temperature", "0.7"), ("--top-p", "0.8")], ids=" ".join)
+def test_raw_log_probs_are_found(args: tuple[str, ...], folder: Path) -> None:
     # With top_p the log-probs match the engine's, but not the sampled distribution.
-    run = parity(folder, FAULTY + "RawLogProbs", *words)
+    run = parity(folder, FAULTY + "RawLogProbs", *args)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
     assert "raw log-probs" in run.out
 
@@ -200,7 +200,7 @@ def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, m
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--rollout", "trch"], "Did you mean 'torch'?"),
         (["--engine", "fdsp"], "Did you mean 'fsdp'?"),
@@ -216,7 +216,7 @@ def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, m
         (["--option", "fsdp_size"], "KEY=VALUE"),
     ],
 )
-def test_invalid_argument_is_rejected(words: list[str], message: str, folder: Path) -> None:
-    run = parity(folder, "torch", *words)
+def test_invalid_argument_is_rejected(args: list[str], message: str, folder: Path) -> None:
+    run = parity(folder, "torch", *args)
     assert run.status == 2, run.err  # 1 is a difference
     assert message in run.err

@@ -106,10 +106,10 @@ def test_invalid_tasks_and_settings_are_errors(task: str, more: dict[str, Any], 
 def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = Path(__file__).parents[3] / "examples" / "data" / "reasoning_gym_task.py"
     main = runpy.run_path(str(script))["main"]
-    words = ["--task", "gcd", "--size", "8", "--test_size", "2", "--out", str(tmp_path), "--system", "Think."]
-    assert main([*words, "--set", "max_value=30", "--set", "max_numbers=2"]) == 0
+    args = ["--task", "gcd", "--size", "8", "--test_size", "2", "--out", str(tmp_path), "--system", "Think."]
+    assert main([*args, "--set", "max_value=30", "--set", "max_numbers=2"]) == 0
     rows = rows_of(tmp_path / "train.parquet")
     assert [message["role"] for message in rows[0]["prompt"]] == ["system", "user"]
     assert json.loads(rows[0]["extra_info"]["config"])["max_value"] == 30
-    assert main([*words, "--set", "max_value"]) == 2
+    assert main([*args, "--set", "max_value"]) == 2
     assert "--set max_value has no value; use name=value" in capsys.readouterr().err

@@ -21,10 +21,12 @@ def calls(monkeypatch):
     """Record the calls of a fake library, which prints like the real one."""
     calls = []
 
-    def init(**words):
+    def init(**options):
         sys.stdout.write("* Trackio project initialized\n")
-        calls.append(("init", words))
-        return SimpleNamespace(name=words["name"], finish=finish, log=lambda values, step: calls.append((step, values)))
+        calls.append(("init", options))
+        return SimpleNamespace(
+            name=options["name"], finish=finish, log=lambda values, step: calls.append((step, values))
+        )
 
     def finish():
         sys.stdout.write("* Run finished.\n")
@@ -41,9 +43,9 @@ def test_a_run_is_logged_without_console_output(tmp_path, calls, capsys):
     with Tracking(["trackio"], info(tmp_path)) as tracking:
         tracking.log_generations([ROW], step=1)
         tracking.log({"critic/score/mean": 0.5}, step=1)
-    words = {"project": "my-project", "name": "my-run", "resume": "never", "config": {"actor": {"lr": 1e-6}}}
+    init_options = {"project": "my-project", "name": "my-run", "resume": "never", "config": {"actor": {"lr": 1e-6}}}
     assert calls == [
-        ("init", words | {"embed": False}),
+        ("init", init_options | {"embed": False}),
         (1, {"val/generations": (list(ROW), [["1+1=", "2", "2", 1.0]])}),
         (1, {"critic/score/mean": 0.5}),
         "finish",
@@ -56,7 +58,7 @@ def test_a_run_that_resumes_continues_the_same_one(tmp_path, calls):
         with Tracking(["trackio"], info(tmp_path, resumed)):
             pass
     arguments = [call[1] for call in calls if call[0] == "init"]
-    assert [(words["name"], words["resume"]) for words in arguments] == [("my-run", "never"), ("my-run", "allow")]
+    assert [(init["name"], init["resume"]) for init in arguments] == [("my-run", "never"), ("my-run", "allow")]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("trackio") is None, reason="trackio is not installed")

@@ -72,15 +72,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, batches: list[DataProto]) -> None:
     reward = tmp_path / "reward.py"
-    words = {**REMAX, "custom_reward_function.path": reward, "custom_reward_function.on_error": "drop"}
+    overrides = {**REMAX, "custom_reward_function.path": reward, "custom_reward_function.on_error": "drop"}
     reward.write_text(REWARD.format(OF_TEXT))
-    (full_step,) = run_ppo(tmp_path, words, steps=1)
+    (full_step,) = run_ppo(tmp_path, overrides, steps=1)
     baselines = batches[0]["reward_baselines"]
     unlucky = baselines[0]
     assert (baselines != unlucky).any(), "the case says nothing: all greedy responses are worth the same"
 
     reward.write_text(FAILING.format(OF_TEXT, float(unlucky)))
-    (step,) = run_ppo(tmp_path, words, steps=1)
+    (step,) = run_ppo(tmp_path, overrides, steps=1)
     first, second = batches
     assert second["prompts"].values.equal(first["prompts"].values)
     samples = first["token_level_scores"].sum()
@@ -98,4 +98,4 @@ def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, batche
 
     reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
     with pytest.raises(RewardError, match=r"on all 8 greedy responses of a step.*ValueError: never"):
-        run_ppo(tmp_path, words, steps=1)
+        run_ppo(tmp_path, overrides, steps=1)

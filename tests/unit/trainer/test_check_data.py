@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Check:
     """Write rows and a function, and run the command; return the exit status and the output."""
 
-    def check(train: list[dict], *words: str, val: list[dict] | None = None, reward: str = "") -> tuple[int, str]:
+    def check(train: list[dict], *args: str, val: list[dict] | None = None, reward: str = "") -> tuple[int, str]:
         (tmp_path / "reward.py").write_text(REWARD + (reward or "return float(solution_str == ground_truth)") + "\n")
         status = main(
             [
@@ -51,7 +51,7 @@ def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Ch
                 "trainer.device=cpu",
                 "trainer.n_gpus_per_node=1",
                 f"trainer.default_local_dir={tmp_path / 'out'}",
-                *words,
+                *args,
             ]
         )
         captured = capsys.readouterr()
@@ -79,15 +79,15 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "does"),
+    ("args", "status", "does"),
     [
         (["data.truncation=left"], 0, "truncated by data.truncation=left"),
         (["data.filter_overlong_prompts=true"], 0, "dropped by data.filter_overlong_prompts=true"),
         ([], 1, "rejected by data.truncation=error"),
     ],
 )
-def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, words, status, does) -> None:
-    actual_status, output = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *words)
+def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, args, status, does) -> None:
+    actual_status, output = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *args)
     assert actual_status == status
     assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in output
     if status:
@@ -107,13 +107,13 @@ BAD = {
 
 @pytest.mark.parametrize("what", BAD)
 def test_bad_data_and_functions_fail_with_one_line(check: Check, what: str) -> None:
-    train, words, more = BAD[what]
+    train, args, more = BAD[what]
     status, output = check(train, **more)
     assert status == 1
     verdict = output.rstrip().splitlines()[-1]
     assert verdict.startswith("FAILED: ")
-    assert words.split(".*")[0] in verdict
-    assert all(part in output for part in words.split(".*"))
+    assert args.split(".*")[0] in verdict
+    assert all(part in output for part in args.split(".*"))
 
 
 def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:

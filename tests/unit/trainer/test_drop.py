@@ -40,8 +40,8 @@ def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
 
 
 def algorithm(home: Path, **keys: Any) -> AlgorithmConfig:
-    words = {f"algorithm.{key}": value for key, value in keys.items()}
-    return ppo_config(home, {"actor_rollout_ref.rollout.n": 4, **words}).algorithm
+    overrides = {f"algorithm.{key}": value for key, value in keys.items()}
+    return ppo_config(home, {"actor_rollout_ref.rollout.n": 4, **overrides}).algorithm
 
 
 def batch_of(generator: torch.Generator) -> DataProto:
@@ -176,13 +176,13 @@ def test_a_run_counts_dropped_rows_and_trains_on_the_others(
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2])
     (tmp_path / "reward.py").write_text(REWARD)
-    words = {
+    overrides = {
         "custom_reward_function.path": tmp_path / "reward.py",
         "algorithm.adv_estimator": estimator,
         "actor_rollout_ref.rollout.n": 4,
     }
-    steps = run_ppo(tmp_path, words | {"custom_reward_function.on_error": "drop"}, steps=2)
-    zero = run_ppo(tmp_path, words | {"custom_reward_function.on_error": "zero"}, steps=1)
+    steps = run_ppo(tmp_path, overrides | {"custom_reward_function.on_error": "drop"}, steps=2)
+    zero = run_ppo(tmp_path, overrides | {"custom_reward_function.on_error": "zero"}, steps=1)
     listed = [json.loads(line) for line in (tmp_path / "run/rewards/failed.jsonl").read_text().splitlines()]
     for number, step in enumerate(steps, start=1):
         texts = texts_of(tmp_path, step.batch)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pyarrow import parquet
-from support.command_line import Run, camshaft, generate_words
+from support.command_line import Run, camshaft, generate_args
 
 from camshaft.data.parquet import write_parquet
 
@@ -94,8 +94,8 @@ def test_rows_with_equal_prompts_are_one_question(tmp_path: Path) -> None:
 
 def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
     responses, out = tmp_path / "out.parquet", tmp_path / "scored.parquet"
-    words = {"custom_reward_function.name": "arithmetic", "rollout.n": 4}
-    generated = camshaft("generate", *generate_words(tmp_path, words))
+    overrides = {"custom_reward_function.name": "arithmetic", "rollout.n": 4}
+    generated = camshaft("generate", *generate_args(tmp_path, overrides))
     assert generated.status == 0, generated.err
     run = evaluate(responses, custom_reward_function__name="arithmetic", data__output_path=out)
     assert run.status == 0, run.err
@@ -110,7 +110,7 @@ def test_eval_reproduces_the_scores_of_generate(tmp_path: Path) -> None:
     # A later `generate` must not treat the scored file as its output.
     responses.unlink()
     out.rename(responses)
-    assert "the file already exists" in camshaft("generate", *generate_words(tmp_path, words)).err
+    assert "the file already exists" in camshaft("generate", *generate_args(tmp_path, overrides)).err
 
 
 def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> None:

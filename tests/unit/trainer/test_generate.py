@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import generate_words
-from support.ppo_runs import ppo_words
+from support.command_line import generate_args
+from support.ppo_runs import ppo_args
 
 from camshaft.config import load_generate
 from camshaft.data.parquet import write_parquet
@@ -20,12 +20,12 @@ SCORED = {"custom_reward_function.name": "exact_match"}
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("home")
-    ppo_words(home)
+    ppo_args(home)
     return home
 
 
 def run_settings(home: Path, overrides: dict[str, Any]) -> dict[str, Any]:
-    run = GenerateRun(load_generate(generate_words(home, overrides)))
+    run = GenerateRun(load_generate(generate_args(home, overrides)))
     return settings(run.config, run.prompts)
 
 

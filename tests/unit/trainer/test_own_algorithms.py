@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.ppo_runs import ppo_words, run_ppo
+from support.ppo_runs import ppo_args, run_ppo
 
 from camshaft.algorithms import AGGREGATIONS, ESTIMATORS, KL_PENALTIES, POLICY_LOSSES
 from camshaft.config import load_ppo
@@ -73,7 +73,7 @@ def test_every_recipe_is_a_config_that_loads(name: str, tmp_path: Path) -> None:
     typed = [word for words in re.findall(r"`([^`]*)`", RECIPES[name]) for word in words.split() if "=" in word]
     assert typed
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    load_ppo([*ppo_words(tmp_path), "data.train_batch_size=8", "data.max_response_length=4096", mini, *typed])
+    load_ppo([*ppo_args(tmp_path), "data.train_batch_size=8", "data.max_response_length=4096", mini, *typed])
 
 
 def test_the_recipes_are_found() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import even_digits
 from support.command_line import camshaft
-from support.ppo_runs import ppo_words, run_ppo
+from support.ppo_runs import ppo_args, run_ppo
 from transformers import AutoTokenizer
 
 from camshaft import storage
@@ -88,8 +88,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_responses_of_every_validation_and_every_step_are_written_down(tmp_path: Path) -> None:
-    words = {"trainer.test_freq": 2, "trainer.val_before_train": True, "trainer.rollout_data_dir": tmp_path / "said"}
-    before, first, second = run_ppo(tmp_path, words, steps=2)
+    overrides = {
+        "trainer.test_freq": 2,
+        "trainer.val_before_train": True,
+        "trainer.rollout_data_dir": tmp_path / "said",
+    }
+    before, first, second = run_ppo(tmp_path, overrides, steps=2)
     validation = tmp_path / "run" / "validation"
     assert sorted(path.name for path in validation.iterdir()) == ["step_0.jsonl", "step_2.jsonl"]
     for step, logged in ((0, before), (2, second)):
@@ -113,17 +117,17 @@ def test_partial_validation_output_is_reported_without_a_shared_folder(tmp_path:
 
 
 def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
-    ppo_words(tmp_path)  # makes the model
+    ppo_args(tmp_path)  # makes the model
     tokenizer = load_tokenizer(str(tmp_path / "actor"))
     tokenizer.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "own")
-    words = {
+    overrides = {
         "data.tokenizer": tmp_path / "own",
         "trainer.save_freq": 1,
         "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
         "critic.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
     }
-    (step,) = run_ppo(tmp_path, words, steps=1)
+    (step,) = run_ppo(tmp_path, overrides, steps=1)
     (prompt, *_), messages = step.batch["prompts"].rows(), [{"role": "user", "content": "1"}]
     assert tokenizer.decode(prompt).startswith("<")  # it was used, too
     for role in ("actor", "critic"):
@@ -133,19 +137,19 @@ def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
 
 def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = {
+    overrides = {
         "trainer.total_training_steps": 2,
         "trainer.save_freq": 1,
         "trainer.test_freq": 1,
         "trainer.logger": "jsonl",
     }
-    assert camshaft("ppo", *ppo_words(tmp_path, words)).status == 0
+    assert camshaft("ppo", *ppo_args(tmp_path, overrides)).status == 0
     (run / "validation" / "step_1.jsonl").rename(tmp_path / "then")
     metrics = (run / "metrics.jsonl").read_bytes()
     alone = {"trainer.val_only": True, "trainer.resume_mode": "resume_path"}
     alone["trainer.resume_from_path"] = run / "global_step_1"
     for _ in range(2):
-        run_again = camshaft("ppo", *ppo_words(tmp_path, words | alone))
+        run_again = camshaft("ppo", *ppo_args(tmp_path, overrides | alone))
         assert run_again.status == 0, run_again.err
     assert (run / "metrics.jsonl").read_bytes() == metrics
     assert [step for step, _ in storage.step_folders(run)] == [1, 2]
@@ -154,6 +158,6 @@ def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None
     logged = read_metrics(run / "metrics.jsonl")[0]
     assert standalone["step"] == 1
     assert {name: logged[name] for name in standalone} == standalone
-    refused = camshaft("ppo", *ppo_words(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
+    refused = camshaft("ppo", *ppo_args(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
     assert refused.status == 2
     assert "validation needs files" in refused.err

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from support.ppo_runs import ppo_words, run_ppo
+from support.ppo_runs import ppo_args, run_ppo
 
 from camshaft.dataproto import DataProto
 from camshaft.tracking import deterministic
@@ -19,7 +19,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 def test_a_run_on_urls_is_the_run_on_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "reward.py").write_text(REWARD)
-    ppo_words(tmp_path)  # writes models and data
+    ppo_args(tmp_path)  # writes models and data
     files = fsspec.filesystem("memory")
     for name in ("actor", "critic", "data"):
         for path in (path for path in (tmp_path / name).rglob("*") if path.is_file()):

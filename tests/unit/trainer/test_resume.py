@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import sft_words
+from support.command_line import sft_args
 from support.ppo_runs import ppo_config
 
 from camshaft import storage
@@ -100,10 +100,10 @@ def test_the_state_of_the_trainer_is_what_it_ran_with(home: Path) -> None:
 
 
 def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
-    words = sft_words(tmp_path, {"trainer.total_training_steps": 2, "trainer.save_freq": 2})
+    args = sft_args(tmp_path, {"trainer.total_training_steps": 2, "trainer.save_freq": 2})
     results = []
     for again in (False, True):
-        with SFTTrainer(load_sft(words)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
+        with SFTTrainer(load_sft(args)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
             trainer.prepare()
             if again:
                 trainer.checkpoints = CheckpointManager(tmp_path / "again")

@@ -7,7 +7,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support.command_line import rm_words
+from support.command_line import rm_args
 from support.processes import start_fork_server
 from support.reward_models import make_tiny_reward_model, plain_scores
 from torch import Tensor
@@ -48,7 +48,7 @@ class Recorder:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a reward model `start`, pairs with margins in `pairs.parquet`, and odd `heldout.parquet`."""
     home = tmp_path_factory.mktemp("home")
-    rm_words(home)
+    rm_args(home)
     make_tiny_reward_model(home / "start")
     for name, split, count in (("pairs", "train", 24), ("heldout", "heldout", 7)):
         rows = read_parquet(home / "data" / f"preference_{split}.parquet", ["prompt", "chosen", "rejected"]).rows
@@ -60,7 +60,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trainer_of(home: Path, folder: Path, **overrides: Any) -> RMTrainer:
     paths = {"data.train_files": home / "pairs.parquet", "data.val_files": home / "heldout.parquet"}
     run = {"trainer.default_local_dir": folder, "model.path": home / "start", "trainer.test_freq": 2, "optim.lr": LR}
-    return RMTrainer(load_rm(rm_words(home, {**paths, **run, **overrides})))
+    return RMTrainer(load_rm(rm_args(home, {**paths, **run, **overrides})))
 
 
 def trained(home: Path, folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
@@ -157,13 +157,13 @@ def test_pairs_have_the_columns_of_the_table(home: Path, tmp_path: Path) -> None
 
 def test_a_new_head_depends_on_the_seed(home: Path, tmp_path: Path) -> None:
     def head(seed: int) -> Tensor:
-        words = {
+        overrides = {
             "model.path": home / "actor",
             "trainer.seed": seed,
             "trainer.total_training_steps": 1,
             "optim.lr": 1e-9,
         }
-        return trained(home, tmp_path / str(seed), **words)[1]["score.weight"]
+        return trained(home, tmp_path / str(seed), **overrides)[1]["score.weight"]
 
     first, other = head(1), head(2)
     assert first.shape == (1, 32)

@@ -69,13 +69,13 @@ class Keeper(Tracker):
 
 def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "keeper", sys.modules[__name__])
-    words = {
+    overrides = {
         "trainer.logger": "[keeper:Keeper]",
         "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY": "hunter2",
         "+custom_reward_function.reward_kwargs.api_key": "hunter2",
         "trainer.default_hdfs_dir": "hdfs://me:hunter2@host/runs",
     }
-    config = ppo_config(tmp_path, words)
+    config = ppo_config(tmp_path, overrides)
     with session(config.trainer) as run, run.tracking(config, 3, None):
         pass
     (info,) = Keeper.runs

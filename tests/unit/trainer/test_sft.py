@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import sft_words
+from support.command_line import sft_args
 from transformers import AutoModelForCausalLM
 
 from camshaft.config import load_sft
@@ -14,8 +14,8 @@ from camshaft.trainer.sft import SFTTrainer
 
 
 def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
-    words = sft_words(folder, {"data.val_files": folder / "data" / "sft_heldout.parquet", **overrides})
-    trainer = SFTTrainer(load_sft(words))
+    args = sft_args(folder, {"data.val_files": folder / "data" / "sft_heldout.parquet", **overrides})
+    trainer = SFTTrainer(load_sft(args))
     trainer.prepare()
     return trainer
 

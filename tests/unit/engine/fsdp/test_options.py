@@ -175,9 +175,9 @@ def test_a_checkpoint_is_written_in_the_background(
     started: list[str] = []
     real = sharded.checkpoint.BackgroundSave.start
 
-    def watched(saving: Any, state: Any, local_path: str, **words: Any) -> None:
+    def watched(saving: Any, state: Any, local_path: str, **options: Any) -> None:
         started.append(Path(local_path).name)
-        real(saving, state, local_path, **words)
+        real(saving, state, local_path, **options)
 
     monkeypatch.setattr(sharded.checkpoint.BackgroundSave, "start", watched)
     _, engine = built(tmp_path, async_save=background)

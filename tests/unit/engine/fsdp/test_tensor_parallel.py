@@ -237,9 +237,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_do_not_fit_are_rejected(case: str):
-    family, sizes, ranks, words = REFUSED[case]
+    family, sizes, ranks, message = REFUSED[case]
     for text in run_ranks(refusal, ranks, folder_of(family, **sizes)):
-        assert words in text
+        assert message in text
 
 
 class _Adapted(nn.Linear):
