@@ -17,8 +17,8 @@ from camshaft.plugins import import_attribute
 
 BY_NAME = {rule.name: rule for rule in RULES}
 TIMED = {
-    "pools run at once", "exceptions reach the driver", "late ranks are named", "killed ranks are errors",
-    "deaths between calls are found", "deaths end waits for other pools", "stopped ranks do not block",
+    "pools run at once", "exceptions reach the driver", "late ranks are reported", "killed ranks are errors",
+    "deaths between calls are detected", "deaths end waits for other pools", "suspended ranks do not block",
 }  # fmt: skip
 """Rules with time limits, which must not run in parallel with other tests."""
 

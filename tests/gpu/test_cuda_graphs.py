@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close
 from camshaft.contracts.rollout.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.ragged import Ragged
@@ -48,7 +48,7 @@ def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Pat
     for eager in (True, False):
         case = harness.case(family, FAMILIES[family], max_num_seqs=7, enforce_eager=eager)
         out = case.rollout.generate_sequences(prompts_of(harness), sampling)
-        close(out.log_probs, case.log_probs(prompts_of(harness), out.responses, sampling), 1e-3, "log-probs")
+        expect_close(out.log_probs, case.log_probs(prompts_of(harness), out.responses, sampling), 1e-3, "log-probs")
         responses.append([row.tolist() for row in out.responses.rows()])
         assert eager or replays(case)
     assert responses[0] == responses[1]

@@ -21,7 +21,7 @@ from support.vllm_runs import run_with_vllm
 from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import RolloutHarness, close
+from camshaft.contracts.rollout.harness import RolloutHarness, expect_close
 from camshaft.contracts.rollout.suite import SAMPLINGS
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
@@ -47,7 +47,7 @@ def test_seeds_give_the_samples_of_the_builtin_generator(harness: RolloutHarness
     for sampling in SAMPLINGS:
         out, expected = (rollout.generate_sequences(prompts, sampling, seeds) for rollout in (case.rollout, builtin))
         assert out.responses.values.tolist() == expected.responses.values.tolist()
-        close(out.log_probs, expected.log_probs, 1e-4, "log-probs")
+        expect_close(out.log_probs, expected.log_probs, 1e-4, "log-probs")
 
 
 def test_prefix_cache_is_reset_by_a_weight_sync(harness: RolloutHarness) -> None:
@@ -66,7 +66,7 @@ def test_tensor_parallel_output_is_correct(harness: RolloutHarness) -> None:
     case, prompts = harness.case(tensor_model_parallel_size=2), harness.prompts(4, 9, 20)
     for sampling in (SamplingParams(12, temperature=0), SamplingParams(12, top_p=0.8)):
         out = case.rollout.generate_sequences(prompts, sampling)
-        close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-4, "log-probs")
+        expect_close(out.log_probs, case.log_probs(prompts, out.responses, sampling), 1e-4, "log-probs")
     assert case.rollout.weight_digests() == {name: digest(weight) for name, weight in case.weights()}
 
 

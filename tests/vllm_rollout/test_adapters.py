@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
 from camshaft.config.engine import LoRAConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
@@ -117,8 +117,8 @@ def follows(pair: AdapterPair, updates: int) -> None:
         expected = [case.generate(row, 12, [2]) for row in prompts.rows()]
         outputs.append([row.tolist() for row in greedy.responses.rows()])
         assert outputs[-1] == expected
-        close(greedy.log_probs, case.log_probs(prompts, greedy.responses, GREEDY), TOLERANCE, "greedy")
-        close(sampled.log_probs, case.log_probs(prompts, sampled.responses, SAMPLED), TOLERANCE, "sampled")
+        expect_close(greedy.log_probs, case.log_probs(prompts, greedy.responses, GREEDY), TOLERANCE, "greedy")
+        expect_close(sampled.log_probs, case.log_probs(prompts, sampled.responses, SAMPLED), TOLERANCE, "sampled")
         pair.update()
     assert all(before != after for before, after in itertools.pairwise(outputs))
 
@@ -177,7 +177,7 @@ def test_prefix_cache_is_reset_with_the_adapter(tmp_path: Path) -> None:
         with rollout_mode(pair.engine, pair.rollout):
             out = pair.rollout.generate_sequences(prompts, SAMPLED)
             assert out.metrics["prompt_tokens_cached"] == 0, again
-            close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLED), TOLERANCE, "after the update")
+            expect_close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLED), TOLERANCE, "after the update")
             assert pair.rollout.generate_sequences(prompts, SAMPLED).metrics["prompt_tokens_cached"] > 0
 
 

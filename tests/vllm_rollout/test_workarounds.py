@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness, close, largest_difference
+from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close, largest_difference
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
@@ -131,7 +131,7 @@ def test_digests_cover_the_weights_that_vllm_stores_unchanged(harness):
 def test_log_probs_are_processed(harness):
     case, prompts = harness.case(), harness.prompts(4, 9)
     out = case.rollout.generate_sequences(prompts, SAMPLING)
-    close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING), 1e-4, "processed")
+    expect_close(out.log_probs, case.log_probs(prompts, out.responses, SAMPLING), 1e-4, "processed")
     assert largest_difference(out.log_probs, case.log_probs(prompts, out.responses, SamplingParams(12))) > 0.1
     with pytest.raises(RolloutError, match="engine_kwargs sets logprobs_mode"):
         VLLMRollout(case.rollout.config.model_copy(update={"engine_kwargs": {"logprobs_mode": "raw_logprobs"}}))

@@ -1,4 +1,4 @@
-"""Rules of the controller contract on mistakes of the driver, failures of ranks, and cleanup."""
+"""Rules of the controller contract about invalid calls, failures of ranks, and cleanup. `suite.py` lists them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,25 @@ from camshaft.controller import shutdown, spawn, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import BatchError
 
-# -- mistakes on the driver ------------------------------------------------------------------------
+# -- invalid calls ---------------------------------------------------------------------------------
 
 
-def unregistered_methods_are_named(harness: ControllerHarness) -> None:
-    """A call of a method without @register, or of a misspelled method, raises an AttributeError that says so."""
+def unregistered_methods_are_rejected(harness: ControllerHarness) -> None:
+    """Calling a method without @register or a misspelt method raises an AttributeError that states the reason."""
     with harness.role() as toy:
-        expect_error(lambda: toy.helper(), "Toy.helper is not decorated with @register", "helper ran", AttributeError)
+        expect_error(
+            lambda: toy.helper(),
+            "Toy.helper is not decorated with @register",
+            "a method without @register ran",
+            AttributeError,
+        )
         misspelt = lambda: toy.scael(eight_rows())  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
         expect_error(misspelt, "did you mean 'scale'", "a misspelt method ran", AttributeError)
 
 
 def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
-    """Indivisible rows, wrong results, and arguments that cannot be pickled raise an error. The role remains usable."""
+    """A row count that is not divisible, an invalid result, or an argument that cannot be pickled raises an error. The
+    role remains usable."""
     with harness.role() as toy:
         rows = eight_rows().reorder(slice(0, 5))
         expect_error(lambda: toy.scale(rows), "5 = 2 x 2 + 1", "5 rows were split for 2 ranks", BatchError)
@@ -45,15 +51,15 @@ def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:
         ones = DataProto.from_dict({"x": torch.ones(8)})
         expect_error(lambda: toy.mean(ones), "returned float on rank 0", "a float was merged", BatchError)
         expect_worker_error(lambda: toy.echo([lambda: None, 1]), "Toy.echo: an argument cannot be sent", "top level")
-        expect_equal(toy.echo([1, 2]), [(0, 1), (1, 2)], "call after the mistakes")
+        expect_equal(toy.echo([1, 2]), [(0, 1), (1, 2)], "result of a call after the errors")
 
 
 # -- failures of ranks -----------------------------------------------------------------------------
 
 
 def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
-    """An exception on one rank raises an error in the driver within seconds, with the rank, the traceback and the
-    exception as its cause."""
+    """An exception on one rank raises an error within seconds. It contains the rank and the traceback, and its cause is
+    the exception."""
     with harness.role() as toy:
         pids = toy.pids()
         with expect_faster(5.0):
@@ -65,7 +71,7 @@ def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
         expect('raise KeyError("weights of layer 3")' in text, f"the traceback lacks the line that raised: {text}")
         internal = ("controller/executor.py", "controller/worker.py")
         expect(not any(file in text for file in internal), f"the traceback shows frames of the controller: {text}")
-        expect(isinstance(error.__cause__, KeyError), f"the cause is {error.__cause__!r}")
+        expect(isinstance(error.__cause__, KeyError), f"the cause is {error.__cause__!r}, expected a KeyError")
         expect_ended(pids)
         again = "Toy.set_factor: its workers have ended (fail failed: "
         expect_worker_error(lambda: toy.set_factor(1.0), again, "layer 3", "spawn it again")
@@ -73,15 +79,14 @@ def exceptions_reach_the_driver(harness: ControllerHarness) -> None:
 
 
 def equal_failures_are_one_error(harness: ControllerHarness) -> None:
-    """The same exception on all ranks is reported once."""
+    """If all ranks raise the same exception, it is reported once."""
     with harness.role() as toy:
         error = expect_worker_error(lambda: toy.fail_everywhere())
         expect_equal(str(error).count("Traceback"), 1, "number of tracebacks")
 
 
 def pending_calls_raise(harness: ControllerHarness) -> None:
-    """A pending result raises the error of its call. Later calls raise an error that says why the workers have
-    ended."""
+    """A pending result raises the error of its call. The errors of later calls state why the workers have ended."""
     with harness.role() as toy:
         failing, after = submit(toy.fail_everywhere), submit(toy.set_factor, 1.0)
         expect_worker_error(failing.result, "KeyError: 'weights of layer 3'")
@@ -89,12 +94,12 @@ def pending_calls_raise(harness: ControllerHarness) -> None:
 
 
 def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
-    """If a rank fails after another one has responded, both the parts and the result raise one error."""
+    """If a rank fails after another rank has answered, parts() and result() both raise an error."""
     with harness.role() as toy:
-        pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
+        pending = submit(toy.wait_for_file, eight_rows(), harness.allow_answer(1))
         parts = pending.parts()
         expect_equal(next(parts)[0], 1, "first part")
-        harness.let_answer(0, "weights of layer 3")
+        harness.allow_answer(0, "weights of layer 3")
         expect_worker_error(
             lambda: next(parts), "Toy.wait_for_file raised on rank 0 of 2: KeyError: 'weights of layer 3'"
         )
@@ -102,7 +107,7 @@ def failures_after_a_part_are_errors(harness: ControllerHarness) -> None:
 
 
 def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
-    """A role that cannot be constructed raises an error in spawn()."""
+    """If a role cannot be built, spawn() raises an error."""
     with harness.pools(2) as (pool,):
         expect_worker_error(
             lambda: spawn(Toy, fail_on=1, pool=pool), "Toy.__init__ raised on rank 1 of 2: ValueError: no such model"
@@ -110,13 +115,13 @@ def construction_errors_are_raised_by_spawn(harness: ControllerHarness) -> None:
 
 
 def results_must_pickle(harness: ControllerHarness) -> None:
-    """A result that cannot be pickled raises an error that reports its rank."""
+    """A result that cannot be pickled raises an error that contains the rank."""
     with harness.role() as toy:
         expect_worker_error(lambda: toy.give_a_lambda(), "give_a_lambda raised on rank 0 of 2", "lambda")
 
 
-def late_ranks_are_named(harness: ControllerHarness) -> None:
-    """A rank that exceeds the timeout is reported with its stack, and the pool is shut down."""
+def late_ranks_are_reported(harness: ControllerHarness) -> None:
+    """If a rank exceeds the time limit, the pool ends and the error contains the rank and its stack."""
     with harness.role(timeout=3, name="critic") as toy:
         pids = toy.pids()
         begin = time.monotonic()
@@ -124,9 +129,9 @@ def late_ranks_are_named(harness: ControllerHarness) -> None:
             lambda: toy.stall(1), "critic.stall: rank(s) 1 of 2 have not answered for 3.", "spawn(..., timeout=3)"
         )
         duration = time.monotonic() - begin
-        expect(3 <= duration < 8, f"a limit of 3 s took {duration:.1f} s")
-        expect("in stall" in str(error), f"the stack of the late rank is missing: {error}")
-        expect("On rank 0" not in str(error), f"a rank that answered is shown: {error}")
+        expect(3 <= duration < 8, f"a time limit of 3 s took effect after {duration:.1f} s")
+        expect("in stall" in str(error), f"the error lacks the stack of the late rank: {error}")
+        expect("On rank 0" not in str(error), f"the error shows the stack of a rank that has answered: {error}")
         expect_ended(pids)
 
 
@@ -134,14 +139,14 @@ def killed_ranks_are_errors(harness: ControllerHarness) -> None:
     """If a rank is killed during a call, the call raises an error within seconds."""
     with harness.role() as toy:
         pids = toy.pids()
-        with expect_faster(5.0):  # rank 0 waits for rank 1, and loses its connection
+        with expect_faster(5.0):  # rank 0 waits for rank 1 and loses its connection
             expect_worker_error(
                 lambda: toy.kill(1), f"rank 1 of 2 of Toy (process {pids[1]}) died in kill (", "SIGKILL", "memory"
             )
         expect_ended(pids)
 
 
-def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
+def deaths_between_calls_are_detected(harness: ControllerHarness) -> None:
     """If a rank is killed between two calls, the next call raises an error."""
     with harness.role() as toy:
         pids = toy.pids()
@@ -152,7 +157,7 @@ def deaths_between_calls_are_found(harness: ControllerHarness) -> None:
 
 
 def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
-    """If a rank of one pool dies, a wait for another pool raises an error."""
+    """If a rank of one pool dies, a call that waits for another pool raises an error."""
     with harness.pools(2, 2) as (first, second):
         slow, dying = spawn(Toy, pool=first, name="slow"), spawn(Toy, pool=second, name="dying")
         waiting, killed = submit(slow.stall, 1, seconds=30.0), submit(dying.kill, 0)
@@ -161,8 +166,8 @@ def deaths_end_waits_for_other_pools(harness: ControllerHarness) -> None:
         expect_worker_error(killed.result, "its workers have ended")
 
 
-def stopped_ranks_do_not_block(harness: ControllerHarness) -> None:
-    """With a suspended (SIGSTOP) process, neither sending it a large message nor shutting down its pool hangs."""
+def suspended_ranks_do_not_block(harness: ControllerHarness) -> None:
+    """Sending a large message to a suspended (SIGSTOP) process does not hang, nor does ending its pool."""
     with harness.role(timeout=3) as toy:
         pids = toy.pids()
         os.kill(pids[1], signal.SIGSTOP)
@@ -178,7 +183,7 @@ def stopped_ranks_do_not_block(harness: ControllerHarness) -> None:
 
 
 def shutdown_leaves_no_process(harness: ControllerHarness) -> None:
-    """After shutdown, no rank and no child process of a role is running, and calls raise an error that says why."""
+    """After shutdown, no rank and no child process of a role runs, and calls raise an error with the reason."""
     with harness.pools(2) as (pool,):
         toy = spawn(Toy, pool=pool)
         pids = [*toy.pids(), *toy.start_child()]
@@ -188,7 +193,7 @@ def shutdown_leaves_no_process(harness: ControllerHarness) -> None:
 
 
 def errors_leave_no_process(harness: ControllerHarness) -> None:
-    """After an error, no rank and no child process of a role is running."""
+    """After an error, no rank and no child process of a role runs."""
     with harness.role() as toy:
         pids = [*toy.pids(), *toy.start_child()]
         expect_worker_error(lambda: toy.fail(0))
@@ -196,7 +201,7 @@ def errors_leave_no_process(harness: ControllerHarness) -> None:
 
 
 CHECKS: tuple[Callable[[ControllerHarness], None], ...] = (
-    unregistered_methods_are_named,
+    unregistered_methods_are_rejected,
     wrong_batches_leave_the_ranks_intact,
     exceptions_reach_the_driver,
     equal_failures_are_one_error,
@@ -204,11 +209,11 @@ CHECKS: tuple[Callable[[ControllerHarness], None], ...] = (
     failures_after_a_part_are_errors,
     construction_errors_are_raised_by_spawn,
     results_must_pickle,
-    late_ranks_are_named,
+    late_ranks_are_reported,
     killed_ranks_are_errors,
-    deaths_between_calls_are_found,
+    deaths_between_calls_are_detected,
     deaths_end_waits_for_other_pools,
-    stopped_ranks_do_not_block,
+    suspended_ranks_do_not_block,
     shutdown_leaves_no_process,
     errors_leave_no_process,
 )

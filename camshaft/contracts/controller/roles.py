@@ -1,4 +1,4 @@
-"""Roles without a model, which the controller contract runs on the ranks of a pool."""
+"""Roles without a model that the controller contract runs on the ranks of a pool."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ from camshaft.seat import Seat
 
 
 class Toy(Worker):
-    """A data-parallel role, with one method per behaviour that the contract tests."""
+    """A data-parallel role with one method for each behavior that the contract tests."""
 
     def __init__(self, factor: float = 2.0, fail_on: int | None = None):
         if fail_on == self.rank:
@@ -51,7 +51,10 @@ class Toy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def wait_for_file(self, batch: DataProto, folder: str) -> DataProto:
-        """Return the batch once `folder` has a file named after this rank; a file with text raises an error."""
+        """Wait until `folder` contains a file named after this rank, then return the batch.
+
+        If the file contains text, raise a KeyError with this text.
+        """
         file = Path(folder) / str(self.rank)
         while not file.exists():
             time.sleep(0.01)
@@ -139,11 +142,14 @@ class Toy(Worker):
         os.system(f"echo of a child: {text}")
 
     def helper(self) -> None:
-        """Not registered, so that the driver cannot call it."""
+        """Do nothing. The driver cannot call this method, because it is not registered."""
 
 
 class PairedToy(Toy):
-    """Pairs of ranks share one slice of the rows, as tensor parallelism does; the second rank does not collect."""
+    """A role in which pairs of ranks get the same slice of the rows, as with tensor parallelism.
+
+    Only the first rank of each pair returns results.
+    """
 
     @property
     def seat(self) -> Seat:
@@ -151,7 +157,7 @@ class PairedToy(Toy):
 
 
 class TwoLayouts(PairedToy):
-    """Pairs of ranks share one slice of the rows, except in one method."""
+    """A role in which pairs of ranks get the same slice of the rows, except in `rows_seen`."""
 
     def seat_for(self, method: str) -> Seat:
         all_ranks = Seat(self.rank, self.world, self.rank, self.world)

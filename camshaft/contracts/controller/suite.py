@@ -1,11 +1,12 @@
-"""The contract of a controller backend as a suite: results, pools and pending calls.
+"""The contract of controller backends as a suite of rules about results, pools and pending calls.
 
     for rule in RULES:
         rule.check(ControllerHarness(start, folder))          # raises Violation
-    for finding in check_controller(start, folder): ...       # all of them
+    for finding in check_controller(start, folder): ...       # checks all rules
 
-`start` is the backend: a function from pool specs and `Options` to running pools. Rules are functions of a
-harness; a docstring states the promise, and reports show the name. `failures.py` has the rules on errors and cleanup.
+`start` is the backend, a function that takes pool specs and `Options` and returns running pools. A rule is a function
+of a harness. Its docstring states the requirement, and reports show its name. `failures.py` contains the rules about
+errors and cleanup.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from camshaft.dataproto import DataProto
 
 
 def rows_keep_their_order(harness: ControllerHarness) -> None:
-    """A data-parallel call returns the same rows in the same order on any number of ranks."""
+    """A data-parallel call returns the same rows in the same order for any number of ranks."""
     with harness.each_world(factor=3.0) as roles:
         for world, toy in roles:
             out = toy.scale(eight_rows(), shift=1.0)
@@ -45,12 +46,12 @@ def rows_keep_their_order(harness: ControllerHarness) -> None:
             expect_equal(list(out["uid"]), uids(0, 8), f"uids on {world} ranks")
             expect_equal(out.meta_info["answered_by"], 0, "dp_rank of the meta_info")
             expect_equal(toy.rows_seen(eight_rows())["seen"].tolist(), [8 // world] * 8, "rows per rank")
-            expect_equal(toy.keep(eight_rows()), None, "result of a method without one")
+            expect_equal(toy.keep(eight_rows()), None, "result of a method that returns None")
 
 
 def modes_choose_ranks(harness: ControllerHarness) -> None:
-    """ONE_TO_ALL returns the result of rank 0, RANK_ZERO runs only on rank 0, and ALL_TO_ALL returns one result per
-    rank."""
+    """ONE_TO_ALL returns the result of rank 0, RANK_ZERO runs only on rank 0, and ALL_TO_ALL takes and returns one
+    entry per rank."""
     with harness.each_world() as roles:
         for world, toy in roles:
             expect_equal(toy.set_factor(3.0), 3.0, "ONE_TO_ALL")
@@ -61,15 +62,15 @@ def modes_choose_ranks(harness: ControllerHarness) -> None:
 
 
 def ranks_share_a_process_group(harness: ControllerHarness) -> None:
-    """The ranks of a pool can run collectives inside a method."""
+    """The ranks of a pool can run collectives in a method."""
     with harness.each_world() as roles:
         for world, toy in roles:
             expect_equal(toy.sum_over_ranks(0.5), 0.5 * world + world * (world - 1) / 2, f"sum over {world} ranks")
 
 
 def seats_split_and_merge(harness: ControllerHarness) -> None:
-    """Ranks with the same dp_rank receive the same rows, and one of them returns the result. A role may declare a seat
-    per method."""
+    """Ranks with the same dp_rank get the same rows, and one of them returns the result. A role may have a different
+    seat for each method."""
     with harness.role(PairedToy, world=4, factor=3.0) as paired:
         expect_equal(paired.rows_seen(eight_rows())["seen"].tolist(), [4] * 8, "rows per pair of ranks")
         expect_equal(list(paired.scale(eight_rows())["uid"]), uids(0, 8), "uids")
@@ -80,11 +81,11 @@ def seats_split_and_merge(harness: ControllerHarness) -> None:
 
 
 def seats_are_read_late(harness: ControllerHarness) -> None:
-    """Seats are read when a batch is split. Results are returned in the order of the rows, for any order of seats."""
+    """Seats are read when a batch is split, not earlier. Results are in the original order for any order of seats."""
     with harness.each_world(LateToy) as roles:
-        for world, late in roles:
-            late.init_model()  # afterwards the last rank reads the first rows
-            out = late.scale(eight_rows())
+        for world, toy in roles:
+            toy.init_model()  # afterwards, the last rank gets the first rows
+            out = toy.scale(eight_rows())
             expect_equal(list(out["uid"]), uids(0, 8), f"uids on {world} ranks")
             expect_equal(out.meta_info["answered_by"], 0, "dp_rank of the meta_info")
 
@@ -93,31 +94,31 @@ def seats_are_read_late(harness: ControllerHarness) -> None:
 
 
 def roles_share_processes(harness: ControllerHarness) -> None:
-    """The roles of one pool share its processes and nothing else. A role can be shut down without the others."""
+    """Roles of one pool share its processes but no state. Shutting down one role does not affect the others."""
     with harness.pools(2) as (pool,):
-        first, second = (spawn(Toy, factor=factor, pool=pool, name=f"x{factor:g}") for factor in (2.0, 5.0))
-        expect_equal(first.pids(), second.pids(), "process ids")
-        maxima = [role.scale(eight_rows())["scaled"].values.max().item() for role in (first, second)]
+        double, quintuple = (spawn(Toy, factor=factor, pool=pool, name=f"x{factor:g}") for factor in (2.0, 5.0))
+        expect_equal(double.pids(), quintuple.pids(), "process ids")
+        maxima = [role.scale(eight_rows())["scaled"].values.max().item() for role in (double, quintuple)]
         expect_equal(maxima, [2.0, 5.0], "factors of the roles")
-        shutdown(first)
-        expect_worker_error(lambda: first.set_factor(1.0), "shut down; spawn it again")
-        expect_equal(second.sum_over_ranks(1.0), 3.0, "sum of the remaining role")
+        shutdown(double)
+        expect_worker_error(lambda: double.set_factor(1.0), "shut down; spawn it again")
+        expect_equal(quintuple.sum_over_ranks(1.0), 3.0, "sum of the remaining role")
 
 
 def pools_share_the_cores(harness: ControllerHarness) -> None:
-    """The ranks of all pools on a machine share its cores equally, unless OMP_NUM_THREADS is set."""
-    before = os.environ.pop("OMP_NUM_THREADS", None)
+    """The ranks of all pools on one machine share its cores equally, unless OMP_NUM_THREADS is set."""
+    num_threads = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         with harness.pools(1, 1) as pools:
             threads = [environment[-1] for pool in pools for environment in spawn(Toy, pool=pool).environment()]
     finally:
-        if before is not None:
-            os.environ["OMP_NUM_THREADS"] = before
+        if num_threads is not None:
+            os.environ["OMP_NUM_THREADS"] = num_threads
     expect_equal(threads, [max(1, len(os.sched_getaffinity(0)) // 2)] * 2, "threads per rank")
 
 
 def pools_run_at_once(harness: ControllerHarness) -> None:
-    """Calls on two pools run at the same time, and submit() does not wait."""
+    """Calls on two pools run concurrently, and submit() does not wait."""
     with harness.pools(2, 2) as pools:
         roles = [spawn(Toy, pool=pool) for pool in pools]
         begin = time.monotonic()
@@ -130,8 +131,7 @@ def pools_run_at_once(harness: ControllerHarness) -> None:
 
 
 def output_goes_to_log_files(harness: ControllerHarness) -> None:
-    """The output of each rank and of its child processes is written to one file per rank. Each line contains the role
-    and the rank."""
+    """The output of each rank and of its child processes goes to one file per rank. Log lines contain role and rank."""
     folder = harness.folder / "logs"
     with harness.pools(2, log_folder=str(folder)) as (pool,):
         spawn(Toy, pool=pool, name="critic").log("hello")
@@ -148,7 +148,7 @@ def output_goes_to_log_files(harness: ControllerHarness) -> None:
 
 
 def calls_run_in_order(harness: ControllerHarness) -> None:
-    """The calls of one pool run in the order of submission. Their results can be read in any order."""
+    """Calls on one pool run in the order of submission. Their results can be read in any order."""
     with harness.role() as toy:
         pending = [submit(toy.set_factor, float(number)) for number in range(5)]
         scaled = submit(toy.scale, eight_rows())
@@ -157,7 +157,7 @@ def calls_run_in_order(harness: ControllerHarness) -> None:
 
 
 def small_answers_do_not_overtake(harness: ControllerHarness) -> None:
-    """A small result is not mistaken for the large result of an earlier call."""
+    """Small and large results of consecutive calls are not confused, even if a small result arrives earlier."""
     with harness.role() as toy:
         large, small = (DataProto.from_dict({"x": torch.zeros(8, width)}) for width in (200_000, 1))
         for _ in range(30):
@@ -168,7 +168,7 @@ def small_answers_do_not_overtake(harness: ControllerHarness) -> None:
 
 
 def parts_make_the_result(harness: ControllerHarness) -> None:
-    """The parts of a pending call, numbered by dp_rank, make up its result."""
+    """The parts of a pending call are numbered by dp_rank, and its result is their concatenation."""
     with harness.each_world() as roles:
         for world, toy in roles:
             scaling = submit(toy.scale, eight_rows())
@@ -181,25 +181,25 @@ def parts_make_the_result(harness: ControllerHarness) -> None:
 
 
 def parts_follow_seats(harness: ControllerHarness) -> None:
-    """Parts are numbered according to the seats, and are returned only by collecting ranks."""
+    """Parts are numbered by the dp_rank of the seats, and only collecting ranks yield parts."""
     halves = {0: uids(0, 4), 1: uids(4, 8)}
     with harness.role(PairedToy, world=4) as paired:
         parts = {number: list(part["uid"]) for number, part in submit(paired.same, eight_rows()).parts()}
         expect_equal(parts, halves, "parts of pairs of ranks")
-    with harness.role(LateToy) as late:
-        late.init_model()  # afterwards the last rank reads the first rows
-        parts = {number: list(part["uid"]) for number, part in submit(late.same, eight_rows()).parts()}
-        expect_equal(parts, halves, "parts of crossed seats")
+    with harness.role(LateToy) as toy:
+        toy.init_model()  # afterwards, the last rank gets the first rows
+        parts = {number: list(part["uid"]) for number, part in submit(toy.same, eight_rows()).parts()}
+        expect_equal(parts, halves, "parts if dp_ranks are in reverse order")
 
 
 def parts_arrive_early(harness: ControllerHarness) -> None:
-    """A part is available while other ranks are still computing."""
+    """A part is available while other ranks are still running."""
     with harness.role() as toy:
-        pending = submit(toy.wait_for_file, eight_rows(), harness.let_answer(1))
+        pending = submit(toy.wait_for_file, eight_rows(), harness.allow_answer(1))
         parts: list[tuple[int, list[str]]] = []
         for dp_rank, part in pending.parts():
             parts.append((dp_rank, list(part["uid"])))
-            harness.let_answer(0)  # rank 0 waits for this file
+            harness.allow_answer(0)  # rank 0 waits for this file
         expect_equal(parts, [(1, uids(4, 8)), (0, uids(0, 4))], "parts in the order of arrival")
         expect_equal(list(pending.result()["uid"]), uids(0, 8), "uids of the result")
 
@@ -224,5 +224,5 @@ RULES: tuple[Rule[ControllerHarness], ...] = rules_of(
 
 
 def check_controller(start: Start, folder: str, rules: Sequence[Rule[ControllerHarness]] = RULES) -> Iterator[Finding]:
-    """Try the rules on a backend, one after the other."""
+    """Check the rules one after another and yield a finding for each. `folder` is a scratch folder."""
     return run_rules(rules, lambda number: ControllerHarness(start, Path(folder) / f"{number:02d}"))

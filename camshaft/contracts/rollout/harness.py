@@ -1,14 +1,14 @@
-"""The harness of the rollout contract: tiny models, prompts, and the expected log-probs.
+"""The harness of the rollout contract, which provides tiny models, prompts, and the expected log-probs.
 
     harness = RolloutHarness(TorchRollout, "/tmp/scratch")
     case = harness.case("llama", max_num_seqs=4)       # a rollout and an oracle with the same weights
     out = case.rollout.generate_sequences(harness.prompts(3, 9), SamplingParams(max_tokens=8))
     case.log_probs(prompts, out.responses, sampling)
 
-The oracle shares no code with generators: transformers' own model computes each row separately, without a cache or
-padding, in float64, and the distribution is truncated token by token. A generator that computes in float32 differs from
-it by rounding, and how much depends on the machine and on the weights. The harness measures that rounding as the
-difference between the float32 and the float64 run of the oracle; a generator may differ by `ROUNDINGS` times as much.
+The oracle shares no code with the generators. It runs the transformers model in float64 on one row at a time, without a
+cache or padding, and truncates the distribution token by token. A generator that computes in float32 differs from the
+oracle by rounding errors, whose size depends on the machine and on the weights. The harness measures them as the
+difference between a float32 and a float64 run of the oracle. A generator may differ by `ROUNDINGS` times as much.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 
 SHARPNESS = 12.0
-"""Scale of the oracle's weights. Randomly initialized tiny models have almost uniform distributions without it."""
+"""Factor that scales the oracle's weights. Without it, the distributions of random tiny models are almost uniform."""
 
 EOS = 2
-"""The end-of-sequence token of tiny models."""
+"""End-of-sequence token of the tiny models."""
 
 ROUNDINGS = 8
-"""Allowed difference from the oracle, in units of the measured rounding.
+"""Allowed difference from the oracle as a multiple of the measured rounding error.
 
-Generators that sum in another order were 0.5 to 1.7 units off, with AVX-512, AVX2 and scalar kernels.
+Correct generators that sum in a different order differed by 0.5 to 1.7 times the rounding error, with AVX-512, AVX2 and
+scalar kernels.
 """
 
 
 class RolloutHarness:
-    """A rollout class and a scratch folder for its models."""
+    """Harness of one rollout class, with a scratch folder for the models."""
 
     def __init__(
         self,
@@ -57,20 +58,20 @@ class RolloutHarness:
     ):
         self.rollout_class, self.folder, self.device = rollout_class, Path(folder), device
         self.sizes: dict[str, Any] = {"hidden": 32, "seed": 3} | (sizes or {})
-        """Arguments of `make_tiny_model` for all models. Some kernels need models larger than the default."""
+        """Arguments of `make_tiny_model` for all models. Some kernels require models larger than the default."""
         self.unsupported: Mapping[str, str] = unsupported or {}
-        """Model types that the rollout must reject, with a phrase of the error message."""
+        """Map from each model type that the rollout must reject to a phrase of the error message."""
         self.tolerance = 1e-4
-        """Smallest tolerance of the rules: kernels may approximate exp and multiply in TF32."""
+        """Minimum tolerance for log-probs, because kernels may approximate exp and multiply in TF32."""
 
     def case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
-        """Return a rollout and an oracle of this model type, with the same weights."""
+        """Return a rollout and an oracle that have the same weights; `family` is the model type."""
         case = self.empty_case(family, sizes, **config)
         case.rollout.load_weights(case.weights())
         return case
 
     def empty_case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
-        """Return a case whose rollout has no weights yet."""
+        """Return a case whose rollout has no weights."""
         name = "-".join([family, *(f"{key}{value}" for key, value in (sizes or {}).items())])
         folder = self.folder / name
         if not folder.exists():
@@ -87,40 +88,40 @@ class RolloutHarness:
         return Case(rollout, oracle.to(self.device).eval(), load_tokenizer(str(folder)))
 
     def prompts(self, *lengths: int, seed: int = 0) -> Ragged:
-        """Return random prompts of these lengths."""
+        """Return random prompts with the given lengths."""
         random = torch.Generator().manual_seed(seed)
         return Ragged.from_rows([torch.randint(3, 100, (n,), generator=random) for n in lengths], torch.int64)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A rollout, and the transformers model with the expected results."""
+    """A rollout and the transformers model that computes the expected results."""
 
     rollout: BaseRollout
     oracle: Any
     tokenizer: Any
 
     def text(self, tokens: list[int]) -> str:
-        """Decode the tokens of a response."""
+        """Decode the tokens of a response without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def weights(self) -> list[tuple[str, Tensor]]:
         return list(self.oracle.named_parameters())
 
     def other_weights(self) -> list[tuple[str, Tensor]]:
-        """Return scaled copies of the weights, which give different log-probs."""
+        """Return scaled copies of the weights. They give different log-probs."""
         return [(name, weight.detach() * (1.5 if weight.ndim > 1 else 1)) for name, weight in self.weights()]
 
     @torch.no_grad()
     def distribution(self, tokens: Tensor, sampling: SamplingParams, model: Any = None) -> Tensor:
-        """Return (T, V) float64 probabilities under `sampling` after each of `tokens` (T,)."""
+        """Return the float64 probabilities (T, V) of the next token after each prefix of `tokens` (T,)."""
         logits = self._logits(model or self.oracle, tokens[None])[0]
         if sampling.greedy:
             return logits.softmax(-1)
         return torch.stack([_truncated(row / sampling.temperature, sampling) for row in logits])
 
     def log_probs(self, prompts: Ragged, responses: Ragged, sampling: SamplingParams) -> Ragged:
-        """Return the float64 log-prob of each response token in the distribution to sample from."""
+        """Return the float64 log-prob of each response token in the distribution that `sampling` describes."""
         model, rows = self._double(), []
         for prompt, response in zip(prompts.rows(), responses.rows(), strict=True):
             probs = self.distribution(torch.cat([prompt, response]), sampling, model)[len(prompt) - 1 : -1]
@@ -135,35 +136,43 @@ class Case:
         subject: str = "log-probs",
         tolerance: float = 0.0,
     ) -> None:
-        """Raise `Violation` if log-probs differ from the oracle by more than rounding, and by more than `tolerance`."""
+        """Raise `Violation` if the log-probs differ from the oracle by more than rounding errors and `tolerance`."""
         expected = self.log_probs(prompts, generation.responses, sampling)
-        expect(bool(expected.values.isfinite().all()), f"{subject}: {sampling} sampled a token that it excludes")
+        expect(bool(expected.values.isfinite().all()), f"{subject}: a token that {sampling} excludes was sampled")
         allowed = ROUNDINGS * self.rounding(prompts, generation.responses, sampling)
-        close(generation.log_probs, expected, max(tolerance, allowed), subject)
+        expect_close(generation.log_probs, expected, max(tolerance, allowed), subject)
 
     def rounding(self, prompts: Ragged, responses: Ragged, sampling: SamplingParams) -> float:
-        """Return the largest error of the oracle's log-probs in float32, at least the error of storing them."""
+        """Return the maximum rounding error of log-probs in float32.
+
+        This is the maximum difference between a float32 and a float64 run of the oracle, and at least the error of
+        storing the log-probs in float32.
+        """
         temperature = 1.0 if sampling.greedy else sampling.temperature
-        single, double = (self._untruncated(model, prompts, responses, temperature) for model in self._both())
-        stored = torch.finfo(torch.float32).eps * double.values.abs().max()
-        return float(torch.maximum(stored, (single.values - double.values).abs().max()))
+        models = (self.oracle, self._double())
+        single, double = (self._untruncated(model, prompts, responses, temperature) for model in models)
+        storage_error = torch.finfo(torch.float32).eps * double.values.abs().max()
+        return float(torch.maximum(storage_error, (single.values - double.values).abs().max()))
 
     def untruncated_log_probs(self, prompts: Ragged, responses: Ragged) -> Ragged:
-        """Return the float64 log-prob of each response token at temperature 1, for large numbers of rows."""
+        """Return the float64 log-prob of each response token at temperature 1. This is fast enough for many rows."""
         return self._untruncated(self._double(), prompts, responses, 1.0)
 
     @torch.no_grad()
     def _untruncated(self, model: Any, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
-        """Compute rows of similar lengths in one batch, padded on the right, where causal attention hides the pads."""
+        """Compute log-probs in batches of rows of similar lengths.
+
+        The batches are padded on the right, where causal attention hides the padding.
+        """
         rows = [torch.cat(pair) for pair in zip(prompts.rows(), responses.rows(), strict=True)]
         log_probs: list[Tensor] = [torch.empty(0)] * len(rows)
         order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
         for start in range(0, len(order), 64):
-            part = order[start : start + 64]
-            grid = torch.nn.utils.rnn.pad_sequence([rows[row] for row in part], batch_first=True)
+            batch = order[start : start + 64]
+            grid = torch.nn.utils.rnn.pad_sequence([rows[row] for row in batch], batch_first=True)
             scores = self._logits(model, grid)[:, :-1] / temperature
-            chosen = scores.log_softmax(-1).gather(-1, grid[:, 1:, None])[..., 0]
-            for row, values in zip(part, chosen, strict=True):
+            token_log_probs = scores.log_softmax(-1).gather(-1, grid[:, 1:, None])[..., 0]
+            for row, values in zip(batch, token_log_probs, strict=True):
                 first = int(prompts.lengths[row]) - 1
                 log_probs[row] = values[first : first + int(responses.lengths[row])]
         return Ragged.from_rows(log_probs, torch.float64)
@@ -172,15 +181,12 @@ class Case:
         return model(input_ids=tokens.to(self.oracle.device)).logits.double().cpu()
 
     def _double(self) -> Any:
-        """Copy the oracle to float64 with its present weights, which tests change in place."""
+        """Return a float64 copy of the oracle with its current weights, because rules change the weights in place."""
         return copy.deepcopy(self.oracle).double()
-
-    def _both(self) -> tuple[Any, Any]:
-        return self.oracle, self._double()
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, max_tokens: int, stop_ids: list[int] | None) -> list[int]:
-        """Return the greedy response of `transformers.generate` to one prompt."""
+        """Return the greedy response to one prompt, generated by `transformers.generate`."""
         out = self.oracle.generate(
             prompt[None].to(self.oracle.device),
             attention_mask=torch.ones_like(prompt)[None].to(self.oracle.device),
@@ -193,18 +199,18 @@ class Case:
 
 
 def _truncated(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return (V,) probabilities of one token after top_k and top_p, computed by their definitions."""
+    """Return the probabilities (V,) of the next token with a reference implementation of top_k and top_p."""
     order = scores.argsort(descending=True).tolist()
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
-    shares = scores[order].softmax(0).tolist()
-    kept, mass = [], 0.0
-    for token, share in zip(order, shares, strict=True):
-        if mass >= sampling.top_p:
+    probs = scores[order].softmax(0).tolist()
+    nucleus, total = [], 0.0
+    for token, prob in zip(order, probs, strict=True):
+        if total >= sampling.top_p:
             break
-        kept.append(token)
-        mass += share
-    return torch.zeros_like(scores).index_copy(0, torch.tensor(kept), scores[kept].softmax(0))
+        nucleus.append(token)
+        total += prob
+    return torch.zeros_like(scores).index_copy(0, torch.tensor(nucleus), scores[nucleus].softmax(0))
 
 
 # -- assertions -----------------------------------------------------------------------------------
@@ -216,15 +222,15 @@ def expect_rollout_error(action: Callable[[], Any], phrase: str, problem: str) -
 
 
 def largest_difference(actual: Ragged, expected: Ragged) -> float:
-    """Return the largest absolute difference of two columns; raise `Violation` if their lengths differ."""
+    """Return the maximum absolute difference of two columns. Raise `Violation` if their row lengths differ."""
     expect(
         torch.equal(actual.lengths, expected.lengths),
-        f"lengths {actual.lengths.tolist()}, not {expected.lengths.tolist()}",
+        f"row lengths are {actual.lengths.tolist()}, expected {expected.lengths.tolist()}",
     )
     return (actual.values.double() - expected.values.double()).abs().max().item()
 
 
-def close(actual: Ragged, expected: Ragged, tolerance: float, subject: str) -> None:
+def expect_close(actual: Ragged, expected: Ragged, tolerance: float, subject: str) -> None:
     """Raise `Violation` if two columns differ by more than `tolerance`."""
     difference = largest_difference(actual, expected)
-    expect(difference <= tolerance, f"{subject}: off by {difference:.2e}, allowed {tolerance:.2e}")
+    expect(difference <= tolerance, f"{subject} are off by {difference:.2e}, the tolerance is {tolerance:.2e}")

@@ -11,8 +11,7 @@ from camshaft.rollout.base import Generation, SamplingParams
 
 
 def rows_end(harness: RolloutHarness) -> None:
-    """A row ends with its first stop token, which is kept, or after max_tokens tokens. `finished` distinguishes the two
-    cases."""
+    """A row ends after its first stop token or at max_tokens. `finished` distinguishes these cases."""
     case, prompts = harness.case(), harness.prompts(*[4] * 12)
     stops = tuple(range(10, 40))
     for sampling in (
@@ -23,33 +22,41 @@ def rows_end(harness: RolloutHarness) -> None:
     ):
         out = case.rollout.generate_sequences(prompts, sampling)
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-        expect(len(out.responses) == 12 and out.finished.shape == (12,), f"not one response per prompt: {out}")
+        expect(
+            len(out.responses) == 12 and out.finished.shape == (12,), f"the result does not contain 12 responses: {out}"
+        )
         for row, finished in zip(out.responses.rows(), out.finished.tolist(), strict=True):
             tokens = row.tolist()
             expect(not ends & set(tokens[:-1]), f"{sampling}: a row continued after a stop token: {tokens}")
             expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for {tokens}")
-            expect(finished or len(tokens) == sampling.max_tokens, f"{sampling}: {len(tokens)} tokens, no end")
+            expect(
+                finished or len(tokens) == sampling.max_tokens,
+                f"{sampling}: an unfinished row ended after {len(tokens)} tokens",
+            )
 
 
 def stop_strings_end_a_row(harness: RolloutHarness) -> None:
-    """The token that completes a stop string in the text of the response ends the row and is kept."""
+    """A row ends after the token that completes a stop string in the decoded response. This token is kept."""
     case, prompts = harness.case(), harness.prompts(*[4] * 8)
-    long = SamplingParams(14, temperature=0, ignore_eos=True)
-    free = [row.tolist() for row in case.rollout.generate_sequences(prompts, long).responses.rows()]
-    texts = [case.text(row) for row in free]
-    # From the first rows: a string of one token, one of several tokens, and one that begins in the prompt.
+    unlimited = SamplingParams(14, temperature=0, ignore_eos=True)
+    full_rows = [row.tolist() for row in case.rollout.generate_sequences(prompts, unlimited).responses.rows()]
+    texts = [case.text(row) for row in full_rows]
+    # Taken from the first three rows: a string of one token, one of several tokens, and one that begins in the prompt.
     candidates = (texts[0][3], texts[1][2:5], case.text(prompts.rows()[2][-1:].tolist()) + texts[2][0])
+    stop_ids = (full_rows[3][5],)
     for strings in (candidates, candidates[1:], ("never said",)):
-        for sampling in (SamplingParams(14, temperature=0, ignore_eos=True, stop=strings),
-                         SamplingParams(14, temperature=0, stop=strings, stop_token_ids=(free[3][5],))):  # fmt: skip
+        for sampling in (
+            SamplingParams(14, temperature=0, ignore_eos=True, stop=strings),
+            SamplingParams(14, temperature=0, stop=strings, stop_token_ids=stop_ids),
+        ):
             out = case.rollout.generate_sequences(prompts, sampling)
-            _check_ends(out, free, case, sampling)
+            _check_ends(out, full_rows, case, sampling)
 
 
-def _check_ends(out: Generation, free: list[list[int]], case: Case, sampling: SamplingParams) -> None:
-    """Raise `Violation` unless `out` equals `free` up to the first token that ends a row by `sampling`."""
+def _check_ends(out: Generation, full_rows: list[list[int]], case: Case, sampling: SamplingParams) -> None:
+    """Raise `Violation` unless each row of `out` is the prefix of `full_rows` that `sampling` ends first."""
     stops = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))}
-    for row, (response, tokens) in enumerate(zip(out.responses.rows(), free, strict=True)):
+    for row, (response, tokens) in enumerate(zip(out.responses.rows(), full_rows, strict=True)):
         ends = [
             count
             for count in range(1, len(tokens) + 1)
@@ -57,47 +64,52 @@ def _check_ends(out: Generation, free: list[list[int]], case: Case, sampling: Sa
         ]
         expected = tokens[: ends[0]] if ends else tokens
         subject = f"row {row} with stop={sampling.stop}, stop_token_ids={sampling.stop_token_ids}"
-        expect(response.tolist() == expected, f"{subject}: {response.tolist()}, not {expected}, of {tokens}")
+        expect(
+            response.tolist() == expected,
+            f"{subject}: the response is {response.tolist()}, expected {expected}; without stops it is {tokens}",
+        )
         expect(bool(out.finished[row]) == bool(ends), f"{subject}: finished={bool(out.finished[row])}")
     expect(torch.equal(out.responses.lengths, out.log_probs.lengths), "log-probs and tokens are not aligned")
 
 
 def end_of_sequence_ends_a_row(harness: RolloutHarness) -> None:
-    """The end-of-sequence token of the model ends a row, except with ignore_eos."""
+    """The model's end-of-sequence token ends a row unless ignore_eos is set."""
     case = harness.empty_case(sizes={"tie_embeddings": False})
     head = case.oracle.get_output_embeddings().weight
     head.data[EOS] = head.data.abs().sum(dim=0)
     head.data[3:] = -head.data[EOS]
-    # For any hidden state, the largest logit is now that of EOS or of all tokens from 3 on.
+    # For any hidden state, the largest logit now belongs to EOS or to all tokens from 3 on.
     case.rollout.load_weights(case.weights())
     prompts = harness.prompts(*range(1, 11))
     out = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0))
-    expect(bool(out.finished.any()), "no row ended, although some sample the end-of-sequence token")
+    expect(bool(out.finished.any()), "no row is finished, although some rows sample the end-of-sequence token")
     for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
         expected = case.generate(prompt, 6, [EOS])
-        expect(response.tolist() == expected, f"{response.tolist()}, transformers generates {expected}")
-    longer = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0, ignore_eos=True))
-    expect(longer.responses.lengths.tolist() == [6] * 10, f"ignore_eos gave {longer.responses.lengths.tolist()} tokens")
-    expect(not bool(longer.finished.any()), "rows that reached max_tokens are marked as finished")
+        expect(response.tolist() == expected, f"the response is {response.tolist()}, transformers generates {expected}")
+    out = case.rollout.generate_sequences(prompts, SamplingParams(6, temperature=0, ignore_eos=True))
+    lengths = out.responses.lengths.tolist()
+    expect(lengths == [6] * 10, f"with ignore_eos, response lengths are {lengths}, expected 6 each")
+    expect(not bool(out.finished.any()), "rows that reached max_tokens are marked as finished")
 
 
 def max_model_len_ends_a_row(harness: RolloutHarness) -> None:
-    """In each row, prompt and response together never exceed max_model_len tokens."""
+    """In each row, prompt and response together have at most max_model_len tokens."""
     case = harness.case(max_model_len=20)
     prompts = harness.prompts(3, 19, 12, 1)
     out = case.rollout.generate_sequences(prompts, SamplingParams(10, ignore_eos=True))
-    expect(out.responses.lengths.tolist() == [10, 1, 8, 10], f"response lengths {out.responses.lengths.tolist()}")
+    lengths = out.responses.lengths.tolist()
+    expect(lengths == [10, 1, 8, 10], f"response lengths are {lengths}, expected [10, 1, 8, 10]")
 
 
 def no_prompts(harness: RolloutHarness) -> None:
-    """An empty batch of prompts returns no responses."""
+    """An empty batch of prompts gives an empty batch of responses."""
     out = harness.case().rollout.generate_sequences(harness.prompts(), SamplingParams(4))
-    expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"no prompts gave {out}")
+    expect(len(out.responses) == len(out.log_probs) == len(out.finished) == 0, f"an empty batch gave {out}")
 
 
 def invalid_prompts_are_rejected(harness: RolloutHarness) -> None:
-    """An empty prompt, a prompt of max_model_len tokens or more, and an unknown token raise an error that reports the
-    row and the value."""
+    """An empty prompt, a prompt that fills max_model_len, or a token outside the vocabulary raises an error that
+    contains the row and the value."""
     case = harness.case(max_model_len=20)
 
     def generate(prompts: Ragged) -> None:

@@ -1,12 +1,12 @@
-"""The contract of `BaseRollout` as a suite that runs on any rollout class.
+"""The contract of `BaseRollout` as a suite of rules that runs on any rollout class.
 
     for rule in RULES:
-        rule.check(RolloutHarness(MyRollout, folder))      # raises Violation
-    for finding in check_rollout(MyRollout, folder): ... # all of them
+        rule.check(RolloutHarness(MyRollout, folder))           # raises Violation
+    for finding in check_rollout(MyRollout, folder): ...        # checks all rules
 
-The oracle is `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring is
-its meaning, and reports show its name. `stopping.py` has the rules about the end of a row, and `weights.py` those about
-weights.
+The oracle runs `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring
+states the requirement, and reports show its name. `stopping.py` contains the rules about the end of a row, `weights.py`
+the rules about weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout import weights
-from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, close, expect_rollout_error
+from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, expect_close, expect_rollout_error
 from camshaft.contracts.rules import Finding, Rule, expect, rules_of, run_rules
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
@@ -30,7 +30,7 @@ MODEL_TYPES = {
     "mistral": {"sliding_window": 6},
     "gemma3_text": {"sliding_window": 6, "layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Arguments of tiny models by model type. The sliding windows are shorter than the sequences."""
+"""Arguments of `make_tiny_model` by model type. The sliding windows are shorter than the sequences."""
 
 SAMPLINGS = (
     SamplingParams(12),
@@ -42,23 +42,27 @@ SAMPLINGS = (
 
 
 def greedy_matches_transformers(harness: RolloutHarness) -> None:
-    """In float32, greedy tokens match those of transformers.generate on one prompt at a time."""
+    """Greedy tokens equal those of transformers.generate in float32 on one prompt at a time."""
     case, prompts = harness.case(), harness.prompts(1, 5, 17, 9, 5, 2)
     for sampling in (SamplingParams(14, temperature=0), SamplingParams(14, do_sample=False, top_p=0.5)):
         out = case.rollout.generate_sequences(prompts, sampling)
         for row, (prompt, response) in enumerate(zip(prompts.rows(), out.responses.rows(), strict=True)):
             expected = case.generate(prompt, 14, [EOS])
-            expect(response.tolist() == expected, f"row {row}: {response.tolist()}, transformers generates {expected}")
+            expect(
+                response.tolist() == expected,
+                f"row {row}: the response is {response.tolist()}, transformers generates {expected}",
+            )
         case.check_log_probs(prompts, out, sampling, "greedy log-probs", harness.tolerance)
 
 
 def log_probs_match_the_distribution(harness: RolloutHarness) -> None:
-    """Log-probs match those of the oracle after temperature, top_k and top_p. Excluded tokens are never sampled."""
+    """Log-probs equal those of the oracle after temperature, top_k and top_p. Excluded tokens are never sampled."""
     case, prompts = harness.case(), harness.prompts(3, 8, 8, 20)
     for sampling in SAMPLINGS:
         out = case.rollout.generate_sequences(prompts, sampling)
         case.check_log_probs(prompts, out, sampling, f"log-probs with {sampling}", harness.tolerance)
-        expect(out.log_probs.values.dtype == torch.float32, f"log-probs are {out.log_probs.values.dtype}")
+        dtype = out.log_probs.values.dtype
+        expect(dtype == torch.float32, f"log-probs have dtype {dtype}, expected torch.float32")
 
 
 def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
@@ -74,30 +78,32 @@ def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
         counts = torch.zeros(16, 16, dtype=torch.float64)
         pairs = out.responses.values.view(count, 2)
         counts.index_put_((pairs[:, 0], pairs[:, 1]), torch.ones(count, dtype=torch.float64), accumulate=True)
-        first = case.distribution(prompt, sampling)[-1]
-        second = [case.distribution(torch.cat([prompt, torch.tensor([t])]), sampling)[-1] for t in range(16)]
-        expected = count * first[:, None] * torch.stack(second)
+        first_probs = case.distribution(prompt, sampling)[-1]
+        second_probs = [case.distribution(torch.cat([prompt, torch.tensor([t])]), sampling)[-1] for t in range(16)]
+        expected = count * first_probs[:, None] * torch.stack(second_probs)
         expect(not bool(counts[expected == 0].any()), f"{sampling}: a pair of probability zero was sampled")
         _check_chi_square(counts.flatten(), expected.flatten(), str(sampling))
 
 
 def _check_chi_square(counts: torch.Tensor, expected: torch.Tensor, subject: str) -> None:
     # Cells with a small expected count are merged into one.
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]])
-    expected = torch.cat([expected[common], expected[~common].sum()[None]])
+    is_common = expected >= 5
+    counts = torch.cat([counts[is_common], counts[~is_common].sum()[None]])
+    expected = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
     counts, expected = counts[expected > 0], expected[expected > 0]
     freedom = len(expected) - 1
     chi = ((counts - expected) ** 2 / expected).sum().item()
-    # Mean and standard deviation of chi-square are `freedom` and sqrt(2 * freedom).
+    # The chi-square distribution has mean `freedom` and standard deviation sqrt(2 * freedom).
+    limit = freedom + 4.5 * math.sqrt(2 * freedom)
     expect(
-        chi < freedom + 4.5 * math.sqrt(2 * freedom), f"{subject}: chi-square {chi:.0f} at {freedom} degrees of freedom"
+        chi < limit,
+        f"{subject}: chi-square is {chi:.0f} with {freedom} degrees of freedom, expected less than {limit:.0f}",
     )
 
 
 def model_types(harness: RolloutHarness) -> None:
-    """Tokens and log-probs are correct for models with grouped-query attention, untied output embeddings or sliding
-    windows."""
+    """Tokens and log-probs are correct for model types with grouped-query attention, untied output embeddings, and
+    sliding windows."""
     for family, sizes in MODEL_TYPES.items():
         if family in harness.unsupported:
             phrase = harness.unsupported[family]
@@ -110,26 +116,28 @@ def model_types(harness: RolloutHarness) -> None:
         out = case.rollout.generate_sequences(prompts, SamplingParams(16, temperature=0))
         for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
             expected = case.generate(prompt, 16, [EOS])
-            expect(response.tolist() == expected, f"{family}: {response.tolist()}, transformers generates {expected}")
+            expect(
+                response.tolist() == expected,
+                f"{family}: the response is {response.tolist()}, transformers generates {expected}",
+            )
 
 
 def seeds_determine_samples(harness: RolloutHarness) -> None:
-    """Calls with equal seeds return equal tokens. Calls with different seeds, or without seeds, return different
-    tokens."""
+    """Calls with equal seeds give equal tokens. Calls with different seeds or without seeds give different tokens."""
     case, prompts, sampling = harness.case(), harness.prompts(4, 9, 4, 6), SamplingParams(12)
 
     def tokens(seeds: torch.Tensor | None) -> list[int]:
         return case.rollout.generate_sequences(prompts, sampling, seeds).responses.values.tolist()
 
-    one, two = torch.arange(4), torch.arange(4) + 7
-    first = tokens(one)
-    expect(tokens(two) != first, "different seeds gave the same tokens")
-    expect(tokens(one + 2**44) != first, "seeds that differ only in their upper 32 bits gave the same tokens")
-    expect(tokens(one) == first, "the same seeds gave different tokens")
+    seeds, other_seeds = torch.arange(4), torch.arange(4) + 7
+    expected = tokens(seeds)
+    expect(tokens(other_seeds) != expected, "different seeds gave the same tokens")
+    expect(tokens(seeds + 2**44) != expected, "seeds that differ only in their upper 32 bits gave the same tokens")
+    expect(tokens(seeds) == expected, "the same seeds gave different tokens")
     expect(tokens(None) != tokens(None), "two calls without seeds gave the same tokens")
-    before = torch.random.get_rng_state()
-    tokens(one)
-    expect(torch.equal(before, torch.random.get_rng_state()), "the caller's random state was changed")
+    state = torch.random.get_rng_state()
+    tokens(seeds)
+    expect(torch.equal(state, torch.random.get_rng_state()), "the rollout changed the caller's random state")
 
 
 def rows_do_not_depend_on_the_batch(harness: RolloutHarness) -> None:
@@ -143,17 +151,20 @@ def rows_do_not_depend_on_the_batch(harness: RolloutHarness) -> None:
         return [row.tolist() for row in out.responses.rows()]
 
     batched = rows(list(range(8)))
-    expect(len({tuple(row) for row in batched[:4]}) == 4, f"samples of one prompt are equal: {batched[:4]}")
-    expect(batched[7] == batched[1], "one prompt with one seed gave two responses in one batch")
+    expect(
+        len({tuple(row) for row in batched[:4]}) == 4,
+        f"rows with equal prompts and different seeds have equal samples: {batched[:4]}",
+    )
+    expect(batched[7] == batched[1], "two rows with equal prompts and seeds have different responses")
     single = [rows([number])[0] for number in range(8)]
-    expect(single == batched, f"rows in calls of one row are {single}, in one batch {batched}")
+    expect(single == batched, f"rows generated one at a time are {single}, but in one batch they are {batched}")
     order = [6, 3, 1, 0, 7, 5, 2, 4]
-    expect(rows(order) == [batched[number] for number in order], "rows changed with their order")
+    expect(rows(order) == [batched[number] for number in order], "rows depend on their order in the batch")
 
 
 def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
-    """With more rows than concurrent sequences, repeated prompts, and prompts of 1 to 60 tokens, all rows are correct
-    and in order."""
+    """Rows are correct and in order if there are more rows than max_num_seqs, repeated prompts, and prompts of 1 to 60
+    tokens."""
     lengths = [1, 2, 60, 3, 4, 1, 2, 45, 3, 2, 5, 4, 3, 2]
     prompts = harness.prompts(*lengths).select([0, 1, 2, 2, 3, 3, 3, 3, 3, 4, 5, 6, 7, 8, 9, 9, 10, 11, 12, 13, 2])
     case = harness.case(max_num_seqs=4, max_num_batched_tokens=32)
@@ -163,12 +174,11 @@ def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
     greedy = case.rollout.generate_sequences(prompts, SamplingParams(9, temperature=0))
     for prompt, response in zip(prompts.rows(), greedy.responses.rows(), strict=True):
         expected = case.generate(prompt, 9, [EOS])
-        expect(response.tolist() == expected, f"{response.tolist()}, transformers generates {expected}")
+        expect(response.tolist() == expected, f"the response is {response.tolist()}, transformers generates {expected}")
 
 
 def thousands_of_prompts(harness: RolloutHarness) -> None:
-    """In one call with 2000 prompts of 1 to 4 tokens and three prompts of up to 900, all rows are correct and in
-    order."""
+    """Rows are correct and in order in a call with 2000 prompts of 1 to 4 tokens and three prompts of up to 900."""
     case = harness.case(max_model_len=1024, max_num_seqs=256, max_num_batched_tokens=2048)
     long, short = harness.prompts(900, 511, 700, seed=1), harness.prompts(*[1, 2, 3, 4] * 500)
     mixed = Ragged.concat([short.select(slice(0, 700)), long, short.select(slice(700, 2000))])
@@ -177,7 +187,7 @@ def thousands_of_prompts(harness: RolloutHarness) -> None:
     expect(len(out.responses) == 2003, f"{len(out.responses)} responses to 2003 prompts")
     expected = case.untruncated_log_probs(mixed, out.responses)
     allowed = ROUNDINGS * case.rounding(mixed, out.responses, sampling)
-    close(out.log_probs, expected, max(harness.tolerance, allowed), "log-probs")
+    expect_close(out.log_probs, expected, max(harness.tolerance, allowed), "log-probs")
 
 
 RULES: tuple[Rule[RolloutHarness], ...] = rules_of(
@@ -195,5 +205,5 @@ RULES: tuple[Rule[RolloutHarness], ...] = rules_of(
 def check_rollout(
     rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutHarness]] = RULES, device: str = "cpu"
 ) -> Iterator[Finding]:
-    """Check the rules in the scratch folder `folder`, and yield each finding."""
+    """Check the rules one after another and yield a finding for each. `folder` is a scratch folder."""
     return run_rules(rules, lambda _: RolloutHarness(rollout_class, folder, device))

@@ -277,7 +277,7 @@ def test_a_mistake_is_seen(
     mistake: Callable[[pytest.MonkeyPatch], None], harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
-    with pytest.raises(Violation, match="log-probs: off by"):
+    with pytest.raises(Violation, match="log-probs are off by"):
         _story(harness)
 
 
