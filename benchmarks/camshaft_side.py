@@ -25,7 +25,7 @@ from camshaft.rewards.manager import Begun
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.build import PPOParts
-from camshaft.trainer.mini_batches import sharded_rows
+from camshaft.trainer.mini_batches import shard_rows
 from camshaft.trainer.ppo import PPOTrainer
 
 
@@ -95,7 +95,7 @@ class ActorUpdateOnRanks(contextlib.ExitStack):
 
     def update(self, rows: workload.Rows) -> dict[str, float]:
         data = batch(rows, old_log_probs=rows.old_log_probs, advantages=rows.advantages)
-        order = sharded_rows(len(data), self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
+        order = shard_rows(len(data), self.config.actor_mini_batch(), 1, None, self.config.trainer.world_size)
         return update_metrics(
             self.actor.update_actor(data.reorder(order), presharded=True), "actor/pg_loss", "actor/grad_norm"
         )

@@ -1,19 +1,21 @@
-"""The trainers: PPO, supervised fine-tuning and reward models, on the same engines and roles.
+"""Trainers for PPO, supervised fine-tuning and reward models.
 
-ppo.py               PPOTrainer: the step, and the loop around it; read this first
+ppo.py               PPOTrainer with the training step and the training loop; read this first
 build.py             PPOParts: data, rewards, worker pools, roles and checkpoints of a PPO run
-advantages.py        rewards, advantages and rollout correction, computed on the driver
-scoring.py           reward functions and the reward model of a run
-dynamic_sampling.py  sample prompts until enough of them have a learning signal (DAPO)
-mini_batches.py      sharding of mini-batches over the ranks
+advantages.py        rewards, advantages and rollout correction, which are computed on the driver
+scoring.py           scores of the reward function and the reward model
+dynamic_sampling.py  samples prompts until enough of them have a learning signal (DAPO)
+mini_batches.py      sharding of mini-batches over ranks, and seeds of a step
 validate.py          scores and responses on held-out prompts
 metrics.py           metrics of a step
-supervised.py        base class of sft.py and rm.py
-sft.py, rm.py        supervised fine-tuning; reward models
-generate.py          `camshaft generate`: responses to the prompts of a file
-evaluate.py          `camshaft eval`: scores of responses in a file
-check_data.py        `camshaft check-data`
+supervised.py        base class of the trainers in sft.py and rm.py
+sft.py               supervised fine-tuning
+rm.py                reward model training
+generate.py          `camshaft generate`: generates responses to the prompts of a file
+evaluate.py          `camshaft eval`: scores the responses in a file
+check_data.py        `camshaft check-data`: checks the data and the reward function
 session.py           setup shared by all trainers: logging, output folder, worker pools, trackers
-resume.py            checks and log lines of a run that resumes
-main_ppo.py, main_sft.py   `python -m camshaft.trainer.main_ppo`, the same as `camshaft ppo`
+resume.py            checks and log messages for runs that resume
+main_ppo.py          `python -m camshaft.trainer.main_ppo`, equivalent to `camshaft ppo`
+main_sft.py          `python -m camshaft.trainer.main_sft`, equivalent to `camshaft sft`
 """

@@ -1,10 +1,10 @@
-"""Checks of the data and the reward function of a PPO run, for `camshaft check-data`.
+"""Check the data and the reward function of a PPO run, for `camshaft check-data`.
 
     status = check_data(config)        # a PPOConfig
 
-Tokenizer, files and reward function are loaded by the functions of a run, with the same errors; no model is loaded.
-The exit status is 0 if the run can start, and 1 if it cannot or the reward function fails. The last line gives the
-result.
+The tokenizer, the files and the reward function are loaded by the same functions as in a PPO run, so the errors are the
+same. No model is loaded. The exit status is 0 if a run can start. It is 1 if a run cannot start or if the reward
+function fails. The last line of the output states the result.
 """
 
 from __future__ import annotations
@@ -38,56 +38,59 @@ from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import log_to_console
 
-_SCORED = 10
-_SHOWN = 2000
-"""Characters of the printed prompt."""
-_BAR = 40
+_NUM_SCORED = 10
+_MAX_CHARACTERS = 2000
+"""Maximum number of characters of the printed prompt."""
+_BAR_WIDTH = 40
 
-Say = Callable[[str], None]
+Print = Callable[[str], None]
 
 
 def check_data(config: PPOConfig) -> int:
-    """Check one config and print the report; returns the exit status."""
+    """Check the data of a config, print a report and return the exit status."""
     console = Console(highlight=False)
 
-    def say(text: str) -> None:
+    def print_line(text: str) -> None:
         console.print(text, markup=False, soft_wrap=True)
 
     problems: list[str] = []
     with log_to_console(console, config.trainer.seed):
         try:
-            for problem in _problems(config, say):
-                say(f"! {problem}")
+            for problem in _find_problems(config, print_line):
+                print_line(f"! {problem}")
                 problems.append(problem)
         except CamshaftError as error:
-            say(f"! {error}")
+            print_line(f"! {error}")
             problems.append(str(error))
     if not problems:
-        say("\nOK: a run would start with these data")
+        print_line("\nOK: a run would start with this data")
         return 0
-    more = f" (and {len(problems) - 1} more, above)" if len(problems) > 1 else ""
-    say(f"\nFAILED: {problems[0].splitlines()[0]}{more}")
+    more = f" (and {len(problems) - 1} more above)" if len(problems) > 1 else ""
+    print_line(f"\nFAILED: {problems[0].splitlines()[0]}{more}")
     return 1
 
 
-def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
-    """Print the report and yield problems; a fatal problem raises."""
+def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
+    """Print the report and yield problems. Raise CamshaftError for a problem that prevents further checks."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
     options = prompt_options(config)
-    read: dict[str, TokenizedPrompts] = {}
+    tokenized: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
     for name, train in (("training", True), ("validation", False)):
         paths, max_rows = prompt_files(config, train)
         if not paths:
             continue
-        say(f"\n{name} prompts")
+        print_line(f"\n{name} prompts")
         files = data_files(paths)
-        _print_schema(files, options, say)
-        prompts = read[name] = read_prompts(files, tokenizer, options, max_rows)
+        _print_schema(files, options, print_line)
+        prompts = tokenized[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
             text = render_prompt(prompts.prompts[0], tokenizer, prompts.table.location(0))
-            say(f"  the first prompt as the model reads it:\n{_shorten(text, _SHOWN)}\n  ({_summary(prompts)})")
-        _print_lengths(prompts, options, say)
+            print_line(
+                f"  first prompt with the chat template applied:\n{_shorten(text, _MAX_CHARACTERS)}\n  "
+                f"({_describe_first_prompt(prompts)})"
+            )
+        _print_lengths(prompts, options, print_line)
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
@@ -96,91 +99,103 @@ def _problems(config: PPOConfig, say: Say) -> Iterator[str]:
                 check_scorable(batches[name], config.custom_reward_function, beside_model=config.reward_model.enable)
         except CamshaftError as error:
             yield str(error)
-    _print_duplicates(read, say)
+    _print_duplicates(tokenized, print_line)
     if not config.needs_function():
-        say("\nno reward function: only the reward model scores")
+        print_line("\nno reward function: the run uses only the reward model")
     elif "training" in batches:
-        yield from _score(batches["training"], config.custom_reward_function, say)
+        yield from _check_reward_function(batches["training"], config.custom_reward_function, print_line)
 
 
 # -- files and prompts ----------------------------------------------------------------------------
 
 
-def _print_schema(files: Sequence[Path], options: PromptOptions, say: Say) -> None:
-    for facts in summarize_files(files, [*options.columns(), *OPTIONAL]):
-        say(f"  {facts.path}: {facts.num_rows} rows")
-        for column in facts.columns:
+def _print_schema(paths: Sequence[Path], options: PromptOptions, print_line: Print) -> None:
+    for file in summarize_files(paths, [*options.columns(), *OPTIONAL]):
+        print_line(f"  {file.path}: {file.num_rows} rows")
+        for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
-            say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
+            print_line(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
 
 
-def _summary(read: TokenizedPrompts) -> str:
-    kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in read.prompts})
-    return f"{int(read.ids.lengths[0])} tokens; the prompts of this set are {' and '.join(kinds)}"
+def _describe_first_prompt(prompts: TokenizedPrompts) -> str:
+    kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in prompts.prompts})
+    return f"{int(prompts.ids.lengths[0])} tokens; the prompts in these files are {' and '.join(kinds)}"
 
 
-def _print_lengths(read: TokenizedPrompts, options: PromptOptions, say: Say) -> None:
-    facts, count = summarize_lengths(read.ids.lengths), len(read.ids)
-    shown = ", ".join(f"p{percent} {length}" for percent, length in facts.percentiles.items())
-    say(f"  tokens of a prompt: {shown}, max {facts.max_length}")
-    most, width = max(number for _, _, number in facts.bars), len(str(facts.max_length))
-    for first, last, number in facts.bars:
-        say(f"    {first:>{width}}-{last:<{width}} {'#' * -(-_BAR * number // most):<{_BAR}} {number}")
-    long, limit = (
-        len(read.overlong_rows(options.max_prompt_length)),
-        f"{options.length_key}={options.max_prompt_length}",
-    )
+def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, print_line: Print) -> None:
+    summary, count = summarize_lengths(prompts.ids.lengths), len(prompts.ids)
+    percentiles = ", ".join(f"p{percent} {length}" for percent, length in summary.percentiles.items())
+    print_line(f"  tokens of a prompt: {percentiles}, max {summary.max_length}")
+    max_count, width = max(num_rows for _, _, num_rows in summary.bars), len(str(summary.max_length))
+    for low, high, num_rows in summary.bars:
+        print_line(
+            f"    {low:>{width}}-{high:<{width}} {'#' * -(-_BAR_WIDTH * num_rows // max_count):<{_BAR_WIDTH}} "
+            f"{num_rows}"
+        )
+    num_overlong = len(prompts.overlong_rows(options.max_prompt_length))
+    limit = f"{options.length_key}={options.max_prompt_length}"
     if options.filter_overlong:
         effect = "dropped by data.filter_overlong_prompts=true"
     else:
         verb = "rejected" if options.truncation == "error" else "truncated"
         effect = f"{verb} by data.truncation={options.truncation}"
-    say(f"  longer than {limit}: {long} of {count} ({long / count:.1%})" + (f"; {effect}" if long else ""))
+    print_line(
+        f"  longer than {limit}: {num_overlong} of {count} ({num_overlong / count:.1%})"
+        + (f"; {effect}" if num_overlong else "")
+    )
 
 
-def _print_duplicates(read: dict[str, TokenizedPrompts], say: Say) -> None:
-    say("")
-    for name, prompts in read.items():
-        say(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
-    if len(read) == 2:
-        shared = count_shared(read["validation"].ids, read["training"].ids)
-        say(f"validation prompts that are also training prompts: {shared} of {len(read['validation'].ids)}")
+def _print_duplicates(tokenized: dict[str, TokenizedPrompts], print_line: Print) -> None:
+    print_line("")
+    for name, prompts in tokenized.items():
+        print_line(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
+    if len(tokenized) == 2:
+        num_shared = count_shared(tokenized["validation"].ids, tokenized["training"].ids)
+        print_line(
+            f"validation prompts that are also training prompts: {num_shared} of {len(tokenized['validation'].ids)}"
+        )
 
 
-# -- the reward function --------------------------------------------------------------------------
+# -- reward function --------------------------------------------------------------------------
 
 
-def _score(prompts: DataProto, custom: CustomRewardConfig, say: Say) -> Iterator[str]:
-    """Score the ground truth and an empty response of the first rows."""
-    rows = prompts.reorder(slice(0, _SCORED))
+def _check_reward_function(prompts: DataProto, custom: CustomRewardConfig, print_line: Print) -> Iterator[str]:
+    """Score the ground truth and an empty response for each of the first rows."""
+    rows = prompts.reorder(slice(0, _NUM_SCORED))
     truths = [
         truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
     ]
-    say(f"\nscores of the first {len(rows)} training prompts ({custom.path or 'built in'}: {custom.function_name()})")
+    print_line(
+        f"\nscores of the first {len(rows)} training prompts ({custom.path or 'built-in function'}: "
+        f"{custom.function_name()})"
+    )
     with build_rewards(custom) as rewards:
         responses = {"ground truth": truths, "empty": [""] * len(rows)}
         results = {
             name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts)
             for name, texts in responses.items()
         }
-    say(f"  {'ground truth':>12} {'empty':>12}   data_source, ground truth")
-    columns = zip(*(_scores(result) for result in results.values()), rows["data_source"], truths, strict=True)
-    for truth_score, empty, source, truth in columns:
-        say(f"  {truth_score:>12} {empty:>12}   {source}, {_shorten(truth, 40)!r}")
+    print_line(f"  {'ground truth':>12} {'empty':>12}   data_source, ground truth")
+    columns = zip(*(_format_scores(result) for result in results.values()), rows["data_source"], truths, strict=True)
+    for truth_score, empty_score, source, truth in columns:
+        print_line(f"  {truth_score:>12} {empty_score:>12}   {source}, {_shorten(truth, 40)!r}")
     failures = [failure for result in results.values() for failure in result.failures]
     if failures:
         count = sum(result.num_failed for result in results.values())
-        yield f"the reward function failed in {count} of {2 * len(rows)} calls, first at {failures[0]}"
+        yield f"the reward function failed in {count} of {2 * len(rows)} calls; the first failure is {failures[0]}"
     elif all(results["ground truth"].scores <= results["empty"].scores):
-        say("  note: no ground truth scores above an empty response; the function may expect another format")
+        print_line(
+            "  note: no ground truth scores higher than an empty response; the function may expect a different answer "
+            "format"
+        )
 
 
 def _with_responses(rows: DataProto) -> DataProto:
-    """Add a response of one token per row; the text is supplied by the decoder."""
+    """Add a placeholder response of one token to each row; the decoder supplies the text."""
     return rows.with_columns(responses=Ragged.from_rows([[0]] * len(rows)))
 
 
-def _scores(result: RewardResult) -> list[str]:
+def _format_scores(result: RewardResult) -> list[str]:
     kinds = {failure.row: failure.kind for failure in result.failures}
     return [kinds.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
 

@@ -1,13 +1,14 @@
-"""Dynamic sampling (DAPO): replace prompts whose responses all have the same score.
+"""Dynamic sampling (DAPO): replace prompts whose responses all have equal scores.
 
-    batch = informative(prompts, generate_and_score, loader, config, metrics)     # train_batch_size prompts
+    batch = sample_informative_prompts(prompts, generate_and_score, loader, config, metrics)
 
-With group-relative advantages such a prompt has no gradient: the policy always or never solves it. Batches of prompts
-are drawn from the loader until enough prompts have different scores (Yu et al., arXiv:2503.14476).
+A prompt that the policy always or never solves has zero group-relative advantages and thus no gradient. This module
+draws batches of prompts from the loader until enough prompts have responses with different scores (Yu et al.,
+arXiv:2503.14476).
 
-Surplus prompts are returned to the loader for the next step and their responses are discarded. Every response therefore
-comes from the current policy, and a checkpoint stores only the position in the data. A dropped prompt returns in the
-next epoch.
+Surplus prompts are returned to the loader for the next step, and their responses are discarded. Every response
+therefore comes from the current policy, and a checkpoint needs to store only the position in the data. Prompts without
+a gradient are drawn again in the next epoch.
 """
 
 from __future__ import annotations
@@ -22,57 +23,64 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
-from camshaft.trainer.metrics import StepMetrics, over_calls
+from camshaft.trainer.metrics import StepMetrics, reduce_calls
 
 GenerateAndScore = Callable[[DataProto, StepMetrics, int], tuple[DataProto, RewardResult]]
-"""(prompts, metrics, rows generated before in this step) -> (scored batch, reward result), `rollout.n` rows each."""
+"""Function (prompts, metrics, number of rows already generated in this step) -> (scored batch, reward result).
+
+The results have `rollout.n` rows per prompt.
+"""
 
 
-def informative(
+def sample_informative_prompts(
     prompts: DataProto,
     generate_and_score: GenerateAndScore,
     loader: StatefulLoader,
     config: PPOConfig,
     metrics: StepMetrics,
 ) -> DataProto:
-    """Return `data.train_batch_size` informative prompts with scored responses, starting with `prompts`."""
+    """Return scored responses to `data.train_batch_size` informative prompts from `prompts` and the loader."""
     target, n, metric = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, _metric(config)
-    kept: list[DataProto] = []
+    batches: list[DataProto] = []
     call_metrics: list[dict[str, float]] = []
     values: list[Tensor] = []
-    missing, drawn, same, unused = target, 0, 0, 0
+    num_missing, num_drawn, num_equal, num_unused = target, 0, 0, 0
     while True:
-        call = StepMetrics()
-        batch, scored = generate_and_score(prompts, call, drawn * n)
+        batch_metrics = StepMetrics()
+        batch, scored = generate_and_score(prompts, batch_metrics, num_drawn * n)
         row_values = filter_values(scored, metric)
         values.append(row_values[scored.kept])
-        differs = _differs(row_values, scored.kept, n)
-        chosen = differs.nonzero().flatten()[:missing]
-        call_metrics.append(call.values)
-        kept.append(batch.reorder((chosen[:, None] * n + torch.arange(n)).flatten()))
-        missing, drawn, same = missing - len(chosen), drawn + len(prompts), same + int((~differs).sum())
-        if not missing:
-            unused = len(prompts) - 1 - int(chosen[-1])
+        is_informative = _find_informative(row_values, scored.kept, n)
+        informative_rows = is_informative.nonzero().flatten()[:num_missing]
+        call_metrics.append(batch_metrics.values)
+        batches.append(batch.reorder((informative_rows[:, None] * n + torch.arange(n)).flatten()))
+        num_missing, num_drawn, num_equal = (
+            num_missing - len(informative_rows),
+            num_drawn + len(prompts),
+            num_equal + int((~is_informative).sum()),
+        )
+        if not num_missing:
+            num_unused = len(prompts) - 1 - int(informative_rows[-1])
             break
-        _check_progress(config, len(call_metrics), target - missing, drawn >= len(loader.data))
+        _check_progress(config, len(call_metrics), target - num_missing, num_drawn >= len(loader.data))
         prompts = loader.next_batch()
-    loader.return_rows(unused)
-    metrics.add(over_calls(call_metrics))
+    loader.return_rows(num_unused)
+    metrics.add(reduce_calls(call_metrics))
     metrics.add(
         {
             "train/num_gen_batches": float(len(call_metrics)),
-            "filter_groups/same_share": same / drawn,
-            "filter_groups/given_back": float(unused),
+            "filter_groups/same_share": num_equal / num_drawn,
+            "filter_groups/given_back": float(num_unused),
             f"filter_groups/{metric}/mean": float(torch.cat(values).mean()),
         }
     )
-    return DataProto.concat(kept)
+    return DataProto.concat(batches)
 
 
-def _differs(values: Tensor, kept: Tensor, n: int) -> Tensor:
-    """Return which prompts have responses with different values, (B / n,) bool; dropped responses are ignored."""
-    most, least = (torch.where(kept, values, end).view(-1, n) for end in (-torch.inf, torch.inf))
-    return most.amax(1) > least.amin(1)
+def _find_informative(values: Tensor, keep_mask: Tensor, n: int) -> Tensor:
+    """Return a mask, (B / n,) bool, of the prompts whose responses have different values. Dropped rows are ignored."""
+    maxima, minima = (torch.where(keep_mask, values, end).view(-1, n) for end in (-torch.inf, torch.inf))
+    return maxima.amax(1) > minima.amin(1)
 
 
 def _metric(config: PPOConfig) -> str:
@@ -81,7 +89,7 @@ def _metric(config: PPOConfig) -> str:
 
 
 def filter_values(scored: RewardResult, metric: str) -> Tensor:
-    """Return the filter metric of each response, (B,); 0 if its scoring failed."""
+    """Return the filter metric of each response, (B,). Responses that could not be scored have 0."""
     if metric == "seq_reward":
         return scored.token_level_scores.sum()
     if metric == "score":
@@ -89,28 +97,29 @@ def filter_values(scored: RewardResult, metric: str) -> Tensor:
     if not any(metric in part for part in scored.parts):
         names = sorted({name for part in scored.parts for name in part})
         raise RewardError(
-            f"algorithm.filter_groups.metric={metric}: the results of the reward function have no number '{metric}' "
-            f"(they have: {', '.join(names) or 'only the score'}); use algorithm.filter_groups.metric=score, or return "
-            f"a dict with '{metric}'"
+            f"algorithm.filter_groups.metric={metric}: the results of the reward function contain no number "
+            f"'{metric}', "
+            f"only {', '.join(names) or 'the score'}; use algorithm.filter_groups.metric=score, or return a dict with "
+            f"'{metric}'"
         )
     return torch.tensor([part.get(metric, 0.0) for part in scored.parts])
 
 
-def _check_progress(config: PPOConfig, calls: int, num_informative: int, whole_epoch: bool) -> None:
-    """Raise an error if the limit of batches is reached, or a whole epoch had no informative prompt."""
+def _check_progress(config: PPOConfig, calls: int, num_informative: int, epoch_finished: bool) -> None:
+    """Raise BatchError if the maximum number of batches is reached, or if an epoch has no informative prompt."""
     filtering, target = config.algorithm.filter_groups, config.data.train_batch_size
     limit_reached = 0 < filtering.max_num_gen_batches <= calls
-    if not limit_reached and (num_informative or not whole_epoch):
+    if not limit_reached and (num_informative or not epoch_finished):
         return
     problem = (
-        f"{num_informative} of {target} prompts have responses that differ in {filtering.metric} after {calls} batches "
-        f"of {config.generated_together()} prompts: the policy always or never solves the remaining prompts; increase "
-        "data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
+        f"only {num_informative} of {target} prompts have responses that differ in {filtering.metric} after {calls} "
+        f"batches of {config.generated_together()} prompts, because the policy always or never solves the other "
+        "prompts; increase data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
     )
     limit = "algorithm.filter_groups.max_num_gen_batches"
     reason = (
-        f"; {limit}={calls} is reached, {limit}=0 removes the limit"
+        f". {limit}={filtering.max_num_gen_batches} is reached; {limit}=0 removes the limit"
         if limit_reached
-        else "; the data has no more prompts"
+        else ". All prompts of the data were tried"
     )
     raise BatchError(problem + reason)

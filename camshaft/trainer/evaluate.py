@@ -1,8 +1,8 @@
-"""Scoring of responses in files, for `camshaft eval`, and the table of scores.
+"""Score responses in files for `camshaft eval`, and format the scores as a table.
 
-    metrics = evaluate(config)          # val-core/<data_source>/reward/mean@n and so on, test_score/<data_source>
+    metrics = evaluate(config)          # val-core/<data_source>/reward/mean@n, test_score/<data_source>, ...
 
-The metrics are those of a validation (`validate.py`) and `pass@k`.
+The metrics are those of validation (`validate.py`) and `pass@k`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from camshaft.config import EvalConfig
 from camshaft.data.answers import AnswerColumns, read_answers
 from camshaft.errors import BatchError
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.validate import Scored, at_n_metrics, by_prompt
+from camshaft.trainer.validate import ScoredResponse, at_n_metrics, group_by_prompt
 
 
 def evaluate(config: EvalConfig) -> dict[str, float]:
-    """Score the responses and write the requested files; returns the metrics."""
+    """Score the responses, write the requested files and return the metrics."""
     data, custom = config.data, config.custom_reward_function
     columns = AnswerColumns(data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key)
     answers = read_answers([Path(path) for path in data.path], columns)
@@ -32,12 +32,12 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     if data.output_path is not None:
         answers.check_columns(data.score_key)
     batch = answers.batch
-    _check_counts([Scored(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
+    _check_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
     with build_rewards(custom) as rewards:
         result = rewards.score_texts(batch, answers.texts)
     columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
-    rows = [Scored(*row) for row in zip(*columns_of_rows, strict=True)]
-    metrics = _means(rows) | at_n_metrics(rows) | pass_metrics(rows, data.pass_score)
+    rows = [ScoredResponse(*row) for row in zip(*columns_of_rows, strict=True)]
+    metrics = _mean_scores(rows) | at_n_metrics(rows) | pass_metrics(rows, data.pass_score)
     metrics |= {name: value for name, value in result.metrics.items() if not name.endswith("/mean")}
     if data.output_path is not None:
         answers.write(data.output_path, data.score_key, result.scores.tolist(), result.answers)
@@ -47,49 +47,49 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     return metrics
 
 
-def pass_metrics(rows: Sequence[Scored], threshold: float) -> dict[str, float]:
-    """Compute `pass@k/mean`, k = 1, 2, 4, ... n: the probability that one of k responses reaches `threshold`."""
+def pass_metrics(rows: Sequence[ScoredResponse], threshold: float) -> dict[str, float]:
+    """Compute `pass@k/mean` for k = 1, 2, 4, ..., n: the probability that one of k responses reaches `threshold`."""
     metrics: dict[str, float] = {}
-    for source, groups in by_prompt(rows).items():
+    for source, groups in group_by_prompt(rows).items():
         n = len(groups[0])
         for k in sorted({1, *draw_sizes(n)}):
             section = "val-core" if k in (1, n) else "val-aux"
-            chances = [pass_at([row.score for row in group], k, threshold) for group in groups]
-            metrics[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(chances)
+            probabilities = [pass_at([row.score for row in group], k, threshold) for group in groups]
+            metrics[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(probabilities)
     return metrics
 
 
-def _means(rows: Sequence[Scored]) -> dict[str, float]:
-    """Return the mean score of each data set."""
-    groups = by_prompt(rows)
+def _mean_scores(rows: Sequence[ScoredResponse]) -> dict[str, float]:
+    """Return the mean score of each data source."""
+    groups = group_by_prompt(rows)
     return {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
 
 
-def _check_counts(rows: Sequence[Scored]) -> None:
-    """Check that all prompts of a data set have the same number of responses."""
-    for source, groups in by_prompt(rows).items():
+def _check_counts(rows: Sequence[ScoredResponse]) -> None:
+    """Raise BatchError unless all prompts of a data source have the same number of responses."""
+    for source, groups in group_by_prompt(rows).items():
         sizes = {len(group): group[0].uid for group in groups}
         if len(sizes) > 1:
-            (few, first), *_, (many, last) = sorted(sizes.items())
+            (min_count, min_row), *_, (max_count, max_row) = sorted(sizes.items())
             raise BatchError(
-                f"data_source {source}: row {first} has {few} responses and row {last} has {many}; mean@n and "
-                "similar metrics require the same number of responses for every prompt; evaluate these rows separately"
+                f"data_source {source}: row {min_row} has {min_count} responses, but row {max_row} has {max_count}. "
+                "mean@n and similar metrics require the same number for every prompt; evaluate these rows separately"
             )
 
 
 def score_table(metrics: Mapping[str, float]) -> Table:
-    """Build a table with a row per metric (mean@n, best@k, ...) and a column per data set."""
+    """Build a table with one row per metric (mean@n, best@k, ...) and one column per data source."""
     values: dict[str, dict[str, float]] = {}
     for name, value in metrics.items():
         source, _, kind = name.partition("/")[2].rpartition("/reward/")
         values.setdefault(kind.removesuffix("/mean"), {})[source] = value
     sources = list(dict.fromkeys(source for row in values.values() for source in row))
     table = Table("", *sources)
-    for kind in sorted(values, key=_in_order):
+    for kind in sorted(values, key=_sort_key):
         table.add_row(kind, *(f"{values[kind][source]:.4g}" if source in values[kind] else "-" for source in sources))
     return table
 
 
-def _in_order(kind: str) -> tuple[int, int]:
+def _sort_key(kind: str) -> tuple[int, int]:
     name, _, k = kind.partition("@")
     return ("mean", "std", "pass", "best", "maj", "worst").index(name), int(k)

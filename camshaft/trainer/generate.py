@@ -1,12 +1,12 @@
-"""Responses to the prompts of a file, for `camshaft generate`; a stopped run resumes.
+"""Generate responses to the prompts of a file, for `camshaft generate`. An interrupted run resumes.
 
     with GenerateRun(config) as run, Tracking(["console"], run.info()) as tracking:
         run.generate(tracking)
         run.write()
 
-Each batch of prompts is generated, scored if a reward function is configured, and saved as a part; at the end the parts
-are merged into the output file. The seed of a row is a function of `trainer.seed` and the row's number. Responses
-therefore do not depend on interruptions, and match those of a validation with the same seed and sampling.
+For each batch of prompts, responses are generated, scored if a reward function is configured, and saved as a part. At
+the end, the parts are merged into the output file. The seed of a row depends only on `trainer.seed` and the row index.
+Responses therefore do not depend on interruptions, and they equal those of validation with the same seed and sampling.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import global_pool, run_pools
-from camshaft.trainer.validate import Scored, at_n_metrics
+from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
-PATHS = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
-"""Keys that may change between two starts of a run, if the content of the files does not change."""
+PATH_KEYS = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
+"""Keys whose values may change before a run resumes, as long as the content of the files does not change."""
 
-SPEED = (
+SPEED_KEYS = (
     "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.num_workers",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.gpu_memory_utilization",
     "rollout.free_cache_engine", "rollout.update_weights_bucket_megabytes",
     "trainer.nnodes", "trainer.n_gpus_per_node",
 )  # fmt: skip
-"""Keys that may change because they affect only speed and resources, like keys that the rollout does not read."""
+"""Keys whose values may change before a run resumes, because they affect only speed and memory."""
 
 logger = logging.getLogger(__name__)
 
 
 class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
-    """One run: prompts, output file and, inside the `with` block, a rollout."""
+    """A generation run with its prompts and output file. The rollout exists inside the `with` block."""
 
     def __init__(self, config: GenerateConfig):
         self.config, data, custom = config, config.data, config.custom_reward_function
@@ -65,16 +65,16 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
         if custom.is_named():
             check_scorable(self.prompts, custom)
-        self.file = ResponseFile(Path(data.output_path), data.response_key, settings(config, self.prompts))
+        self.file = ResponseFile(Path(data.output_path), data.response_key, collect_settings(config, self.prompts))
         self.file.check_columns(self.sources)
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> GenerateRun:
         config = self.config
-        with self._exit as undo:  # ends the earlier parts if a later one fails
+        with self._exit as undo:  # closes what was already opened if a later line raises
             self.parts = undo.enter_context(self.file.parts())
             if self.parts.num_done:
-                logger.info("resuming: %d of %d prompts are complete", self.parts.num_done, len(self.prompts))
+                logger.info("resuming: %d of %d prompts have responses", self.parts.num_done, len(self.prompts))
             self.rewards = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
                 self.rewards = undo.enter_context(build_rewards(config.custom_reward_function))
@@ -91,7 +91,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self._exit.close()
 
     def info(self) -> RunInfo:
-        """Describe the run for trackers; a step is a part."""
+        """Describe the run for trackers. A step is one part."""
         remaining = -(-(len(self.prompts) - self.parts.num_done) // self.config.data.batch_size)
         return RunInfo(
             project="generate",
@@ -102,13 +102,13 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         )
 
     def generate(self, tracking: Tracking) -> None:
-        """Generate the missing parts."""
+        """Generate and save the parts that do not exist yet."""
         seeds = sampling_seeds(self.config.trainer.seed, VALIDATION, len(self.prompts) * self.config.rollout.n)
         while self._is_incomplete():
             start, n = self.parts.num_done, self.config.rollout.n
             prompts = self.prompts.reorder(slice(start, start + self.config.data.batch_size))
             rows = slice(start * n, (start + len(prompts)) * n)
-            columns, metrics = self._part(prompts.repeat(n).with_columns(sampling_seed=seeds[rows]))
+            columns, metrics = self._generate_part(prompts.repeat(n).with_columns(sampling_seed=seeds[rows]))
             grouped = {name: [values[i : i + n] for i in range(0, len(values), n)] for name, values in columns.items()}
             self.parts.add(len(prompts), grouped)
             tracking.log(metrics, step=len(self.parts))
@@ -118,12 +118,12 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.file.write(self.sources, [int(uid) for uid in self.prompts["uid"]], self.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Return the validation metrics of the scores in the output file; empty without a reward function."""
+        """Return the validation metrics of the scores in the output file, or {} without a reward function."""
         if not self.config.custom_reward_function.is_named():
             return {}
         scores, answers = (self.file.read(f"{self.file.name}{ending}") for ending in ("_score", "_pred"))
         rows = [
-            Scored(source, uid, score, answer)
+            ScoredResponse(source, uid, score, answer)
             for source, uid, *values in zip(
                 self.prompts["data_source"], self.prompts["uid"], scores, answers, strict=True
             )
@@ -134,8 +134,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
     def _is_incomplete(self) -> bool:
         return self.parts.num_done < len(self.prompts)
 
-    def _part(self, batch: DataProto) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """Generate one part; returns its columns by suffix, a value per row, and metrics of the progress line."""
+    def _generate_part(self, batch: DataProto) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Generate one part. Return its columns by suffix, with a value per row, and metrics for the progress line."""
         assert self.generator is not None
         start = time.perf_counter()
         padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(self.config.trainer.world_size)
@@ -159,27 +159,27 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
-def settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
-    """Return everything that the responses depend on: config values and checksums of the named files."""
+def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
+    """Return all values that affect the responses: config values, and checksums of prompts, model and other files."""
     custom, sections = config.custom_reward_function, without_secrets(config)
-    ignored = {*PATHS, *SPEED, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
+    ignored = {*PATH_KEYS, *SPEED_KEYS, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
     values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in ignored}
     ids = prompts["prompts"]
     values["the prompts"] = _checksum(ids.values.numpy().tobytes() + ids.lengths.numpy().tobytes())
-    values["the model"] = _files(model_folder(config.model.path))
+    values["the model"] = _folder_checksum(model_folder(config.model.path))
     if config.data.tokenizer is not None:
-        values["the tokenizer"] = _files(local_folder(config.data.tokenizer))
+        values["the tokenizer"] = _folder_checksum(local_folder(config.data.tokenizer))
     if custom.is_named():
         columns = [list(prompts[name]) for name in ("data_source", "ground_truth", "extra_info")]
-        values["what the scores depend on"] = _checksum(repr(columns).encode())
+        values["the reward inputs"] = _checksum(repr(columns).encode())
         path = None if custom.path is None else Path(custom.path)
         values["the reward function"] = _checksum(path.read_bytes()) if path and path.is_file() else custom.path
     return values
 
 
-def _files(folder: Path) -> str:
-    """Return a checksum over all files of a folder."""
+def _folder_checksum(folder: Path) -> str:
+    """Return a checksum of all files in a folder."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     return _checksum(json.dumps(fingerprints(folder, paths)).encode())
 

@@ -1,4 +1,4 @@
-"""`python -m camshaft.trainer.main_ppo key=value ...`, the same as `camshaft ppo`."""
+"""Entry point `python -m camshaft.trainer.main_ppo key=value ...`, which is equivalent to `camshaft ppo`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`python -m camshaft.trainer.main_sft key=value ...`, the same as `camshaft sft`."""
+"""Entry point `python -m camshaft.trainer.main_sft key=value ...`, which is equivalent to `camshaft sft`."""
 
 import sys
 

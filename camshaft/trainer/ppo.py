@@ -28,12 +28,12 @@ from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import build_kl_controller, correct, estimate, token_rewards
 from camshaft.trainer.build import PPOParts
-from camshaft.trainer.dynamic_sampling import informative
+from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.mini_batches import sampling_seeds, sharded_rows, shuffle_seed
+from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.scoring import check_remaining, with_scores
-from camshaft.trainer.validate import Sample, samples_of, save_samples, validate
+from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """Columns that a role reads to run its model over the batch."""
@@ -69,7 +69,10 @@ class PPOTrainer:
         if self.needs_greedy:
             prompts = self._with_baselines(prompts, metrics)
         if config.algorithm.filter_groups.enable:
-            batch, scoring = informative(prompts, self._generate_and_score, self.parts.loader, config, metrics), None
+            batch, scoring = (
+                sample_informative_prompts(prompts, self._generate_and_score, self.parts.loader, config, metrics),
+                None,
+            )
         else:
             batch, scoring = self._generate(prompts, metrics)
         batch = self._evaluate(batch, scoring, metrics)
@@ -131,7 +134,7 @@ class PPOTrainer:
                 batch = metrics.union(batch, evaluation.result())
         if self.config.trainer.rollout_data_dir is not None:
             scores = batch.ragged("token_level_scores").sum()
-            self._write(samples_of(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
+            self._write(decode_samples(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
 
     def _generate(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> tuple[DataProto, Begun | None]:
@@ -192,13 +195,13 @@ class PPOTrainer:
         """Return the order of rows that gives each rank its part of the actor's mini-batches."""
         actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
         seed = self._shuffle_seed(actor.shuffle)
-        return sharded_rows(count, self.actor_mini_batch, actor.ppo_epochs, seed, dp_size)
+        return shard_rows(count, self.actor_mini_batch, actor.ppo_epochs, seed, dp_size)
 
     def _critic_rows(self, count: int) -> Tensor:
         """Return the order of rows that gives each rank its part of the critic's mini-batches."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
         seed = self._shuffle_seed(critic.shuffle)
-        return sharded_rows(count, self.critic_mini_batch, critic.ppo_epochs, seed, dp_size)
+        return shard_rows(count, self.critic_mini_batch, critic.ppo_epochs, seed, dp_size)
 
     def _shuffle_seed(self, shuffle: bool) -> int | None:
         return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None

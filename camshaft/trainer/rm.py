@@ -1,4 +1,4 @@
-"""Training of a reward model, with the role of `roles/rm.py`.
+"""Trainer of reward models, based on the role in `roles/rm.py`.
 
 with RMTrainer(config) as trainer:
     trainer.prepare()
@@ -19,7 +19,7 @@ from camshaft.trainer.supervised import SupervisedTrainer
 
 
 class RMTrainer(SupervisedTrainer[RMWorker]):
-    """Trains with the Bradley-Terry loss on preference pairs."""
+    """Trainer with the Bradley-Terry loss on preference pairs."""
 
     tokens = ("chosen", "rejected")
 
@@ -44,7 +44,7 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
         return load_preferences(files, self.tokenizer, options, max_rows).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
-        """Compute the loss and its parts on held-out pairs."""
+        """Compute the loss and the metrics of `preference_loss` on held-out pairs."""
         scores = self.infer(rows, self.model.compute_scores)
         loss, metrics = preference_loss(
             scores["chosen_scores"].double(),

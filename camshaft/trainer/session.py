@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """Console, trackers and signal handlers of one run."""
+    """Console, trackers and signal handlers of a run."""
 
     def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
         self.console = Console(highlight=False)
-        self._until_end = contextlib.ExitStack()
+        self._exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -57,7 +57,7 @@ class Session:
     def tracking(
         self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None, subfolder: str = ""
     ) -> Tracking:
-        """Build the trackers; a validation-only run writes to a `subfolder` and leaves the run's metrics untouched."""
+        """Build the trackers. Validation-only runs set `subfolder` to keep the metrics of the training run."""
         trainer = self.trainer
         info = RunInfo(
             project=trainer.project_name,
@@ -70,11 +70,11 @@ class Session:
         return Tracking(trainer.logger, info)
 
     def listen(self) -> Stop:
-        """Handle stop signals until the session ends; call it once the run has state to save."""
-        return self._until_end.enter_context(listening())
+        """Handle stop signals until the session ends. Call this when the run has state to save."""
+        return self._exit_stack.enter_context(listening())
 
     def close(self) -> None:
-        self._until_end.close()
+        self._exit_stack.close()
 
 
 @contextlib.contextmanager
@@ -94,7 +94,7 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
 
 @contextlib.contextmanager
 def log_to_console(console: Console, seed: int) -> Iterator[None]:
-    """Log to the console, and seed the global generator for libraries that use it."""
+    """Log to the console, and seed the global generator of torch, which libraries may use."""
     handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
     root = logging.getLogger("camshaft")
     root.addHandler(handler)
@@ -110,35 +110,35 @@ def _lock_folder(folder: Path) -> IO[str]:
     lock = storage.hold(folder)
     if lock is None:
         raise ConfigError(
-            f"trainer.default_local_dir={folder}: another run is writing there; wait for it, or set another folder "
-            "(trainer.experiment_name=...)"
+            f"trainer.default_local_dir={folder}: another run is writing to this folder; wait for it, or use another "
+            "folder (trainer.experiment_name=...)"
         )
     return lock
 
 
 def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
-    """Wait for checkpoints that are written in the background."""
-    # If the run failed, its own error is reported, and its workers may have ended with it.
+    """Wait for checkpoints that are being written in the background."""
+    # If the run failed, that error is reported, and errors of workers that ended because of it are suppressed.
     with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
         for role in roles:
             role.wait_for_checkpoint()
 
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:
-    """Return the number of steps: `total_training_steps`, at most what the data has."""
+    """Return the number of steps, which is `total_training_steps` or the length of the data, if that is less."""
     configured, available = trainer.total_training_steps, len(loader)
     if configured is None or configured <= available:
         return configured or available
     logger.warning(
-        "trainer.total_training_steps=%d: the data ends after %d steps (trainer.total_epochs=%d of %d steps each); "
-        "raise trainer.total_epochs for more",
+        "trainer.total_training_steps=%d: the data has only %d steps (trainer.total_epochs=%d with %d steps each); "
+        "increase trainer.total_epochs to train for more steps",
         *(configured, available, trainer.total_epochs, loader.steps_per_epoch),
     )
     return available
 
 
 def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
-    """Check before anything is loaded that the devices exist and the output folder is writable."""
+    """Check that the devices exist and that the output folder is writable, before anything is loaded."""
     if trainer.backend() == "local":
         check_device(trainer.device, ranks)
     folder = Path(trainer.default_local_dir).expanduser()
@@ -148,13 +148,13 @@ def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int)
             pass
     except OSError as error:
         raise ConfigError(
-            f"trainer.default_local_dir={trainer.default_local_dir} is not writable ({error.strerror}); set another "
+            f"trainer.default_local_dir={trainer.default_local_dir} is not writable ({error.strerror}); use another "
             "folder"
         ) from error
 
 
 def check_device(device: str, ranks: int) -> None:
-    """Check that every rank has a device of this kind; ranks share the CPU."""
+    """Raise ConfigError unless each rank has a device of this kind. All ranks share the CPU."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -165,10 +165,10 @@ def check_device(device: str, ranks: int) -> None:
         return
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != kind:
-        raise ConfigError(f"trainer.device={device}: this machine has no such device; use trainer.device=cpu")
+        raise ConfigError(f"trainer.device={device}: this machine has no {kind} device; use trainer.device=cpu")
     if torch.accelerator.device_count() < ranks:
         raise ConfigError(
-            f"trainer.n_gpus_per_node={ranks}: each rank needs a {kind} device and this machine has "
+            f"trainer.n_gpus_per_node={ranks}: each rank needs a {kind} device, but this machine has "
             f"{torch.accelerator.device_count()}; use trainer.n_gpus_per_node={torch.accelerator.device_count()}"
         )
 
@@ -176,11 +176,11 @@ def check_device(device: str, ranks: int) -> None:
 # -- worker pools ---------------------------------------------------------------------------------
 
 ROLE_MODULES = ("camshaft.roles",)
-"""Modules that worker processes import while they start."""
+"""Modules that worker processes import at startup."""
 
 
 def pool_specs(config: PPOConfig) -> list[PoolSpec]:
-    """Return the pools of a PPO run that hold at least one role, the actor's first."""
+    """Return the pools of a PPO run that host at least one role, starting with the pool of the actor."""
     trainer, pool_of = config.trainer, config.pools()
     sizes = pool_sizes(trainer, trainer.resource_pools)
     return [
@@ -197,7 +197,7 @@ def pool_specs(config: PPOConfig) -> list[PoolSpec]:
 
 
 def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
-    """Return the only pool of a run with one role."""
+    """Return the pool of a run with a single role."""
     return PoolSpec(
         GLOBAL_POOL, trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank, roles=(role,)
     )
@@ -207,14 +207,14 @@ def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
 def run_pools(
     trainer: PlacementConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
 ) -> Iterator[dict[str, Pool]]:
-    """Start the pools; yields them by name. Workers write their output to files in `log_folder`."""
+    """Start the pools and yield them by name. Workers write their output to files in `log_folder`."""
     logs = None if log_folder is None else str(log_folder.expanduser().absolute())
     options = Options(log_folder=logs, preload=ROLE_MODULES, ray_init=ray_init)
     backend = trainer.backend()
     for spec in specs:
         if backend != "local" or spec.world_size > 1:
             size = f"{spec.nnodes} x {spec.ranks_per_node} processes"
-            where = f"; output in {logs}/{spec.name}_rank*.log" if logs else ""
-            logger.info("%s (%s): %s on %s%s", spec.name, ", ".join(spec.roles), size, backend, where)
-    with pools(specs, backend, options) as started:
-        yield {pool.spec.name: pool for pool in started}
+            output = f"; output in {logs}/{spec.name}_rank*.log" if logs else ""
+            logger.info("%s (%s): %s on %s%s", spec.name, ", ".join(spec.roles), size, backend, output)
+    with pools(specs, backend, options) as worker_pools:
+        yield {pool.spec.name: pool for pool in worker_pools}

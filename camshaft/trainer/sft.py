@@ -1,4 +1,4 @@
-"""Supervised fine-tuning, with the role of `roles/sft.py`.
+"""Trainer for supervised fine-tuning, based on the role in `roles/sft.py`.
 
 with SFTTrainer(config) as trainer:
     trainer.prepare()
@@ -17,7 +17,7 @@ from camshaft.trainer.supervised import SupervisedTrainer
 
 
 class SFTTrainer(SupervisedTrainer[SFTWorker]):
-    """Trains with the cross-entropy of the unmasked tokens."""
+    """Trainer with the cross-entropy loss of the trained tokens."""
 
     tokens = ("input_ids",)
 
@@ -35,7 +35,7 @@ class SFTTrainer(SupervisedTrainer[SFTWorker]):
         return load_sft(files, self.tokenizer, options, max_rows).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
-        """Compute the cross-entropy per token on held-out rows."""
+        """Compute the mean cross-entropy per trained token on held-out rows."""
         predictions = self.infer(rows, self.model.compute_log_prob)
         mask = rows["loss_mask"].values
         total = -float(predictions["log_probs"].values[mask].double().sum())

@@ -1,14 +1,14 @@
-"""Base class of supervised fine-tuning (`sft.py`) and reward-model training (`rm.py`).
+"""Base class of the trainers for supervised fine-tuning (`sft.py`) and reward models (`rm.py`).
 
     with SFTTrainer(config) as trainer:
         trainer.prepare()
         trainer.fit(tracking)
 
-    train_all(configs, SFTTrainer)        # with session and trackers; returns the exit status
+    status = train_all(configs, SFTTrainer)        # also sets up session and trackers
 
-Each batch is one optimizer step, with a loss averaged over the whole batch, independent of micro-batches and ranks. At
-the end the model is exported as a Hugging Face folder. A single rank runs in this process; several ranks are worker
-processes, which end when the context is left.
+Each batch is one optimizer step. The loss is averaged over the whole batch and does not depend on the number of
+micro-batches or ranks. At the end, the model is exported in Hugging Face format. A single rank runs in this process.
+Several ranks run in worker processes, which end when the `with` block exits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
-from camshaft.trainer.mini_batches import even_shares
+from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
 
@@ -40,10 +40,10 @@ W = TypeVar("W", bound=SupervisedWorker)
 
 
 class SupervisedTrainer(ABC, Generic[W]):
-    """One training run of one model."""
+    """Training run of a single model with one optimizer step per batch."""
 
     tokens: ClassVar[tuple[str, ...]]
-    """Columns of token ids that the model reads."""
+    """Columns with the token ids that the model reads."""
 
     def __init__(self, config: SupervisedConfig, worker: type[W]):
         self.config = config
@@ -82,20 +82,20 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Wait for checkpoints that are written in the background."""
         finish_saving([self.model], failed)
 
-    # -- subclasses ---------------------------------------------------------------------------------
+    # -- methods of subclasses ---------------------------------------------------------------------------------
 
     @abstractmethod
     def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
-        """Load the rows of the files, at most `max_rows`."""
+        """Load at most `max_rows` rows of the files; None loads all rows."""
 
     @abstractmethod
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Compute metrics on held-out rows."""
 
-    # -- the loop ---------------------------------------------------------------------------------
+    # -- training loop ---------------------------------------------------------------------------------
 
     def prepare(self) -> Saved | None:
-        """Build the model and load the checkpoint to resume from, if any; returns that checkpoint."""
+        """Build the model. If the run resumes from a checkpoint, load and return it."""
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
         if saved is not None:
             check_resume(saved, self.config, ["model"])
@@ -111,7 +111,10 @@ class SupervisedTrainer(ABC, Generic[W]):
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train to the end and export the model, or until a stop signal; returns the metrics of the last step."""
+        """Train until the end or a stop signal, and return the metrics of the last step.
+
+        At the end, export the model. After a stop signal, save a checkpoint instead.
+        """
         trainer, stop = self.config.trainer, stop or Stop()
         metrics: dict[str, float] = {}
         for batch in self.loader:
@@ -119,21 +122,21 @@ class SupervisedTrainer(ABC, Generic[W]):
                 break
             self.global_step += 1
             metrics = self.step(batch)
-            last = self.global_step == self.total_steps or self.loader.exhausted
-            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
+            is_last = self.global_step == self.total_steps or self.loader.exhausted
+            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
             if (
                 self.val_rows is not None
                 and trainer.test_freq > 0
-                and (last or self.global_step % trainer.test_freq == 0)
+                and (is_last or self.global_step % trainer.test_freq == 0)
             ):
-                validated = self.validate(self.val_rows)
-                due = self.best.offer(validated, self.global_step) or due
-                metrics |= validated
+                val_metrics = self.validate(self.val_rows)
+                should_save = self.best.offer(val_metrics, self.global_step) or should_save
+                metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
-            if due:
+            if should_save:
                 self.save()
-            if stop.requested and not last:
-                if not due:
+            if stop.requested and not is_last:
+                if not should_save:
                     self.save()
                 stop.acknowledge(self.global_step, self.total_steps)
                 return metrics
@@ -144,20 +147,20 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Run one optimizer step."""
         start = time.perf_counter()
         tokens = torch.stack([batch.ragged(name).lengths for name in self.tokens]).sum(0)
-        metrics = self.model.train_batch(even_shares(batch, tokens, self.dp_size)).meta_info["metrics"]
+        metrics = self.model.train_batch(balance_ranks(batch, tokens, self.dp_size)).meta_info["metrics"]
         seconds = time.perf_counter() - start
         return metrics | {"timing_s/step": seconds, "perf/throughput": int(tokens.sum()) / seconds}
 
     def infer(self, rows: DataProto, method: Callable[[DataProto], DataProto]) -> DataProto:
-        """Apply a method of the model to any number of rows, batch by batch."""
+        """Apply a method of the model to `rows` in batches, and concatenate the results."""
         results = []
         for batch in rows.split(self.config.data.train_batch_size):
-            padded, added = batch.pad_to_divisor(self.dp_size)
-            results.append(method(padded).unpad(added))
+            padded, num_padding_rows = batch.pad_to_divisor(self.dp_size)
+            results.append(method(padded).unpad(num_padding_rows))
         return DataProto.concat(results)
 
     def save(self) -> None:
-        """Save the state of the run as one atomic checkpoint."""
+        """Save the state of the run as an atomic checkpoint."""
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
         keep = {"model": self.config.trainer.max_ckpt_to_keep}
         exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}
@@ -173,7 +176,7 @@ C = TypeVar("C", bound=SupervisedConfig)
 
 
 def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
-    """Train with one config after another; returns the largest exit status. A stop signal ends the sweep."""
+    """Train with one config after the other and return the largest exit status. A stop signal ends the sweep."""
     status = 0
     for config in configs:
         status = max(status, _train(config, trainer_class))
@@ -183,13 +186,13 @@ def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrain
 
 
 def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
-    """Train from the checks of this machine to the exported model; returns the exit status."""
+    """Check the machine, train and export the model, and return the exit status."""
     with session(config.trainer) as run, trainer_class(config) as trainer:
         saved = trainer.prepare()
         with run.tracking(config, trainer.total_steps, saved) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
-            trainer.finish_saving()  # trackers report the run as finished only after its checkpoints are written
+            trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written
             if stop.status:
                 tracking.ending = "stopped"
         if not stop.status:

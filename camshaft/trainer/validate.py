@@ -1,10 +1,10 @@
-"""Validation: scores and responses on held-out prompts.
+"""Validation: generate and score responses to held-out prompts.
 
     metrics, samples = validate(parts, config)
     save_samples(samples, folder / "step_20.jsonl")
 
-All validations of a run use the same prompts, sampling (greedy by default, `val_kwargs`) and seeds, so that two of them
-differ only by the weights. `at_n_metrics` aggregates several responses to one prompt; the formulas are in
+All validations of a run use the same prompts, sampling parameters (`val_kwargs`, greedy by default) and seeds, so their
+results differ only by the weights. `at_n_metrics` aggregates several responses to one prompt with the formulas of
 `algorithms/at_n.py`.
 """
 
@@ -28,7 +28,7 @@ from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt with its response and score."""
+    """A prompt with a response and its score."""
 
     prompt: str
     response: str
@@ -37,8 +37,8 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The score of one response, and its prompt."""
+class ScoredResponse:
+    """Score of a response, with the data source and uid of its prompt."""
 
     data_source: str
     uid: str
@@ -48,75 +48,79 @@ class Scored:
 
 
 CORE = ("reward", "acc")
-"""Values whose mean@n, best@n and maj@n over all n responses are in `val-core`; other metrics are in `val-aux`."""
+"""Values whose mean@n, best@n and maj@n over all n responses are in section `val-core`. All other metrics are in
+section `val-aux`."""
 
 
 COUNTED = (
     *("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/slow"),
     "reward/model/truncated",
 )
-"""Counters of the scoring, if the run has them."""
+"""Counters of the reward function and the reward model that are summed over batches, if they exist."""
 
 
 def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
-    """Generate and score the validation prompts; returns the metrics (`val-core/...`, `val-aux/...`) and samples."""
-    rows: list[Scored] = []
+    """Generate and score responses to the validation prompts, and return the metrics and samples."""
+    rows: list[ScoredResponse] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
     samples: list[Sample] = []
     prompts = parts.val_prompts.repeat(config.actor_rollout_ref.rollout.val_kwargs.n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
-        generated, begun = parts.generate(batch, validate=True)
+        generated, pending = parts.generate(batch, validate=True)
         batch = parts.model_scored(batch.union(DataProto(generated.columns)))
-        result = parts.rewards.score(batch, parts.decode, begun)
+        result = parts.rewards.score(batch, parts.decode, pending)
         parts.failed.add(result.failures, "validation")
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
-        rows += [Scored(*row) for row in zip(*columns, strict=True)]
+        rows += [ScoredResponse(*row) for row in zip(*columns, strict=True)]
         for name in COUNTED:
             if name in result.metrics:
                 counts[f"val-aux/{name}"] += result.metrics[name]
-        samples += samples_of(parts, batch, result.scores)
+        samples += decode_samples(parts, batch, result.scores)
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         scores[row.data_source].append(row.score)
-    every = [score for values in scores.values() for score in values]
+    all_scores = [score for values in scores.values() for score in values]
     metrics = {f"val-core/{source}/reward/mean": sum(values) / len(values) for source, values in scores.items()}
-    metrics |= {"val/reward/mean": sum(every) / len(every), "val-aux/response_length/mean": sum(lengths) / len(lengths)}
+    metrics |= {
+        "val/reward/mean": sum(all_scores) / len(all_scores),
+        "val-aux/response_length/mean": sum(lengths) / len(lengths),
+    }
     return metrics | at_n_metrics(rows) | counts, samples
 
 
-def at_n_metrics(rows: Sequence[Scored]) -> dict[str, float]:
-    """`val-core/<data_source>/<value>/mean@n`, `best@n/mean`, `maj@n/mean`; `std@n`, `worst@k/mean`, ... in `val-aux`.
+def at_n_metrics(rows: Sequence[ScoredResponse]) -> dict[str, float]:
+    """Compute metrics `<section>/<data_source>/<value>/mean@n`, `best@k/mean`, ... in `val-core` or `val-aux`.
 
-    The values are `reward` and the numbers that the reward function returned for all responses of a data set. They are
-    0 for a response whose scoring failed. `maj` needs answers.
+    A value is `reward`, or a number that the reward function returned for all responses of the data source. The values
+    of a response that could not be scored are 0. `maj@k` requires extracted answers.
     """
     metrics: dict[str, float] = {}
-    for source, groups in by_prompt(rows).items():
-        every = [row for group in groups for row in group]
-        has_answers = any(row.answer is not None for row in every)
+    for source, groups in group_by_prompt(rows).items():
+        source_rows = [row for group in groups for row in group]
+        has_answers = any(row.answer is not None for row in source_rows)
         answers = [[row.answer for row in group] for group in groups] if has_answers else None
         values = {"reward": [[row.score for row in group] for group in groups]}
-        for name in _common_values(every):
+        for name in _common_values(source_rows):
             values[name] = [[row.parts.get(name, 0.0) for row in group] for group in groups]
-        for name, of_groups in values.items():
-            for suffix, value in at_n(of_groups, answers).items():
+        for name, groups_of_values in values.items():
+            for suffix, value in at_n(groups_of_values, answers).items():
                 metrics[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
     return metrics
 
 
-def by_prompt(rows: Iterable[Scored]) -> dict[str, list[list[Scored]]]:
-    """Group the responses by data set and prompt."""
-    prompts: dict[str, dict[str, list[Scored]]] = defaultdict(lambda: defaultdict(list))
+def group_by_prompt(rows: Iterable[ScoredResponse]) -> dict[str, list[list[ScoredResponse]]]:
+    """Group the responses by data source and prompt."""
+    prompts: dict[str, dict[str, list[ScoredResponse]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         prompts[row.data_source][row.uid].append(row)
     return {source: list(groups.values()) for source, groups in prompts.items()}
 
 
-def _common_values(rows: Sequence[Scored]) -> list[str]:
-    """Return the names of the values that every dict result has."""
+def _common_values(rows: Sequence[ScoredResponse]) -> list[str]:
+    """Return the names of the values that all dict results contain."""
     results = [row.parts.keys() for row in rows if row.parts]
     return sorted(frozenset.intersection(*map(frozenset, results)) - {"reward"}) if results else []
 
@@ -126,8 +130,8 @@ def _section(name: str, suffix: str, n: int) -> str:
     return "val-core" if name in CORE and kind in ("mean", "best", "maj") and int(k) == n else "val-aux"
 
 
-def samples_of(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample]:
-    """Decode the rows."""
+def decode_samples(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample]:
+    """Decode the prompts and responses of a batch."""
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
     rows = zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)
@@ -135,7 +139,7 @@ def samples_of(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sample
 
 
 def save_samples(samples: list[Sample], path: Path) -> None:
-    """Write one JSON object per line."""
+    """Write the samples as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8") as out:
         for sample in samples:

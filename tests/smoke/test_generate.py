@@ -226,7 +226,7 @@ def test_a_killed_run_resumes_with_the_same_output_file(
     again = camshaft("generate", *generate_args(home, {**scored, "data.output_path": killed}))
     assert again.status == 0, again.err
     num_done = 4 * (call - 1)
-    assert (f"resuming: {num_done} of 16 prompts are complete" in again.out) == (num_done > 0)
+    assert (f"resuming: {num_done} of 16 prompts have responses" in again.out) == (num_done > 0)
     assert again.out.count("step ") == 5 - call
     assert camshaft("generate", *generate_args(home, {**scored, "data.output_path": uninterrupted})).status == 0
     assert parquet.ParquetFile(killed).read().equals(parquet.ParquetFile(uninterrupted).read(), check_metadata=True)

@@ -12,7 +12,7 @@ from camshaft.errors import ConfigError
 from camshaft.tracking.console import HEADLINES
 from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.names import METRICS, find, matches
-from camshaft.trainer.metrics import OVER_RANKS
+from camshaft.trainer.metrics import RANK_REDUCTIONS
 
 HOME = Path(package.__file__).parent
 
@@ -100,7 +100,7 @@ def test_every_metric_is_computed_where_the_table_says() -> None:
 
 def test_names_used_elsewhere_are_in_the_table() -> None:
     headlines = {name for names in HEADLINES.values() for name in names} - {"reward/mean"}  # of `camshaft generate`
-    for name in {*OVER_RANKS, *headlines}:
+    for name in {*RANK_REDUCTIONS, *headlines}:
         find(name)
 
 

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
 from camshaft.roles.base import as_sequences, select_responses
-from camshaft.trainer.mini_batches import sharded_rows
+from camshaft.trainer.mini_batches import shard_rows
 
 TEMPERATURE = 0.7
 STEPS = 10
@@ -148,7 +148,7 @@ def test_presharded_rows_are_trained_in_their_order(home: Path) -> None:
         actor.init_model()
         batch = learnable(old_log_probs=actor.compute_log_prob(batch_of()).ragged("old_log_probs"))
         if presharded:
-            batch = batch.reorder(sharded_rows(len(batch), mini_batch=2, epochs=2, seed=7, dp_size=1))
+            batch = batch.reorder(shard_rows(len(batch), mini_batch=2, epochs=2, seed=7, dp_size=1))
         return actor.update_actor(batch, seed=7, presharded=presharded).meta_info["metrics"]
 
     assert trained(presharded=True) == trained(presharded=False)

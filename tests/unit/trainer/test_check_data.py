@@ -64,7 +64,7 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
     train = [row("1+2=", "3"), row("3+4=", "7"), row("1+2=", "3"), row("30+4=", "34")]
     status, output = check(train, val=[row("30+4=", "34"), row("9+9=", "18")])
     assert status == 0
-    assert output.rstrip().endswith("OK: a run would start with these data")
+    assert output.rstrip().endswith("OK: a run would start with this data")
     assert f"{tmp_path}/train.parquet: 4 rows" in output
     assert "prompt               0 missing    list<element: struct<role: string, content: string>>" in output
     assert "<|im_start|>u1+2=<|im_end|><|im_start|>a" in output
@@ -126,7 +126,7 @@ def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
 def test_a_function_that_wants_another_form_of_answer_is_noted(check: Check) -> None:
     status, output = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
     assert status == 0
-    assert "note: no ground truth scores above an empty response" in output
+    assert "note: no ground truth scores higher than an empty response" in output
 
 
 def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
-from camshaft.trainer.dynamic_sampling import _differs, filter_values, informative
+from camshaft.trainer.dynamic_sampling import _find_informative, filter_values, sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics
 
 DAPO: dict[str, Any] = {
@@ -66,7 +66,7 @@ def loader_of(count: int, batch: int = 4, epochs: int = 1) -> StatefulLoader:
 def draw(loader: StatefulLoader, policy: Policy, config: PPOConfig) -> tuple[list[int], dict[str, float]]:
     """Return the prompts of one step, row by row, and its metrics."""
     metrics = StepMetrics()
-    batch = informative(loader.next_batch(), policy, loader, config, metrics)
+    batch = sample_informative_prompts(loader.next_batch(), policy, loader, config, metrics)
     return [int(row[0]) for row in batch["prompts"].rows()], metrics.values
 
 
@@ -112,7 +112,7 @@ def test_too_many_batches_are_an_error_with_a_fix(config_with) -> None:
 
 
 def test_data_without_an_informative_prompt_are_an_error(config_with) -> None:
-    with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* the data has no more prompts"):
+    with pytest.raises(BatchError, match=r"0 of 3 prompts .* after 5 batches .* All prompts of the data were tried"):
         draw(loader_of(20), Policy(set()), config_with())
 
 
@@ -122,13 +122,13 @@ def test_dynamic_sampling_compares_shaped_score_score_or_a_result() -> None:
     assert filter_values(shaped, "seq_reward").tolist() == [0.5, 1.5]
     assert filter_values(shaped, "score").tolist() == [1.0, 2.0]
     assert filter_values(shaped, "acc").tolist() == [1.0, 0.0]
-    with pytest.raises(RewardError, match=r"metric=f1: .* no number 'f1' \(they have: acc\)"):
+    with pytest.raises(RewardError, match=r"metric=f1: .* no number 'f1', only acc"):
         filter_values(shaped, "f1")
 
 
 def test_responses_that_were_dropped_make_no_difference() -> None:
     def differs(scores: list[float], dropped: tuple[int, ...], n: int) -> list[bool]:
-        return _differs(torch.tensor(scores), replace(result(scores), dropped=dropped).kept, n).tolist()
+        return _find_informative(torch.tensor(scores), replace(result(scores), dropped=dropped).kept, n).tolist()
 
     scores = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 3.0, 4.0, 0.0]  # three responses to each of three prompts
     assert differs(scores, (), 3) == [True, True, True]

@@ -124,7 +124,7 @@ def test_an_unscored_response_counts_as_zero_and_is_logged(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("table", "more", "says"),
     [
-        ([row("a", ["1"], "1"), row("a", ["1", "2"], "1")], {}, "row 0 has 1 responses and row 1 has 2"),
+        ([row("a", ["1"], "1"), row("a", ["1", "2"], "1")], {}, "row 0 has 1 responses, but row 1 has 2"),
         ([row("a", [], "1")], {}, "column 'responses' contains an empty list"),
         ([row("a", "1", "1")], {}, "column 'prompt' is missing"),
         ([row("a", ["1"], "1")], {"data__response_key": "response"}, "Did you mean 'responses'?"),

@@ -11,7 +11,7 @@ from support.ppo_runs import ppo_args
 from camshaft.config import load_generate
 from camshaft.data.parquet import write_parquet
 from camshaft.models.loader import load_tokenizer
-from camshaft.trainer.generate import GenerateRun, settings
+from camshaft.trainer.generate import GenerateRun, collect_settings
 
 ROW = {"prompt": "1+1=", "data_source": "arithmetic", "ground_truth": "2", "extra_info": {"index": 1}}
 SCORED = {"custom_reward_function.name": "exact_match"}
@@ -26,7 +26,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_settings(home: Path, overrides: dict[str, Any]) -> dict[str, Any]:
     run = GenerateRun(load_generate(generate_args(home, overrides)))
-    return settings(run.config, run.prompts)
+    return collect_settings(run.config, run.prompts)
 
 
 def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def test_reward_settings_matter_only_with_scores(home: Path, tmp_path: Path) -> 
         before = run_settings(home, {"data.path": path, **scored})
         for changed in ({"ground_truth": "3"}, {"data_source": "other"}, {"extra_info": {"index": 2}}):
             write_parquet(path, [ROW | changed])
-            assert differing(before, run_settings(home, {"data.path": path, **scored})) == ["what the scores depend on"]
+            assert differing(before, run_settings(home, {"data.path": path, **scored})) == ["the reward inputs"]
         write_parquet(path, [ROW | {"note": "x"}])  # irrelevant to generation and scoring
         assert before == run_settings(home, {"data.path": path, **scored})
     reward.write_text(body + "2.0")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, over_calls, over_ranks
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, reduce_calls, reduce_ranks
 
 
 def floats(*rows: list[float]) -> Ragged:
@@ -87,7 +87,7 @@ def test_mismatch_against_numbers_worked_out_by_hand() -> None:
 def test_metrics_of_several_calls_are_combined_by_kind() -> None:
     first = {"timing_s/gen": 1.0, "rollout/decode_steps": 3, "reward/errors": 1.0, "reward/acc/mean": 0.5}
     second = {"timing_s/gen": 2.0, "rollout/decode_steps": 4, "reward/errors": 2.0, "perf/sync_peak_memory_bytes": 7}
-    assert over_calls([first | {"perf/sync_peak_memory_bytes": 9}, second | {"reward/acc/mean": 1.0}]) == {
+    assert reduce_calls([first | {"perf/sync_peak_memory_bytes": 9}, second | {"reward/acc/mean": 1.0}]) == {
         "timing_s/gen": 3.0, "rollout/decode_steps": 7, "reward/errors": 3.0, "reward/acc/mean": 0.75,
         "perf/sync_peak_memory_bytes": 9,
     }  # fmt: skip
@@ -140,12 +140,12 @@ def test_per_rank_metrics_are_combined_and_shared_ones_are_not() -> None:
         },
     ]
     result = DataProto({}, {"metrics": reports[0], "ranks": [{"metrics": each} for each in reports]})
-    assert over_ranks(result) == {
+    assert reduce_ranks(result) == {
         "rollout/response_tokens": 40.0,
         "rollout/prompt_tokens_cached": 7.0,
         "rollout/slot_use": 0.75,
         "timing_s/sync": 3.0,
         "actor/pg_loss": 0.1,
     }
-    assert over_ranks(DataProto({}, {"metrics": reports[1]})) == reports[1]
-    assert over_ranks(DataProto()) == {}
+    assert reduce_ranks(DataProto({}, {"metrics": reports[1]})) == reports[1]
+    assert reduce_ranks(DataProto()) == {}

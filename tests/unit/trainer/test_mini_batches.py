@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto
-from camshaft.trainer.mini_batches import even_shares, sharded_rows
+from camshaft.trainer.mini_batches import balance_ranks, shard_rows
 
 
 def rows(count: int) -> DataProto:
@@ -10,7 +10,7 @@ def rows(count: int) -> DataProto:
 
 
 def sharded(batch: DataProto, mini_batch: int, epochs: int, seed: int | None, dp_size: int) -> DataProto:
-    return batch.reorder(sharded_rows(len(batch), mini_batch, epochs, seed, dp_size))
+    return batch.reorder(shard_rows(len(batch), mini_batch, epochs, seed, dp_size))
 
 
 def test_each_rank_receives_its_part_of_each_mini_batch() -> None:
@@ -39,7 +39,7 @@ def test_mini_batches_do_not_depend_on_the_number_of_ranks(dp_size: int) -> None
 def test_shares_have_equal_rows_and_nearly_equal_tokens() -> None:
     # 9 and 1 against 8 and 2; the original order gives 17 against 3.
     lengths = torch.tensor([9, 8, 1, 2])
-    assert even_shares(rows(4), lengths, dp_size=2)["row"].tolist() == [0, 2, 1, 3]
-    assert even_shares(rows(4), lengths, dp_size=1)["row"].tolist() == [0, 1, 2, 3]
+    assert balance_ranks(rows(4), lengths, dp_size=2)["row"].tolist() == [0, 2, 1, 3]
+    assert balance_ranks(rows(4), lengths, dp_size=1)["row"].tolist() == [0, 1, 2, 3]
     # A rank whose share of tokens one row exceeds still gets its number of rows.
-    assert even_shares(rows(4), torch.tensor([1, 1, 1, 90]), dp_size=2)["row"].tolist() == [2, 3, 0, 1]
+    assert balance_ranks(rows(4), torch.tensor([1, 1, 1, 90]), dp_size=2)["row"].tolist() == [2, 3, 0, 1]

@@ -16,7 +16,7 @@ from camshaft.errors import BatchError, CheckpointError
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
-from camshaft.trainer.resume import changes, config_record
+from camshaft.trainer.resume import config_record, list_changes
 from camshaft.trainer.sft import SFTTrainer
 
 BUSY: dict[str, Any] = {
@@ -123,8 +123,8 @@ def test_changes_are_shown_as_overrides(tmp_path: Path) -> None:
     now = ppo_config(
         tmp_path, {**BUSY, "trainer.save_freq": 5, "data.shuffle": False, "trainer.resume_mode": "disable"}
     )
-    assert sorted(changes(before, now)) == ["data.shuffle=false (was true)", "trainer.save_freq=5 (was 2)"]
-    assert changes(before, ppo_config(tmp_path, BUSY)) == []
+    assert sorted(list_changes(before, now)) == ["data.shuffle=false (was true)", "trainer.save_freq=5 (was 2)"]
+    assert list_changes(before, ppo_config(tmp_path, BUSY)) == []
 
 
 def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

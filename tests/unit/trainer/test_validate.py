@@ -9,7 +9,7 @@ from support.ppo_runs import ppo_config
 from camshaft.config import PPOConfig
 from camshaft.data.parquet import write_parquet
 from camshaft.trainer.build import PPOParts
-from camshaft.trainer.validate import Sample, Scored, at_n_metrics, save_samples, validate
+from camshaft.trainer.validate import Sample, ScoredResponse, at_n_metrics, save_samples, validate
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -75,8 +75,8 @@ def test_responses_to_one_question_are_held_together(setting: tuple[PPOParts, PP
     assert not any("maj" in name for name in metrics)  # this reward returns no answers
 
 
-def scored(uid: str, score: float, answer: str | None, **parts: float) -> Scored:
-    return Scored("math", uid, score, answer, parts)
+def scored(uid: str, score: float, answer: str | None, **parts: float) -> ScoredResponse:
+    return ScoredResponse("math", uid, score, answer, parts)
 
 
 def test_metrics_of_four_responses_to_two_questions_by_hand() -> None:
