@@ -104,7 +104,7 @@ def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], tmp_path: Path)
         finding.rule.name: finding.problem for finding in check_engine_on_ranks(broken, 2, str(tmp_path), rules)
     }
     assert problems[CAUGHT_BY[broken]] is not None
-    assert problems["schedule"] is None, "the ranks that a broken rule has ended were not replaced"
+    assert problems["schedule"] is None, "ranks that a broken rule killed were not replaced"
 
 
 def test_the_command_line_checks_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:

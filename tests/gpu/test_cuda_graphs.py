@@ -15,7 +15,7 @@ from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cuda import graphs
 from camshaft.rollout.builtin.rollout import TorchRollout
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")]
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from camshaft.models.linear_logprob import linear_logprob
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")]
 
 ROWS, HIDDEN = 1000, 256
 

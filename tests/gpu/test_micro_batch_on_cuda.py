@@ -18,7 +18,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles import ActorWorker
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")]
 
 ACTOR = "actor_rollout_ref.actor"
 SIDES: dict[str, dict[str, Any]] = {

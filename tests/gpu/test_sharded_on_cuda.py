@@ -21,7 +21,7 @@ DEVICES = torch.accelerator.device_count() if torch.accelerator.is_available() e
 DEVICE = torch.accelerator.current_accelerator().type if DEVICES else "none"  # pyright: ignore
 WORLDS = [world for world in (1, 2, 4) if world <= max(DEVICES, 1)]
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="there is no accelerator")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not DEVICES, reason="requires an accelerator")]
 
 FEATURES = ("", "offload", "offload_policy", "activation_offload", "selective", "lora", "gathered", "async_save")
 

@@ -206,7 +206,7 @@ def test_grpo_with_exact_kl_loss_matches_plain_ppo(tmp_path: Path) -> None:
 )
 def test_relatives_of_grpo_agree_with_the_plain_run(tmp_path: Path, changes: dict[str, Any]) -> None:
     steps = compare(tmp_path, replace(GROUPS, **changes), UNEVEN)
-    assert steps[-1].metrics["actor/pg_clipfrac"] > 0, "the case says nothing about the clip"
+    assert steps[-1].metrics["actor/pg_clipfrac"] > 0, "no ratio was clipped"
 
 
 def test_adaptive_kl_controller_agrees_with_the_plain_run(tmp_path: Path) -> None:

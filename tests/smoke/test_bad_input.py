@@ -117,7 +117,7 @@ def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd:
     assert "Traceback" not in err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without CUDA")
 @pytest.mark.parametrize(("command", "make_args"), [("ppo", ppo_args), ("sft", sft_args)])
 def test_a_missing_device_is_an_error_before_loading(
     command: str, make_args: Callable[..., list[str]], home: Path

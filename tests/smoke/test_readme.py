@@ -39,7 +39,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
             (tmp_path / name).write_text(text, encoding="utf-8")
             text = f"python3 {name}"
         script.append(text)
-    assert len(script) > 5, "the README has lost its commands"
+    assert len(script) > 5, "the README has too few commands"
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "all.sh").write_text("\n".join(script), encoding="utf-8")
     process = subprocess.run(["bash", "all.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=280)

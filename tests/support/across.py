@@ -21,7 +21,7 @@ from camshaft.errors import WorkerError
 TWO = PoolSpec(nnodes=2, device="cpu")
 
 
-class Traveller(Toy):
+class LocatedRole(Toy):
     """A role that returns its host name, rank and environment."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
@@ -42,7 +42,7 @@ def chosen() -> list[str | None]:
     os.environ["NCCL_DEBUG"] = "of the driver"
     init = {"runtime_env": {"env_vars": {"NCCL_DEBUG": "of the runtime environment"}}}
     with pool(TWO, "ray", Options(ray_init=init)) as two:
-        values = spawn(Traveller, pool=two, timeout=60).nccl_debug()
+        values = spawn(LocatedRole, pool=two, timeout=60).nccl_debug()
     ray.shutdown()
     return values
 
@@ -50,7 +50,7 @@ def chosen() -> list[str | None]:
 def places() -> list[tuple[str, RankInfo, str | None]]:
     """Return the machines of the ranks after an all-reduce."""
     with pool(TWO, "ray") as two:
-        role = spawn(Traveller, pool=two, timeout=60)
+        role = spawn(LocatedRole, pool=two, timeout=60)
         assert role.sum_over_ranks(1.0) == 3.0
         locations = role.where()
     ray.shutdown()
@@ -60,7 +60,7 @@ def places() -> list[tuple[str, RankInfo, str | None]]:
 def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]:
     """Return the error of a call that fails on rank 1, and its duration. The call creates `sign` when it starts."""
     with pool(TWO, "ray", Options(timeout=60)) as two:
-        role = spawn(Traveller, pool=two, timeout=timeout, name="critic")
+        role = spawn(LocatedRole, pool=two, timeout=timeout, name="critic")
         role.leave_a_sign(sign)
         began = time.monotonic()
         with pytest.raises(WorkerError) as caught:

@@ -54,7 +54,7 @@ class MeanOfMicroBatches(SingleDeviceEngine):
         return predictions, loss / parts, ctx
 
 
-class ForgetsOrder(SingleDeviceEngine):
+class ReturnsExecutionOrder(SingleDeviceEngine):
     """Return predictions in execution order of the micro-batches."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def _in_order_of_running(plan: Any, parts: Any) -> Any:
     return parts[0].concat(list(parts)) if hasattr(parts[0], "lengths") else torch.cat(list(parts))
 
 
-class SoftBudget(SingleDeviceEngine):
+class ExceedsTokenBudget(SingleDeviceEngine):
     """Exceed the token budget."""
 
     def __init__(self, config: Any):
@@ -146,7 +146,7 @@ class IgnoresTemperature(SingleDeviceEngine):
         return _as_ever(self, batch, ctx, *args, **kwargs)
 
 
-class SwallowsKeys(SingleDeviceEngine):
+class DropsUnknownKeys(SingleDeviceEngine):
     """Drop unknown ctx keys."""
 
     def forward_backward_step(self, batch: Batch, ctx: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -171,7 +171,7 @@ class ForgetsRandomState(SingleDeviceEngine):
         torch.manual_seed(12345)
 
 
-class TrustsFiles(SingleDeviceEngine):
+class SkipsChecksums(SingleDeviceEngine):
     """Load files without verifying the checksums."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class TrustsFiles(SingleDeviceEngine):
             super().load_checkpoint(*args, **kwargs)
 
 
-class KeepsEverything(SingleDeviceEngine):
+class IgnoresRetention(SingleDeviceEngine):
     """Accept max_ckpt_to_keep and delete nothing."""
 
     def save_checkpoint(
@@ -197,7 +197,7 @@ class DeletesOriginals(SingleDeviceEngine):
             __import__("shutil").rmtree(local_path)
 
 
-class OwnNames(SingleDeviceEngine):
+class PrefixesWeightNames(SingleDeviceEngine):
     """Stream weights under the names of a wrapper module."""
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -217,7 +217,7 @@ class WarmsUpTooLow(SingleDeviceEngine):
         return self.schedule.rate * (0.5 if self.schedule.update < 2 else 1.0)
 
 
-class OtherSignature(SingleDeviceEngine):
+class RenamesParameter(SingleDeviceEngine):
     """Rename a parameter of the interface."""
 
     def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:  # pyright: ignore
@@ -265,7 +265,7 @@ class HalfGradient(SingleDeviceEngine):
         return super().optimizer_step()
 
 
-class LosesStateOnTheMove(SingleDeviceEngine):
+class LosesStateOnMove(SingleDeviceEngine):
     """Lose the optimizer's moments on a move."""
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
@@ -329,7 +329,7 @@ class EstimatesTheGradient(SingleDeviceEngine):
         return super()._align(outputs, ids, positions)
 
 
-class AnswersForGradients(SingleDeviceEngine):
+class ClearsGradientsOnInference(SingleDeviceEngine):
     """Clear the gradients of a step on inference."""
 
     def infer_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -337,7 +337,7 @@ class AnswersForGradients(SingleDeviceEngine):
         return super().infer_batch(*args, **kwargs)
 
 
-class DropsKeys(SingleDeviceEngine):
+class DropsCustomKeys(SingleDeviceEngine):
     """Return only the control keys of a context."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -345,14 +345,14 @@ class DropsKeys(SingleDeviceEngine):
         return *results, {key: value for key, value in ctx.items() if key in StepContext.__annotations__}
 
 
-class TakesInputIdsOnly(SingleDeviceEngine):
+class RejectsRawData(SingleDeviceEngine):
     """Reject raw data before preprocess_fn converts it."""
 
     def forward_backward_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         return _as_ever(self, as_batch(batch), *args, **kwargs)
 
 
-class TakesTensorsOnly(SingleDeviceEngine):
+class DropsNonTensorOutputs(SingleDeviceEngine):
     """Drop predictions that are not tensors."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +360,7 @@ class TakesTensorsOnly(SingleDeviceEngine):
         return {name: value for name, value in predictions.items() if not isinstance(value, list)}, *rest
 
 
-class WarnsOfNothing(SingleDeviceEngine):
+class IgnoresUnreadCounts(SingleDeviceEngine):
     """Do not report a loss that ignores the counts."""
 
     def _warn_of_unread_counts(self, ctx: Any, micro_batches: int) -> None:
@@ -376,27 +376,27 @@ class WorksWithoutModel(SingleDeviceEngine):
 CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     LocalCounts: "split invariance",
     MeanOfMicroBatches: "split invariance",
-    ForgetsOrder: "order of rows",
-    SoftBudget: "token budget is hard",
+    ReturnsExecutionOrder: "order of rows",
+    ExceedsTokenBudget: "token budget is hard",
     NormAfterClipping: "norm is before clipping",
     NoClipping: "norm is before clipping",
     StepsIntoNaN: "non finite gradient is skipped",
     ReadsEachLoss: "no wait per micro batch",
     AlwaysTrains: "modes",
     IgnoresTemperature: "predictions",
-    SwallowsKeys: "context",
+    DropsUnknownKeys: "context",
     ForgetsOptimizer: "resume is bitwise",
     ForgetsRandomState: "resume is bitwise",
-    TrustsFiles: "damaged checkpoints are rejected",
-    KeepsEverything: "retention",
+    SkipsChecksums: "damaged checkpoints are rejected",
+    IgnoresRetention: "retention",
     DeletesOriginals: "remote copy",
-    OwnNames: "weights have hugging face names",
+    PrefixesWeightNames: "weights have hugging face names",
     WarmsUpTooLow: "schedule",
-    OtherSignature: "interface",
+    RenamesParameter: "interface",
     PatchesTransformers: "libraries stay unpatched",
     SkipsHooks: "hooks",
     HalfGradient: "step equals oracle",
-    LosesStateOnTheMove: "offload changes nothing",
+    LosesStateOnMove: "offload changes nothing",
     CountsPadding: "padded batch",
     UnseededStart: "runs are reproducible",
     LosesRowsInShards: "seat and shards",
@@ -405,11 +405,11 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     AdapterStaysOn: "adapter",
     StartsResponsesAtZero: "prefix sharing",
     EstimatesTheGradient: "exact kl",
-    AnswersForGradients: "inference within a step",
-    DropsKeys: "context",
-    TakesInputIdsOnly: "raw batches",
-    TakesTensorsOnly: "hooks",
-    WarnsOfNothing: "unread counts are reported",
+    ClearsGradientsOnInference: "inference within a step",
+    DropsCustomKeys: "context",
+    RejectsRawData: "raw batches",
+    DropsNonTensorOutputs: "hooks",
+    IgnoresUnreadCounts: "unread counts are reported",
     WorksWithoutModel: "errors name the missing call",
 }
 """The rule that detects each bug."""

@@ -47,7 +47,7 @@ class IgnoresSeeds(TorchRollout):
         return super().seeds_of_call(num_rows, None)
 
 
-class ReadsHalfOfASeed(TorchRollout):
+class Uses32BitSeeds(TorchRollout):
     """Use 32 bits of a seed, as torch's CPU generator does."""
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
@@ -68,7 +68,7 @@ class ReversesRows(TorchRollout):
         return Generation(out.responses.select(back), out.log_probs.select(back), out.finished[back])
 
 
-class DropsTheEnd(TorchRollout):
+class DropsStopToken(TorchRollout):
     """Remove the stop token."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -86,13 +86,13 @@ class IgnoresWindows(TorchRollout):
         self.model.hf.config.sliding_window = None
 
 
-class StopsAtNothing(TorchRollout):
+class IgnoresEndOfSequence(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         self.model.stop_ids = ()
 
 
-class NeverForgets(TorchRollout):
+class KeepsOldWeights(TorchRollout):
     """Generate with old weights after sleep and after a failed load."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -105,13 +105,13 @@ class NeverForgets(TorchRollout):
         super().load_weights(self.kept)
 
 
-class MovesTheRandomState(TorchRollout):
+class AdvancesGlobalRandomState(TorchRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         torch.rand(1)
         return super().generate_sequences(prompts, sampling, seeds)
 
 
-class WarmGreed(TorchRollout):
+class SamplesWhenGreedy(TorchRollout):
     """Sample if greedy decoding is requested."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -119,14 +119,14 @@ class WarmGreed(TorchRollout):
         return super().generate_sequences(prompts, warm, seeds)
 
 
-class LooksAtItsNeighbours(TorchRollout):
+class SeedsByBatchIndex(TorchRollout):
     """Make a row's samples depend on its index in the batch."""
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         return super().seeds_of_call(num_rows, seeds) + torch.arange(num_rows)
 
 
-class ForgetsFarBack(TorchRollout):
+class TruncatesLongPrompts(TorchRollout):
     """Read only the last 256 tokens of a prompt."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -139,7 +139,7 @@ class IgnoresStopStrings(TorchRollout):
         return super().generate_sequences(prompts, replace(sampling, stop=()), seeds)
 
 
-class CutsStopStringsOff(TorchRollout):
+class DropsStopStrings(TorchRollout):
     """Remove the token that completes a stop string."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -148,17 +148,17 @@ class CutsStopStringsOff(TorchRollout):
         return replace(out, responses=out.responses.prefix(lengths), log_probs=out.log_probs.prefix(lengths))
 
 
-class GrowsBeyondTheModel(TorchRollout):
+class ExceedsModelLength(TorchRollout):
     def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
         return torch.full_like(super().limits(prompts, sampling, num_embeddings), sampling.max_tokens)
 
 
-class AnswersNobody(TorchRollout):
+class AnswersEmptyBatch(TorchRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         return super().generate_sequences(prompts if len(prompts) else Ragged.from_rows([[5]]), sampling, seeds)
 
 
-class ShortensPrompts(TorchRollout):
+class TruncatesOverlongPrompts(TorchRollout):
     """Truncate overlong prompts silently."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -178,7 +178,7 @@ class KeepsTheFirstHead(TorchRollout):
         self.first = head.weight = nn.Parameter(first, requires_grad=False)
 
 
-class TakesWhatFits(TorchRollout):
+class SkipsMismatchedWeights(TorchRollout):
     """Keep the old values of missing weights and skip weights of the wrong shape."""
 
     def load_weights(self, weights: Weights) -> None:
@@ -188,7 +188,7 @@ class TakesWhatFits(TorchRollout):
         super().load_weights(self.received.items())
 
 
-class BeginsWithNoise(TorchRollout):
+class StartsWithRandomWeights(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         weights = {weight.names[0]: weight.meta for weight in self.model.expected.weights.values()}
@@ -204,7 +204,7 @@ class KeepsTheFirstDigests(TorchRollout):
         return self.first
 
 
-class RemembersDigestsInItsSleep(TorchRollout):
+class KeepsDigestsWhileAsleep(TorchRollout):
     def load_weights(self, weights: Weights) -> None:
         super().load_weights(weights)
         self.digests = super().weight_digests()
@@ -213,37 +213,37 @@ class RemembersDigestsInItsSleep(TorchRollout):
         return self.__dict__.get("digests") or super().weight_digests()
 
 
-class RoundsTooMuch(TorchRollout):
+class RoundsToFloat8(TorchRollout):
     def load_weights(self, weights: Weights) -> None:
         super().load_weights((name, weight.to(torch.float8_e5m2).to(weight.dtype)) for name, weight in weights)
 
 
 CAUGHT_BY: dict[type[BaseRollout], str] = {
-    WarmGreed: "greedy matches transformers",
+    SamplesWhenGreedy: "greedy matches transformers",
     ForgetsTemperature: "log probs match the distribution",
     IgnoresTopP: "log probs match the distribution",
     OneSeedForAll: "frequencies follow the distribution",
     IgnoresWindows: "model types",
     IgnoresSeeds: "seeds determine samples",
-    ReadsHalfOfASeed: "seeds determine samples",
-    MovesTheRandomState: "seeds determine samples",
-    LooksAtItsNeighbours: "rows do not depend on the batch",
+    Uses32BitSeeds: "seeds determine samples",
+    AdvancesGlobalRandomState: "seeds determine samples",
+    SeedsByBatchIndex: "rows do not depend on the batch",
     ReversesRows: "prompts of mixed lengths",
-    ForgetsFarBack: "thousands of prompts",
-    DropsTheEnd: "rows end",
+    TruncatesLongPrompts: "thousands of prompts",
+    DropsStopToken: "rows end",
     IgnoresStopStrings: "stop strings end a row",
-    CutsStopStringsOff: "stop strings end a row",
-    StopsAtNothing: "end of sequence ends a row",
-    GrowsBeyondTheModel: "max model len ends a row",
-    AnswersNobody: "no prompts",
-    ShortensPrompts: "invalid prompts are rejected",
+    DropsStopStrings: "stop strings end a row",
+    IgnoresEndOfSequence: "end of sequence ends a row",
+    ExceedsModelLength: "max model len ends a row",
+    AnswersEmptyBatch: "no prompts",
+    TruncatesOverlongPrompts: "invalid prompts are rejected",
     KeepsFirstWeights: "new weights replace old ones",
     KeepsTheFirstHead: "tied weights load under either name",
-    TakesWhatFits: "weight errors name the weight",
-    BeginsWithNoise: "generation needs weights",
+    SkipsMismatchedWeights: "weight errors name the weight",
+    StartsWithRandomWeights: "generation needs weights",
     KeepsTheFirstDigests: "digests match the weights",
-    RemembersDigestsInItsSleep: "digests detect a transposed weight",
-    NeverForgets: "sleep and wake",
-    RoundsTooMuch: "half precision is close",
+    KeepsDigestsWhileAsleep: "digests detect a transposed weight",
+    KeepsOldWeights: "sleep and wake",
+    RoundsToFloat8: "half precision is close",
 }
 """The rule that detects each bug."""

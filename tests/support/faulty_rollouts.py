@@ -49,7 +49,7 @@ class FaultyRollout(TorchRollout):
         return super().generate_sequences(prompts, sampling, seeds)
 
 
-class HeldRollout(TorchRollout):
+class BlockingRollout(TorchRollout):
     """Block in mid-generation while the file named by `CAMSHAFT_TEST_HOLD` contains the number of the call."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
@@ -62,4 +62,4 @@ class HeldRollout(TorchRollout):
 
 
 NAME = f"{__name__}:{FaultyRollout.__name__}"
-HELD = f"{__name__}:{HeldRollout.__name__}"
+HELD = f"{__name__}:{BlockingRollout.__name__}"

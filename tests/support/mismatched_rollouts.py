@@ -30,30 +30,30 @@ class Transposed(TorchRollout):
         )
 
 
-class _Arrived(TorchRollout):
+class _ReportsReceivedDigests(TorchRollout):
     """Report digests of the received weights but compute with others."""
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self._arrived: dict[str, int] = {}
+        self._received_digests: dict[str, int] = {}
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self._arrived = {}
+        self._received_digests = {}
         super().load_weights(self._noted(weights))
 
     def weight_digests(self) -> Mapping[str, int]:
-        return self._arrived
+        return self._received_digests
 
     def _noted(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in weights:
-            self._arrived[name] = digest(tensor)
+            self._received_digests[name] = digest(tensor)
             yield name, self._used(name, tensor)
 
     def _used(self, name: str, tensor: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-class StaleHead(_Arrived):
+class StaleHead(_ReportsReceivedDigests):
     """Copy the output head on the first load, and never again."""
 
     _head: Tensor | None = None
@@ -66,7 +66,7 @@ class StaleHead(_Arrived):
         return self._head
 
 
-class WithoutNorm(_Arrived):
+class WithoutNorm(_ReportsReceivedDigests):
     """Compute one normalization without its weight."""
 
     def _used(self, name: str, tensor: Tensor) -> Tensor:

@@ -121,12 +121,12 @@ def why_not() -> str | None:
     """Return the reason why this system cannot create the machines, or None if it can."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "hostname") if shutil.which(tool) is None]
     if missing:
-        return f"there is no {', '.join(missing)} here"
+        return f"commands not found: {', '.join(missing)}"
     try:
         with two_bare_machines():
             return None
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
-        return f"no namespaces can be made here: {error}"
+        return f"cannot create namespaces: {error}"
 
 
 @contextlib.contextmanager

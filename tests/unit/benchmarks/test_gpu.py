@@ -88,7 +88,7 @@ def test_an_unknown_argument_is_rejected(arguments: list[str], message: str) -> 
     assert message in process.stderr
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without CUDA")
 def test_without_a_device_it_says_what_can_be_run() -> None:
     process = started()
     assert process.returncode == 2

@@ -79,7 +79,7 @@ def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monke
     assert "| `gcd` | GRPO | 0 | 0.40 0.55 0.80 |" in text
     assert "algorithm.adv_estimator=grpo" in text
     assert "adv_estimator=gae" not in text, "PPO did not run"
-    assert "| `spell_backward`" not in text, "nor did this task"
+    assert "| `spell_backward`" not in text, "this task did not run"
     kept = json.loads((tmp_path / "learning.json").read_text(encoding="utf-8"))
     assert [(run["seed"], run["reached"]) for run in kept["runs"]] == [(0, True), (1, False)]
     assert [command.split()[:2] for command in kept["commands"]] == [["camshaft", "sft"], ["camshaft", "ppo"]]

@@ -102,7 +102,7 @@ def test_rows_follow_seeds_and_average_half_the_longest() -> None:
 def test_the_peak_is_of_what_came_after_it_was_forgotten() -> None:
     before = paired.forget_peak()
     if not before:
-        pytest.skip("this system does not tell")
+        pytest.skip("this system does not report peak memory")
     with mmap.mmap(-1, 32 << 20) as block:  # separate pages, because an allocator may reuse freed ones
         block.write(bytes([1]) * len(block))
         assert paired.peak() - before >= 32 << 20

@@ -13,7 +13,7 @@ DEVICE = torch.device("cuda", 0)
 PARTS: tuple[Part, ...] = ("model", "gradients", "optimizer")
 
 
-class Pretended(Parts):
+class RecordingParts(Parts):
     """Record moves, to check that a part that may stay does not move."""
 
     moves: list[tuple[str, str]]
@@ -25,13 +25,13 @@ class Pretended(Parts):
 
 def _made(
     resting: tuple[Part, ...], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Pretended, torch.nn.Module, torch.optim.Optimizer]:
+) -> tuple[RecordingParts, torch.nn.Module, torch.optim.Optimizer]:
     monkeypatch.setattr("camshaft.engine.offload.release_cache", lambda device: None)  # this device does not exist
     module = torch.nn.Module()
     module.weight, module.bias = (torch.nn.Parameter(torch.empty(size, device=DEVICE)) for size in ((2, 3), (2,)))
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
-    Pretended.moves = []
-    return Pretended(module, optimizer, DEVICE, resting), module, optimizer
+    RecordingParts.moves = []
+    return RecordingParts(module, optimizer, DEVICE, resting), module, optimizer
 
 
 def _step(parts: Parts, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -122,7 +122,7 @@ def test_a_failed_weight_sync_restarts_with_the_base(engine: BaseEngine) -> None
     rollout = Drops()
     for _ in range(2):
         with pytest.raises(RolloutError, match=rf"{A}: missing in the rollout"), rollout_mode(engine, rollout):
-            pytest.fail("it was let generate")
+            pytest.fail("generated despite the fault")
     assert rollout.calls == ["base", "adapter"] * 2
 
 
@@ -135,7 +135,7 @@ def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
         pytest.raises(RolloutError, match=rf"weight sync 2: .*{NORM}: different from what was sent"),
         rollout_mode(engine, rollout),
     ):
-        pytest.fail("it was let generate")
+        pytest.fail("generated despite the fault")
     with rollout_mode(engine, rollout):
         pass
     assert rollout.calls == ["base", "adapter", "adapter", "base", "adapter"]
@@ -149,7 +149,7 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
     monkeypatch.setattr(rollout, "load_adapter", lambda weights: rollout.adapter.update({**dict(weights), B: old[B]}))
     message = rf"{B}: stale, unchanged since the previous weight sync"
     with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
-        pytest.fail("it was let generate")
+        pytest.fail("generated despite the fault")
 
 
 def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:

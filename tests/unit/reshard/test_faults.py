@@ -26,7 +26,7 @@ NAME = "model.layers.0.self_attn.q_proj.weight"
 """A matrix of 64 x 64, which keeps its shape when it is transposed."""
 
 
-class OnTheWay(TorchRollout):
+class FaultyTransfer(TorchRollout):
     """Load the weights that `fault` returns."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -40,32 +40,32 @@ class OnTheWay(TorchRollout):
         raise NotImplementedError
 
 
-class Drops(OnTheWay):
+class Drops(FaultyTransfer):
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return []
 
 
-class Transposes(OnTheWay):
+class Transposes(FaultyTransfer):
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(NAME, tensor.t())]
 
 
-class Cuts(OnTheWay):
+class Cuts(FaultyTransfer):
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(NAME, tensor[:, :-1])]
 
 
-class Adds(OnTheWay):
+class Adds(FaultyTransfer):
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(NAME, tensor), (NAME + "_too", tensor)]
 
 
-class Rounds(OnTheWay):
+class Rounds(FaultyTransfer):
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
         return [(NAME, tensor.bfloat16().float())]
 
 
-class Misnames(OnTheWay):
+class SwapsNames(FaultyTransfer):
     """Swap two weights of one shape."""
 
     OTHER = "model.layers.1.self_attn.q_proj.weight"
@@ -75,7 +75,7 @@ class Misnames(OnTheWay):
         yield from ((swapped.get(name, name), tensor) for name, tensor in weights)
 
 
-class GoesOnWithTheFirst(OnTheWay):
+class StaleWeight(FaultyTransfer):
     first: Tensor | None = None
 
     def one(self, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -92,12 +92,12 @@ class OverwritesAfterwards(TorchRollout):
             self.model.hf.get_parameter(NAME)[3, 5] += 1e-3
 
 
-class ForgetsOne(TorchRollout):
+class OmitsDigest(TorchRollout):
     def weight_digests(self) -> dict[str, int]:
         return {name: number for name, number in super().weight_digests().items() if name != NAME}
 
 
-class HoldsMore(TorchRollout):
+class ReportsExtraWeight(TorchRollout):
     def weight_digests(self) -> dict[str, int]:
         return {**super().weight_digests(), NAME + "_too": 1}
 
@@ -123,29 +123,29 @@ def change(engine: BaseEngine) -> None:
         (Cuts, rf"'{NAME}' has shape \(64, 63\)"),
         (Adds, f"no weight '{NAME}_too'"),
         (Rounds, f"{NAME}: different from what was sent"),
-        (Misnames, f"{NAME}, {Misnames.OTHER}: different from what was sent"),
+        (SwapsNames, f"{NAME}, {SwapsNames.OTHER}: different from what was sent"),
         (OverwritesAfterwards, f"{NAME}: different from what was sent"),
-        (ForgetsOne, f"{NAME}: missing in the rollout"),
-        (HoldsMore, f"{NAME}_too: in the rollout, but never sent"),
+        (OmitsDigest, f"{NAME}: missing in the rollout"),
+        (ReportsExtraWeight, f"{NAME}_too: in the rollout, but never sent"),
     ],
 )
 def test_a_weight_sync_fault_names_the_weight(broken: type[TorchRollout], message: str, engine: BaseEngine) -> None:
     rollout = broken(RolloutEngineConfig(model_path=str(tiny_folder())))
     with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
-        pytest.fail("it was let generate")
+        pytest.fail("generated despite the fault")
     with pytest.raises(RolloutError, match="is asleep"):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(1))
 
 
 def test_a_stale_weight_is_named_and_called_stale(engine: BaseEngine) -> None:
-    rollout = GoesOnWithTheFirst(RolloutEngineConfig(model_path=str(tiny_folder())))
+    rollout = StaleWeight(RolloutEngineConfig(model_path=str(tiny_folder())))
     for _ in range(2):
         with rollout_mode(engine, rollout):
             pass  # nothing has changed, so nothing is stale
     change(engine)
     message = f"weight sync 3: .*: {NAME}: stale, unchanged since the previous weight sync"
     with pytest.raises(RolloutError, match=message.replace(": .*: ", ": .*")), rollout_mode(engine, rollout):
-        pytest.fail("it was let generate")
+        pytest.fail("generated despite the fault")
 
 
 def test_many_wrong_weights_are_counted(engine: BaseEngine) -> None:
@@ -156,7 +156,7 @@ def test_many_wrong_weights_are_counted(engine: BaseEngine) -> None:
     rollout = Scales(RolloutEngineConfig(model_path=str(tiny_folder())))
     total = len(dict(engine.named_weights()))
     with pytest.raises(RolloutError, match=f"and {total - 8} more: different from"), rollout_mode(engine, rollout):
-        pytest.fail("it was let generate")
+        pytest.fail("generated despite the fault")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])

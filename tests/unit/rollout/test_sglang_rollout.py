@@ -10,7 +10,9 @@ from camshaft.errors import RolloutError
 from camshaft.rollout import build_rollout
 from camshaft.rollout.sglang.installed import TESTED, check_installed
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is not None, reason="requires an environment without SGLang"
+)
 
 
 def test_missing_sglang_error_says_what_to_install() -> None:

@@ -123,7 +123,7 @@ def test_shared_memory_transfers_repeatedly(others: list[Other]) -> None:
     assert send_all(sender, others) == DIGESTS
     assert send_all(sender, others) == DIGESTS
     place = os.readlink(f"/proc/self/fd/{sender.handle()['file']}")
-    assert place.startswith("/memfd:"), "not a file, which somebody would have to remove"
+    assert place.startswith("/memfd:"), "a file would have to be removed"
 
 
 def test_broadcast_reaches_all_receivers(others: list[Other]) -> None:
@@ -210,7 +210,7 @@ time.sleep(1000)
     receiver = open_receiver(handle)
     process.kill()
     process.wait()
-    assert bool((receiver.pull(2**20) == 7).all()), "what is mapped stays until the last one lets go"
+    assert bool((receiver.pull(2**20) == 7).all()), "memory stays until the last mapping is closed"
     with pytest.raises(RolloutError, match=f"cannot open the shared weights of process {process.pid}"):
         open_receiver(handle)
 
@@ -220,7 +220,7 @@ def test_reused_file_descriptor_is_detected() -> None:
     handle = first.handle()
     first.close()
     second = SharedMemory(8)
-    assert second.handle()["file"] == handle["file"], "the number is free, so it is given again"
+    assert second.handle()["file"] == handle["file"], "a free file number is reused"
     with pytest.raises(RolloutError, match="not the memory that the sender announced"):
         open_receiver(handle)
 

@@ -15,7 +15,7 @@ from camshaft.rollout import build_rollout
 from camshaft.rollout.vllm.adapters import adapter_arguments
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="requires an environment without vLLM")
 def test_missing_vllm_error_says_what_to_install(tmp_path: Path) -> None:
     config = RolloutEngineConfig(model_path=str(make_tiny_model(tmp_path / "model")))
     with pytest.raises(RolloutError, match=r"pip install 'camshaft\[vllm\]'.*rollout.name=torch"):

@@ -94,7 +94,7 @@ def test_untied_weights_are_not_kept_alive(weights: dict[str, Tensor]) -> None:
     for name, weight in stream:
         addresses[name] = weight.data_ptr()
         del weight
-    assert len(set(addresses.values())) < len(addresses), "every copy has its own address, so none was freed"
+    assert len(set(addresses.values())) < len(addresses), "every copy has a separate address, so none was freed"
 
 
 def test_tied_weights_may_be_sent_under_both_names(weights: dict[str, Tensor]) -> None:

@@ -50,7 +50,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(tmp_path: Path, batche
     assert len(batch) == 8 * 2
     reference = greedy_scores(tmp_path / "actor", [row.tolist() for row in batch["prompts"].rows()])
     assert batch["reward_baselines"].tolist() == reference
-    assert len(set(reference)) > 1, "the case says nothing about whose baseline it is"
+    assert len(set(reference)) > 1, "all baselines are equal"
     # The score is on the last token, so the reward-to-go is the score at every token.
     scores, lengths = batch["token_level_scores"].sum(), batch["responses"].lengths
     expected = (scores - batch["reward_baselines"]).repeat_interleave(lengths)
@@ -65,7 +65,7 @@ FAILING = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     score = {}
     if score == {}:
-        raise ValueError("this one is not scored")
+        raise ValueError("no score")
     return score
 """
 
@@ -77,7 +77,7 @@ def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, batche
     (full_step,) = run_ppo(tmp_path, overrides, steps=1)
     baselines = batches[0]["reward_baselines"]
     unlucky = baselines[0]
-    assert (baselines != unlucky).any(), "the case says nothing: all greedy responses are worth the same"
+    assert (baselines != unlucky).any(), "all greedy responses have the same score"
 
     reward.write_text(FAILING.format(OF_TEXT, float(unlucky)))
     (step,) = run_ppo(tmp_path, overrides, steps=1)

@@ -84,7 +84,7 @@ def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch
     assert "hunter2" not in str(info)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without CUDA")
 def test_a_missing_device_is_a_config_error(trainer: TrainerConfig) -> None:
     with (
         pytest.raises(ConfigError, match=r"trainer\.device=cpu"),
@@ -99,7 +99,7 @@ def test_an_unknown_device_is_a_config_error(trainer: TrainerConfig) -> None:
         pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
     num_devices = torch.cuda.device_count()
     wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": num_devices + 1})

@@ -38,9 +38,9 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 
 SHAPE = (160, 96)
 needs_onednn = pytest.mark.skipif(
-    not linears._is_layout_valid(OneDNNPacked, *SHAPE), reason="this torch has no oneDNN here"
+    not linears._is_layout_valid(OneDNNPacked, *SHAPE), reason="requires torch with oneDNN"
 )
-needs_mkl = pytest.mark.skipif(not linears._is_layout_valid(MKLPacked, *SHAPE), reason="this torch has no MKL here")
+needs_mkl = pytest.mark.skipif(not linears._is_layout_valid(MKLPacked, *SHAPE), reason="requires torch with MKL")
 EPS = torch.finfo(torch.float32).eps
 
 
