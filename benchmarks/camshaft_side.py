@@ -153,9 +153,9 @@ class Parts(PPOParts):
     lengths: list[int]
 
     def generate(self, batch: DataProto, **how: bool) -> tuple[DataProto, Begun | None]:
-        answered, begun = super().generate(batch, **how)
+        answered, scores_begun = super().generate(batch, **how)
         self.lengths = answered.ragged("responses").lengths.tolist()
-        return answered, begun
+        return answered, scores_begun
 
 
 class Steps:

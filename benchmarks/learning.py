@@ -266,14 +266,14 @@ def command(name: str, settings: Mapping[str, Any]) -> list[str]:
 def camshaft(args: Sequence[str], log: Path) -> tuple[float, float]:
     """Run a camshaft command and return its wall seconds and the CPU seconds of all its processes."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     with open(log, "w", encoding="utf-8") as out:
         process = subprocess.Popen([sys.executable, "-m", "camshaft", *args], stdout=out, stderr=out)
         _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise RuntimeError(f"status {process.returncode}, {log}: {log.read_text(encoding='utf-8')[-2000:]}")
-    return time.perf_counter() - began, usage.ru_utime + usage.ru_stime
+    return time.perf_counter() - start_time, usage.ru_utime + usage.ru_stime
 
 
 def inputs_of(name: str, work: Path, *commands: Sequence[str]) -> dict[str, Any]:

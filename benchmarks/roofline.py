@@ -165,8 +165,8 @@ def measured_rates(
 def _best(run: Callable[[], Any], device: str, seconds: float) -> float:
     """Return the minimum number of seconds over repeated calls."""
     timed = _on_cuda if device.startswith("cuda") else _on_cpu
-    best, until = float("inf"), time.perf_counter() + seconds
-    while time.perf_counter() < until:
+    best, deadline = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
         best = min(best, timed(run))
     return best
 

@@ -27,16 +27,16 @@ GOALS = {"import": 2.0, "help": None, "first step": 15.0}
 
 def command(*args: str) -> float:
     """Run a Python command and return its wall seconds."""
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     subprocess.run([sys.executable, *args], check=True, capture_output=True)
-    return time.perf_counter() - began
+    return time.perf_counter() - start_time
 
 
 def first_step() -> float:
     """Return the seconds until the example has logged a step, and kill it."""
     paths = [str(Path(sys.executable).parent), os.environ["PATH"]]
     with tempfile.TemporaryDirectory() as home, open(Path(home, "log"), "w+", encoding="utf-8") as log:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         args = ["bash", str(EXAMPLE), f"trainer.default_local_dir={home}/run"]
         environment = os.environ | {"PATH": os.pathsep.join(paths)}
         process = subprocess.Popen(args, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
@@ -45,7 +45,7 @@ def first_step() -> float:
                 if process.poll() is not None:
                     raise SystemExit(f"the example ended with status {process.returncode}:\n{log.read()[-2000:]}")
                 time.sleep(0.01)
-            return time.perf_counter() - began
+            return time.perf_counter() - start_time
         finally:
             os.killpg(process.pid, 9)
             process.wait()

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--sft-steps", type=int, default=600, help="optimizer steps of the warm-up (default: 600)")
     parser.add_argument("--steps", type=int, default=80, help="iterations of PPO (default: 80)")
     options = parser.parse_args()
-    out, began = options.out, time.perf_counter()
+    out, start_time = options.out, time.perf_counter()
 
     console.rule("1. a model and a task")
     make_task(out)
@@ -49,7 +49,7 @@ def main() -> int:
     first, last = scores(metrics)[0], scores(metrics)[-1]
     show_transcripts(out / "ppo" / "validation", metrics[-1]["step"])
     draw(metrics, out / "curves.png")
-    seconds = round(time.perf_counter() - began)
+    seconds = round(time.perf_counter() - start_time)
     console.print(
         f"held-out sums right: {first:.3f} before, {last:.3f} after PPO, {seconds // 60}:{seconds % 60:02} in all"
     )

@@ -72,8 +72,8 @@ def _environment() -> Any:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
     folder = tmp_path_factory.mktemp("home")
-    ended = finished(start("-m", "camshaft", *run_args(folder, folder / "whole")))
-    assert ended.status == 0, ended.err
+    result = finished(start("-m", "camshaft", *run_args(folder, folder / "whole")))
+    assert result.status == 0, result.err
     return folder
 
 
@@ -121,20 +121,20 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
         os.kill(victim(kind, mark, process.pid), signal.SIGKILL)
         at = time.monotonic()
         wait_for(lambda: "camshaft: " in log.read_text() or process.poll() is not None, 60)
-        took = time.monotonic() - at
+        seconds = time.monotonic() - at
         status = process.wait(60)
     finally:
         process.kill()
     workers = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
     assert still_running(workers, 5) == []
     assert still_running(marked(mark), 60) == []  # Ray's agents check for their daemon periodically
-    return status, log.read_text(), took
+    return status, log.read_text(), seconds
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
@@ -157,20 +157,20 @@ def test_a_run_resumes_after_any_killed_process(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    status, output, took = killed(home, run, kind, seed, monkeypatch)
+    status, output, seconds = killed(home, run, kind, seed, monkeypatch)
     message = next((line for line in output.splitlines() if line.startswith("camshaft: ")), "")
-    print(f"{kind:6} {seed}  {took:5.1f} s  status {status:2}  {message}")  # noqa: T201
+    print(f"{kind:6} {seed}  {seconds:5.1f} s  status {status:2}  {message}")  # noqa: T201
     if status == 0:
         # An idle reward worker is replaced, and a run that is almost finished no longer needs a daemon.
         assert kind in ("reward", "raylet", "gcs")
         assert numbers(run) == numbers(home / "whole")
     elif kind != "driver":
-        assert took < SECONDS
+        assert seconds < SECONDS
         assert status == 1
         assert KINDS[kind] in message
         assert output.count("Traceback") <= 1
-    again = finished(start("-m", "camshaft", *run_args(home, run)))
-    assert again.status == 0, again.err
+    resumed = finished(start("-m", "camshaft", *run_args(home, run)))
+    assert resumed.status == 0, resumed.err
     assert numbers(run) == numbers(home / "whole")
 
 
@@ -184,11 +184,11 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     for kind in ("actor", "critic"):
         os.kill(victim(kind, mark, process.pid), signal.SIGTERM)  # ranks ignore the signal
     process.send_signal(signal.SIGTERM)
-    ended = finished(process)
-    assert ended.status == 143, ended.err
+    result = finished(process)
+    assert result.status == 143, result.err
     ((step, _),) = storage.step_folders(run)
     assert max(numbers(run)) == step < STEPS
     assert still_running(marked(mark), 60) == []
-    again = finished(start("-m", "camshaft", *run_args(home, run)))
-    assert again.status == 0, again.err
+    resumed = finished(start("-m", "camshaft", *run_args(home, run)))
+    assert resumed.status == 0, resumed.err
     assert numbers(run) == numbers(home / "whole")

@@ -24,7 +24,7 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
     """Return the folder and the steps of a run in this process."""
     home = tmp_path_factory.mktemp("home")
     return home, run_ppo(home, SHUFFLED, steps=2)
@@ -45,8 +45,8 @@ def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, alone: tuple[Path, list[Step]]) -> None:
-    home, steps = alone
+def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, in_process: tuple[Path, list[Step]]) -> None:
+    home, steps = in_process
     compare(run_ppo(home, {**SHUFFLED, **RANKS, **RAY, "trainer.n_gpus_per_node": ranks}, steps=2), steps, rel=1e-6)
 
 

@@ -77,8 +77,8 @@ def a_head(folder: Path, num_cpus: int) -> Iterator[str]:
     size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}", f"--temp-dir={folder}")
     try:
         finished(["ray", "start", "--head", *ports, *size], environment(**{MARK: mark}), folder, 60)
-        until = time.monotonic() + 60
-        while not accepts_connections("127.0.0.1", dashboard) and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while not accepts_connections("127.0.0.1", dashboard) and time.monotonic() < deadline:
             time.sleep(0.2)
         yield f"http://127.0.0.1:{dashboard}"
     finally:
@@ -178,8 +178,8 @@ def logs_of_two_ranks(run: Path) -> bool:
 
 def remaining_daemons(machine: Machine) -> list[str]:
     """Return the daemons that do not exit within a few seconds."""
-    until = time.monotonic() + 15
-    while (running := machine.running("raylet")) and time.monotonic() < until:
+    deadline = time.monotonic() + 15
+    while (running := machine.running("raylet")) and time.monotonic() < deadline:
         time.sleep(0.2)
     return running
 

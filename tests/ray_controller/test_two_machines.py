@@ -18,14 +18,14 @@ LAYOUT = {**SHUFFLED, **RANKS, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 1
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Step]]:
     """Return the folder and the steps of a run in this process."""
     home = tmp_path_factory.mktemp("home")
     return home, run_ppo(home, SHUFFLED, steps=2)
 
 
-def test_two_machines_give_the_same_numbers(alone: tuple[Path, list[Step]]) -> None:
-    home, steps = alone
+def test_two_machines_give_the_same_numbers(in_process: tuple[Path, list[Step]]) -> None:
+    home, steps = in_process
     with two_machines():
         compare(run_ppo(home, LAYOUT, steps=2), steps, rel=1e-6)
 
@@ -42,16 +42,16 @@ def machines() -> Iterator[tuple[Machine, Machine]]:
 
 def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
     """Return the worker processes that do not exit within this number of seconds."""
-    until = time.monotonic() + within
-    while (remaining := machine.running("ActorHost")) and time.monotonic() < until:
+    deadline = time.monotonic() + within
+    while (remaining := machine.running("ActorHost")) and time.monotonic() < deadline:
         time.sleep(0.1)
     return remaining
 
 
 def test_machines_with_networks_of_their_own_give_the_same_numbers(
-    machines: tuple[Machine, Machine], alone: tuple[Path, list[Step]]
+    machines: tuple[Machine, Machine], in_process: tuple[Path, list[Step]]
 ) -> None:
-    home, steps = alone
+    home, steps = in_process
     compare(machines[0].call(run_ppo, home, LAYOUT, 2), steps, rel=1e-6)
 
 
@@ -93,8 +93,8 @@ def test_a_disconnected_machine_is_an_error_within_seconds(machines: tuple[Machi
     sign = tmp_path / "sign"
     with ThreadPoolExecutor() as threads:
         failure = threads.submit(head.call, failing, "stall", sign)
-        until = time.monotonic() + 60
-        while not sign.exists() and not failure.done() and time.monotonic() < until:
+        deadline = time.monotonic() + 60
+        while not sign.exists() and not failure.done() and time.monotonic() < deadline:
             time.sleep(0.05)
         worker.unplug()
         message, seconds = failure.result(timeout=90)

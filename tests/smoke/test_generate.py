@@ -203,10 +203,10 @@ def killed_in_call(call: int, args: list[str], hold: Path, monkeypatch: pytest.M
     hold.write_text(str(call))
     process, reached = start("-m", "camshaft", "generate", *args), hold.with_name(f"{hold.name}.reached")
     try:
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not reached.exists():
             assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -235,7 +235,7 @@ def test_a_killed_run_resumes_with_the_same_output_file(
 
 
 @pytest.fixture
-def begun(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def partial(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the output file of a run that was killed after two of four parts."""
     out = tmp_path / "out.parquet"
     args = generate_args(home, {"rollout.name": holding.NAME, "data.output_path": out})
@@ -248,52 +248,52 @@ def parts_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.parts")
 
 
-def test_changed_settings_do_not_resume_existing_parts(begun: Path, home: Path) -> None:
-    run = generate(home, begun, rollout__name=holding.NAME, rollout__temperature=0.5)
-    refused(run, "rollout.temperature: 1.0 before, 0.5 now", f"delete {parts_of(begun)} to start again")
-    assert parts_of(begun).is_dir()
+def test_changed_settings_do_not_resume_existing_parts(partial: Path, home: Path) -> None:
+    run = generate(home, partial, rollout__name=holding.NAME, rollout__temperature=0.5)
+    refused(run, "rollout.temperature: 1.0 before, 0.5 now", f"delete {parts_of(partial)} to start again")
+    assert parts_of(partial).is_dir()
 
 
 @pytest.mark.slow
-def test_changed_models_or_prompts_do_not_resume_existing_parts(begun: Path, home: Path, tmp_path: Path) -> None:
+def test_changed_models_or_prompts_do_not_resume_existing_parts(partial: Path, home: Path, tmp_path: Path) -> None:
     other = shutil.copytree(home / "actor", tmp_path / "model")
     same = {"rollout__name": holding.NAME, "model__path": other}
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
-    refused(generate(home, begun, **same), "the model")
+    refused(generate(home, partial, **same), "the model")
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": PROMPT}])
-    refused(generate(home, begun, rollout__name=holding.NAME, data__path=path), "the prompts")
+    refused(generate(home, partial, rollout__name=holding.NAME, data__path=path), "the prompts")
     # A copy of the model in another folder counts as the same model.
     weights[-1] ^= 1
     (other / "model.safetensors").write_bytes(weights)
-    assert generate(home, begun, **same).status == 0
+    assert generate(home, partial, **same).status == 0
 
 
-def test_a_damaged_part_and_all_after_it_are_made_again(begun: Path, home: Path) -> None:
-    part = parts_of(begun) / "from_000000000" / "responses.parquet"
+def test_a_damaged_part_and_all_after_it_are_made_again(partial: Path, home: Path) -> None:
+    part = parts_of(partial) / "from_000000000" / "responses.parquet"
     content = bytearray(part.read_bytes())
     content[100] ^= 1
     part.write_bytes(content)
-    run = generate(home, begun, rollout__name=holding.NAME)
+    run = generate(home, partial, rollout__name=holding.NAME)
     assert run.status == 0, run.err
     assert "does not match its checksum" in " ".join(run.out.split())
     assert run.out.count("step ") == 4
-    assert generate(home, begun.with_name("whole.parquet"), rollout__name=holding.NAME).status == 0
-    assert begun.read_bytes() == begun.with_name("whole.parquet").read_bytes()
+    assert generate(home, partial.with_name("whole.parquet"), rollout__name=holding.NAME).status == 0
+    assert partial.read_bytes() == partial.with_name("whole.parquet").read_bytes()
 
 
 @pytest.mark.slow
-def test_a_kill_in_mid_write_leaves_nothing_that_counts(begun: Path, home: Path) -> None:
+def test_a_kill_in_mid_write_leaves_nothing_that_counts(partial: Path, home: Path) -> None:
     # A kill leaves a part and a file under their temporary names.
-    unfinished = parts_of(begun) / "from_000000008.unfinished"
+    unfinished = parts_of(partial) / "from_000000008.unfinished"
     unfinished.mkdir()
     (unfinished / "responses.parquet").write_bytes(b"PAR1")
-    begun.with_name("out.parquet.unfinished").write_bytes(b"PAR1")
-    assert generate(home, begun, rollout__name=holding.NAME).status == 0
-    assert generate(home, begun.with_name("whole.parquet"), rollout__name=holding.NAME).status == 0
-    assert begun.read_bytes() == begun.with_name("whole.parquet").read_bytes()
-    assert not list(begun.parent.glob("out.parquet.*"))
+    partial.with_name("out.parquet.unfinished").write_bytes(b"PAR1")
+    assert generate(home, partial, rollout__name=holding.NAME).status == 0
+    assert generate(home, partial.with_name("whole.parquet"), rollout__name=holding.NAME).status == 0
+    assert partial.read_bytes() == partial.with_name("whole.parquet").read_bytes()
+    assert not list(partial.parent.glob("out.parquet.*"))
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_path: Path) -> None:
@@ -328,16 +328,16 @@ def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monke
     args = generate_args(home, {"rollout.name": holding.NAME, "data.output_path": out})
     process = start("-m", "camshaft", "generate", *args)
     try:
-        until = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + PATIENCE
         while not (tmp_path / "hold.reached").exists():
             assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         refused(camshaft("generate", *args), "another run is writing this file")
     finally:
         hold.unlink()
-        ended = finished(process)
-    assert ended.status == 0, ended.err
+        result = finished(process)
+    assert result.status == 0, result.err
     assert len(rows(out)) == 16
 
 

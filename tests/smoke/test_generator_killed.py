@@ -38,10 +38,10 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
     hold.write_text("4")  # the fourth weight sync belongs to the last step
     process, pid_file = start("-m", "camshaft", "ppo", *args), hold.with_suffix(".pid")
     try:
-        until = time.monotonic() + 150
+        deadline = time.monotonic() + 150
         while not (pid_file.exists() and pid_file.read_text()):
             assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.02)
         generator = int(pid_file.read_text())
         os.kill(generator, signal.SIGKILL)
@@ -49,12 +49,12 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
     finally:
         if not pid_file.exists():
             process.kill()
-        ended = finished(process)
+        result = finished(process)
     assert time.monotonic() - killed < 20
-    assert ended.status == 1
-    assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in ended.err
-    assert "resume the run from its last checkpoint" in ended.err
-    assert "Traceback" not in ended.err
+    assert result.status == 1
+    assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in result.err
+    assert "resume the run from its last checkpoint" in result.err
+    assert "Traceback" not in result.err
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [1, 2, 3]
 
     hold.unlink()

@@ -61,11 +61,11 @@ def kill(run: Path, args: list[str], draw: random.Random, first: int, last: int)
     step, saves = draw.randint(first, last), draw.random() < 0.5
     step += step % 2 if saves else 0
     process = start("-m", "camshaft", *args)
-    until = time.monotonic() + 200
+    deadline = time.monotonic() + 200
     try:
         while not (list(run.glob(f"global_step_{step}/*.unfinished")) if saves else logged(run) >= step):
             assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.002)
         time.sleep(draw.uniform(0.0, 0.05 if saves else 1.0))
     finally:
@@ -123,10 +123,10 @@ def test_a_run_that_is_killed_anywhere_is_the_undisturbed_run(
             break
         reached = kill(killed, words(killed), draw, first, (first + last) // 2)
     for run in (killed, uninterrupted):
-        ended = (
+        result = (
             camshaft(*words(run)) if layout == "one process" else finished(start("-m", "camshaft", *words(run)), 300)
         )
-        assert ended.status == 0, ended.err
+        assert result.status == 0, result.err
     assert [line["step"] for line in lines(killed)] == list(range(1, steps + 1))
     assert lines(killed) == lines(uninterrupted)
     actual, expected = saved(killed), saved(uninterrupted)

@@ -55,9 +55,9 @@ def server() -> None:
     ],
 )
 def test_ppo_does_not_depend_on_the_number_of_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
-    alone = run_ppo(tmp_path, SHUFFLED, steps=2)
+    one_process = run_ppo(tmp_path, SHUFFLED, steps=2)
     ranks = run_ppo(tmp_path, {**SHUFFLED, **RANKS, **layout}, steps=2)
-    compare(ranks, alone, rel=1e-6)
+    compare(ranks, one_process, rel=1e-6)
     assert ranks[1].metrics["actor/reward_kl_penalty"] != 0
 
 
@@ -73,11 +73,11 @@ def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> 
         f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean",
         f"{ACTOR}.clip_ratio": 3e-3,
     }
-    alone = run_ppo(tmp_path, {**SHUFFLED, **changes}, steps=2)
-    assert alone[1].metrics["actor/pg_clipfrac"] > 0
+    one_process = run_ppo(tmp_path, {**SHUFFLED, **changes}, steps=2)
+    assert one_process[1].metrics["actor/pg_clipfrac"] > 0
     for layout in ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, {}):
         ranks = run_ppo(tmp_path, {**SHUFFLED, **changes, **RANKS, **layout}, steps=2)
-        compare(ranks, alone, rel=1e-6)
+        compare(ranks, one_process, rel=1e-6)
 
 
 def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
@@ -89,22 +89,24 @@ def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
         "algorithm.rollout_correction.rollout_rs": "token_k1",
         "algorithm.rollout_correction.rollout_rs_threshold": "0.604_2.0",
     }
-    alone = run_ppo(tmp_path, {**SHUFFLED, **cut}, steps=1)[0].metrics
+    one_process = run_ppo(tmp_path, {**SHUFFLED, **cut}, steps=1)[0].metrics
     ranks = run_ppo(tmp_path, {**SHUFFLED, **cut, **RANKS}, steps=1)[0].metrics
-    names = [name for name in alone if name.startswith(("rollout_corr/", "rollout/log_prob", "rollout/kl", "actor/"))]
+    names = [
+        name for name in one_process if name.startswith(("rollout_corr/", "rollout/log_prob", "rollout/kl", "actor/"))
+    ]
     names.append("rollout/effective_sample_share")
-    assert {name: ranks[name] for name in names} == pytest.approx({name: alone[name] for name in names}, rel=1e-6)
-    assert 0 < alone["rollout_corr/rollout_rs_masked_fraction"] < 1
-    assert alone["rollout/effective_sample_share"] < 1 - 1e-6
+    assert {name: ranks[name] for name in names} == pytest.approx({name: one_process[name] for name in names}, rel=1e-6)
+    assert 0 < one_process["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert one_process["rollout/effective_sample_share"] < 1 - 1e-6
 
 
 @pytest.mark.slow
 def test_adapter_and_its_reference_do_not_depend_on_ranks(tmp_path: Path) -> None:
-    alone = run_ppo(tmp_path, LORA, steps=2)
-    compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), alone, rel=1e-5)
+    one_process = run_ppo(tmp_path, LORA, steps=2)
+    compare(run_ppo(tmp_path, {**LORA, **RANKS}, steps=2), one_process, rel=1e-5)
     # The divergence is from the model under the adapter: zero at first, then positive.
-    assert alone[1].metrics["actor/kl_loss"] > alone[0].metrics["actor/kl_loss"] >= 0
-    assert all("lora_" in name for name in alone[1].actor)
+    assert one_process[1].metrics["actor/kl_loss"] > one_process[0].metrics["actor/kl_loss"] >= 0
+    assert all("lora_" in name for name in one_process[1].actor)
 
 
 def test_validation_needs_no_whole_rows_per_rank(tmp_path: Path) -> None:
@@ -113,8 +115,8 @@ def test_validation_needs_no_whole_rows_per_rank(tmp_path: Path) -> None:
         "data.val_max_samples": 5,
         "algorithm.adv_estimator": "reinforce_plus_plus",
     }
-    (alone, _), (ranks, _) = (run_ppo(tmp_path, {**odd, **more}, steps=1) for more in ({}, RANKS))
-    assert ranks.metrics == alone.metrics
+    (one_process, _), (ranks, _) = (run_ppo(tmp_path, {**odd, **more}, steps=1) for more in ({}, RANKS))
+    assert ranks.metrics == one_process.metrics
     assert ranks.metrics["val-aux/response_length/mean"] > 0
 
 
@@ -147,12 +149,12 @@ def supervised(folder: Path, **overrides: Any) -> tuple[list[dict[str, float]], 
 def test_supervised_training_does_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     # 16 held-out rows in batches of 6: all batches, including the last of 4, are padded to equal rows per rank.
     adapter = {"model.lora_rank": 4, "data.train_batch_size": 6}
-    alone, exported = supervised(tmp_path, strategy="reference", **adapter)
+    one_process, exported = supervised(tmp_path, strategy="reference", **adapter)
     steps, weights = supervised(tmp_path, strategy="fsdp", **{"trainer.n_gpus_per_node": 2, **adapter})
-    for actual, expected in zip(steps, alone, strict=True):
+    for actual, expected in zip(steps, one_process, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/lr"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-5), name
-    assert steps[-1]["val/loss"] == pytest.approx(alone[-1]["val/loss"], rel=1e-5)
+    assert steps[-1]["val/loss"] == pytest.approx(one_process[-1]["val/loss"], rel=1e-5)
     assert math.isfinite(steps[-1]["val/loss"])
     close(weights, exported, 1e-4)
 

@@ -84,7 +84,7 @@ def command(home: Path) -> Command:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(home: Path) -> Path:
+def uninterrupted(home: Path) -> Path:
     """Return the read-only folder of an uninterrupted run of `PPO`."""
     assert camshaft("ppo", *ppo_args(home, {**PPO, "trainer.default_local_dir": home / "whole"})).status == 0
     return home / "whole"
@@ -113,20 +113,20 @@ def test_a_killed_run_resumes_bitwise(
     killed_after: int,
     goes_on_after: int,
     command: Command,
-    undisturbed: Path,
+    uninterrupted: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    uninterrupted, killed = undisturbed, tmp_path / "killed"
+    reference, killed = uninterrupted, tmp_path / "killed"
     if settings is not PPO:
-        uninterrupted = tmp_path / "whole"
-        assert camshaft(*command(settings, uninterrupted)).status == 0
+        reference = tmp_path / "whole"
+        assert camshaft(*command(settings, reference)).status == 0
     assert run_until(killed_after, killed, command(settings, killed), monkeypatch).status == -signal.SIGKILL
     assert steps(killed) == [goes_on_after]
     assert camshaft(*command(settings, killed)).status == 0
     assert [line["step"] for line in read_metrics(killed / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
-    assert lines(killed) == lines(uninterrupted)
-    assert weights(killed, 6) == weights(uninterrupted, 6)
+    assert lines(killed) == lines(reference)
+    assert weights(killed, 6) == weights(reference, 6)
 
 
 def test_a_killed_supervised_run_resumes_bitwise(
@@ -143,35 +143,35 @@ def test_a_killed_supervised_run_resumes_bitwise(
 
     exported: Any = AutoModelForCausalLM.from_pretrained(killed / "huggingface")
     trained = load_file(killed / "global_step_6" / "model" / "model" / "model.safetensors")
-    begun = load_file(home / "actor" / "model.safetensors")
+    initial = load_file(home / "actor" / "model.safetensors")
     parameters = dict(exported.named_parameters())
-    assert parameters.keys() == trained.keys() == begun.keys()
+    assert parameters.keys() == trained.keys() == initial.keys()
     assert all(torch.equal(parameters[name], trained[name]) for name in parameters)
-    assert not any(torch.equal(parameters[name], begun[name]) for name in parameters)
+    assert not any(torch.equal(parameters[name], initial[name]) for name in parameters)
     assert AutoTokenizer.from_pretrained(killed / "huggingface")("1+1=")["input_ids"]
 
 
 def test_an_interrupted_run_reports_it_and_resumes_bitwise(
-    command: Command, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: Command, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    ended = run_until(5, run, command(PPO, run), monkeypatch, signal.SIGINT)
-    assert (ended.status, ended.err) == (130, "interrupted\n")
+    result = run_until(5, run, command(PPO, run), monkeypatch, signal.SIGINT)
+    assert (result.status, result.err) == (130, "interrupted\n")
     assert camshaft(*command(PPO, run)).status == 0
-    assert lines(run) == lines(undisturbed)
+    assert lines(run) == lines(uninterrupted)
 
 
 def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
-    uninterrupted, ended = tmp_path / "whole", tmp_path / "ended"
-    ended.mkdir()
-    (ended / "stop").write_text("5")
+    reference, failed = tmp_path / "whole", tmp_path / "ended"
+    failed.mkdir()
+    (failed / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):
-        camshaft(*command(GRPO, ended))
-    (ended / "stop").unlink()
-    assert camshaft(*command(GRPO, ended)).status == 0
-    assert camshaft(*command(GRPO, uninterrupted)).status == 0
-    assert lines(ended) == lines(uninterrupted)
-    assert weights(ended, 6) == weights(uninterrupted, 6)
+        camshaft(*command(GRPO, failed))
+    (failed / "stop").unlink()
+    assert camshaft(*command(GRPO, failed)).status == 0
+    assert camshaft(*command(GRPO, reference)).status == 0
+    assert lines(failed) == lines(reference)
+    assert weights(failed, 6) == weights(reference, 6)
 
 
 def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
@@ -183,75 +183,77 @@ def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp
     assert steps(tmp_path) == [2, 7, 10]
 
 
-def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     assert camshaft(*command(PPO, tmp_path, total_training_steps=4)).status == 0
     assert camshaft(*command(PPO, tmp_path)).status == 0
     # Step 4 was the last step of the first run, so it was validated.
-    actual, expected = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(undisturbed / "metrics.jsonl")
+    actual, expected = read_metrics(tmp_path / "metrics.jsonl"), read_metrics(uninterrupted / "metrics.jsonl")
     extra = {name for name in actual[4] if name.startswith("val")}
     assert extra == {name for name in actual[3] if name.startswith("val")}
     actual[4] = {name: value for name, value in actual[4].items() if name not in extra}
     assert [deterministic(line) for line in actual] == [deterministic(line) for line in expected]
-    assert weights(tmp_path, 6) == weights(undisturbed, 6)
+    assert weights(tmp_path, 6) == weights(uninterrupted, 6)
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(
-    command: Command, undisturbed: Path, tmp_path: Path
+    command: Command, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(undisturbed, tmp_path / "run")
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
     assert camshaft(*command(PPO, run)).status == 0
-    assert (run / "metrics.jsonl").read_text() == (undisturbed / "metrics.jsonl").read_text()
-    assert weights(run, 6) == weights(undisturbed, 6)
+    assert (run / "metrics.jsonl").read_text() == (uninterrupted / "metrics.jsonl").read_text()
+    assert weights(run, 6) == weights(uninterrupted, 6)
 
 
 # -- the checkpoint that a run resumes from -------------------------------------------------------
 
 
-def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(undisturbed, tmp_path / "run")
-    again = command(PPO, run, resume_mode="disable", total_training_steps=2, max_actor_ckpt_to_keep=1)
-    assert camshaft(*again).status == 0
+def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    args = command(PPO, run, resume_mode="disable", total_training_steps=2, max_actor_ckpt_to_keep=1)
+    assert camshaft(*args).status == 0
     assert steps(run) == [2]
     assert steps(run / "aside.1") == [2, 4, 6]
-    assert lines(run)[:2] == lines(undisturbed)[:2]
+    assert lines(run)[:2] == lines(uninterrupted)[:2]
     assert len(lines(run)) == 3
-    assert (run / "metrics.1.jsonl").read_text() == (undisturbed / "metrics.jsonl").read_text()
+    assert (run / "metrics.1.jsonl").read_text() == (uninterrupted / "metrics.jsonl").read_text()
     # The next run resumes the new run at step 2, not the older one at step 6.
-    assert "resumed from" in (ended := camshaft(*command(PPO, run))).out
-    assert "global_step_2" in "".join(ended.out.split())
+    assert "resumed from" in (result := camshaft(*command(PPO, run))).out
+    assert "global_step_2" in "".join(result.out.split())
     assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_resume_path_starts_from_that_step(command: Command, undisturbed: Path, tmp_path: Path) -> None:
-    chosen = undisturbed / "global_step_2"
+def test_resume_path_starts_from_that_step(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
+    chosen = uninterrupted / "global_step_2"
     elsewhere = command(PPO, tmp_path / "run", resume_mode="resume_path", resume_from_path=chosen)
     assert camshaft(*elsewhere).status == 0
-    assert lines(tmp_path / "run") == lines(undisturbed)[3:]
-    assert weights(tmp_path / "run", 6) == weights(undisturbed, 6)
+    assert lines(tmp_path / "run") == lines(uninterrupted)[3:]
+    assert weights(tmp_path / "run", 6) == weights(uninterrupted, 6)
 
 
-def test_resuming_an_earlier_step_moves_later_steps_aside(command: Command, undisturbed: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(undisturbed, tmp_path / "run")
+def test_resuming_an_earlier_step_moves_later_steps_aside(
+    command: Command, uninterrupted: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
     args = command(PPO, run, resume_mode="resume_path", resume_from_path=run / "global_step_2", save_freq=3)
     assert camshaft(*args).status == 0
     assert steps(run) == [2, 3, 6]
     assert steps(run / "aside.1") == [4, 6]
-    assert lines(run) == lines(undisturbed)
+    assert lines(run) == lines(uninterrupted)
 
 
-def test_resume_path_takes_the_copy_in_the_second_place(command: Command, undisturbed: Path, tmp_path: Path) -> None:
+def test_resume_path_takes_the_copy_in_the_second_place(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     second = tmp_path / "second"
     assert camshaft(*command(PPO, tmp_path / "a", default_hdfs_dir=second, total_training_steps=2)).status == 0
     shutil.rmtree(tmp_path / "a")
     args = command(PPO, tmp_path / "b", resume_mode="resume_path", resume_from_path=second / "global_step_2")
     assert camshaft(*args).status == 0
-    assert lines(tmp_path / "b") == lines(undisturbed)[3:]
+    assert lines(tmp_path / "b") == lines(uninterrupted)[3:]
 
 
 def test_resume_path_of_a_folder_with_several_steps_names_one(
-    command: Command, undisturbed: Path, tmp_path: Path
+    command: Command, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    run = camshaft(*command(PPO, tmp_path, resume_mode="resume_path", resume_from_path=undisturbed))
+    run = camshaft(*command(PPO, tmp_path, resume_mode="resume_path", resume_from_path=uninterrupted))
     assert run.status == 1
     assert "is a folder of checkpoints" in run.err
     assert "global_step_6" in run.err
@@ -285,30 +287,30 @@ def manifest_cut_off(step: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [without_trainer, without_critic, in_mid_write, file_cut_off, manifest_cut_off])
 def test_a_newest_step_that_is_not_whole_is_passed_over(
-    spoil: Callable[[Path], None], command: Command, undisturbed: Path, tmp_path: Path
+    spoil: Callable[[Path], None], command: Command, uninterrupted: Path, tmp_path: Path
 ) -> None:
-    run = shutil.copytree(undisturbed, tmp_path / "run")
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
     spoil(run / "global_step_6")
-    again = camshaft(*command(PPO, run))
-    assert again.status == 0
-    output = "".join(again.out.split())
+    resumed = camshaft(*command(PPO, run))
+    assert resumed.status == 0
+    output = "".join(resumed.out.split())
     assert "skipped:" in output
     assert "resumedfrom" in output
     assert "global_step_4" in output.split("resumedfrom")[1]
-    assert lines(run) == lines(undisturbed)
-    assert weights(run, 6) == weights(undisturbed, 6)
+    assert lines(run) == lines(uninterrupted)
+    assert weights(run, 6) == weights(uninterrupted, 6)
 
 
-def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, undisturbed: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(undisturbed, tmp_path / "run")
+def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
     file = run / "global_step_6" / "critic" / "model" / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    ended = camshaft(*command(PPO, run))
-    assert ended.status == 1
-    assert "'model/model.safetensors' does not match its checksum" in ended.err
-    assert "Traceback" not in ended.err
+    result = camshaft(*command(PPO, run))
+    assert result.status == 1
+    assert "'model/model.safetensors' does not match its checksum" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_as_many_checkpoints_stay_as_the_config_says(command: Command, tmp_path: Path) -> None:

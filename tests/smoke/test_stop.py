@@ -42,16 +42,16 @@ def run_args(home: Path, run: Path, **more: Any) -> list[str]:
 
 def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, uninterrupted = tmp_path / "run", tmp_path / "whole"
-    ended = run_until(2, run, run_args(tmp_path, run), monkeypatch, signal.SIGTERM)
-    assert ended.status == 143
-    assert "camshaft: SIGTERM: finishing the current step and saving;" in ended.err
-    assert "Traceback" not in ended.err
-    output = " ".join(ended.out.split())
+    result = run_until(2, run, run_args(tmp_path, run), monkeypatch, signal.SIGTERM)
+    assert result.status == 143
+    assert "camshaft: SIGTERM: finishing the current step and saving;" in result.err
+    assert "Traceback" not in result.err
+    output = " ".join(result.out.split())
     assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
     assert steps(run) == [2]
-    again = camshaft(*run_args(tmp_path, run))
-    assert again.status == 0
-    assert "step 3 of 4 is next" in " ".join(again.out.split())
+    resumed = camshaft(*run_args(tmp_path, run))
+    assert resumed.status == 0
+    assert "step 3 of 4 is next" in " ".join(resumed.out.split())
     assert camshaft(*run_args(tmp_path, uninterrupted)).status == 0
     assert lines(run) == lines(uninterrupted)
     assert len(lines(run)) == 4
@@ -66,13 +66,13 @@ def test_sigusr1_ends_a_supervised_run_without_export(
 ) -> None:
     run = tmp_path / "run"
     command = [trainer, *args_of(tmp_path, {**SHORT, "trainer.default_local_dir": run})]
-    ended = run_until(3, run, command, monkeypatch, signal.SIGUSR1)
-    assert (ended.status, steps(run)) == (138, [3])
+    result = run_until(3, run, command, monkeypatch, signal.SIGUSR1)
+    assert (result.status, steps(run)) == (138, [3])
     assert not (run / "huggingface").exists()
-    assert "wrote" not in ended.out
+    assert "wrote" not in result.out
     storage.remove(run)
-    ended = run_until(4, run, command, monkeypatch, signal.SIGUSR1)
-    assert ended.status == 0
+    result = run_until(4, run, command, monkeypatch, signal.SIGUSR1)
+    assert result.status == 0
     assert (run / "huggingface").is_dir()
 
 
@@ -87,8 +87,8 @@ def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypat
         for pid in sent:
             os.kill(pid, how)
 
-    ended = run_until(1, run, run_args(tmp_path, run, **RANKS), monkeypatch, signal.SIGTERM, everybody)
-    assert ended.status == 143, ended.err
+    result = run_until(1, run, run_args(tmp_path, run, **RANKS), monkeypatch, signal.SIGTERM, everybody)
+    assert result.status == 143, result.err
     assert len(sent) >= 5
     assert steps(run) == [1]
     assert all(storage.is_complete(run / "global_step_1" / part) for part in ("actor", "critic", "trainer"))

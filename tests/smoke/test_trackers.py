@@ -53,12 +53,12 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
         "trainer.test_freq": 2,
         "trainer.log_val_generations": 3,
     }
-    ended = camshaft("ppo", *ppo_args(tmp_path, overrides))
-    assert (ended.status, ended.err) == (0, "")
+    result = camshaft("ppo", *ppo_args(tmp_path, overrides))
+    assert (result.status, result.err) == (0, "")
     assert capfd.readouterr() == ("", "")
-    library_lines = [line for line in ended.out.splitlines() if "wandb" in line or "mlflow" in line.lower()]
-    assert len(library_lines) >= 2, ended.out
-    assert "step 2/2" in ended.out
+    library_lines = [line for line in result.out.splitlines() if "wandb" in line or "mlflow" in line.lower()]
+    assert len(library_lines) >= 2, result.out
+    assert "step 2/2" in result.out
 
     run = tmp_path / "run"
     lines = {line.pop("step"): line for line in read_metrics(run / "metrics.jsonl")}
@@ -96,9 +96,9 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
         "custom_reward_function.path": tmp_path / "raises.py",
         "custom_reward_function.on_error": "raise",
     }
-    ended = camshaft("ppo", *ppo_args(tmp_path, overrides))
-    assert ended.status == 1
-    assert "RewardError" in ended.err
+    result = camshaft("ppo", *ppo_args(tmp_path, overrides))
+    assert result.status == 1
+    assert "RewardError" in result.err
     assert runs_of(tmp_path / "run") == ["FAILED"]
     assert exit_codes(tmp_path / "run") == [1]
 
@@ -116,9 +116,9 @@ def test_a_failed_background_save_fails_the_run(
 
     monkeypatch.setattr(role, "wait_for_checkpoint", fails)
     more = {"trainer.default_local_dir": tmp_path / "run", "trainer.total_training_steps": 1}
-    ended = camshaft(trainer, *args_of(tmp_path, {**more, "trainer.logger": "[mlflow]"}))
-    assert ended.status == 1
-    assert "the disk is full" in ended.err
+    result = camshaft(trainer, *args_of(tmp_path, {**more, "trainer.logger": "[mlflow]"}))
+    assert result.status == 1
+    assert "the disk is full" in result.err
     assert runs_of(tmp_path / "run") == ["FAILED"]
 
 
@@ -137,9 +137,9 @@ def test_a_stopped_run_is_killed_and_resumes_to_the_end(
 
 def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> None:
     overrides = {"trainer.logger": "[full_disk:FullDisk,jsonl]", "trainer.total_training_steps": 3}
-    ended = camshaft("sft", *sft_args(tmp_path, overrides))
-    assert ended.status == 0
-    output = " ".join(ended.out.split())
+    result = camshaft("sft", *sft_args(tmp_path, overrides))
+    assert result.status == 0
+    output = " ".join(result.out.split())
     assert output.count("OSError: no space left on device. The run continues") == 1
     assert "failed in 3 of 3 calls" in output
     assert [line["step"] for line in read_metrics(tmp_path / "sft" / "metrics.jsonl")] == [1, 2, 3]
@@ -149,6 +149,6 @@ def test_a_missing_library_is_an_error_before_loading(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "trackio", None)
     args = ppo_args(tmp_path, {"trainer.logger": "[console,trackio]"})
     (tmp_path / "actor" / "model.safetensors").unlink()  # which would receive another status
-    ended = camshaft("ppo", *args)
-    assert ended.status == 2
-    assert "pip install 'camshaft[trackio]'" in ended.err
+    result = camshaft("ppo", *args)
+    assert result.status == 2
+    assert "pip install 'camshaft[trackio]'" in result.err

@@ -62,9 +62,9 @@ def failing(method: str, sign: Path, timeout: float = 60.0) -> tuple[str, float]
     with pool(TWO, "ray", Options(timeout=60)) as two:
         role = spawn(LocatedRole, pool=two, timeout=timeout, name="critic")
         role.leave_a_sign(sign)
-        began = time.monotonic()
-        with pytest.raises(WorkerError) as caught:
+        start_time = time.monotonic()
+        with pytest.raises(WorkerError) as exc_info:
             role.stall(1) if method == "stall" else role.kill(1)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start_time
     ray.shutdown()
-    return str(caught.value), seconds
+    return str(exc_info.value), seconds

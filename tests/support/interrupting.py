@@ -58,13 +58,13 @@ def run_until(
     (run / "hold").write_text(str(step))
     process, log = start("-m", "camshaft", *args), run / "metrics.jsonl"
     try:
-        until = time.monotonic() + 100
+        deadline = time.monotonic() + 100
         while not log.exists() or f'{{"step": {step},' not in log.read_text():
             assert process.poll() is None, finished(process)
-            assert time.monotonic() < until
+            assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         (everybody or process.send_signal)(how)
         (run / "hold").unlink()  # for signals that the run survives
-        ended = finished(process)
-    return ended
+        result = finished(process)
+    return result

@@ -72,7 +72,7 @@ def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
         yield mark
     finally:
         del os.environ[MARK]
-    until = time.monotonic() + seconds
-    while marked(mark) + forked() and time.monotonic() < until:
+    deadline = time.monotonic() + seconds
+    while marked(mark) + forked() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert marked(mark) + forked() == []

@@ -21,11 +21,11 @@ def records(folder: Path) -> list[Any]:
     """Yield the records of all finished offline runs in `<folder>/wandb`, file by file."""
     all_records: list[Any] = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        until = time.monotonic() + 20
+        deadline = time.monotonic() + 20
         of_file: list[Any] = []
         while not any(record.HasField("exit") for record in of_file):
             of_file = list(_records(path.read_bytes()))
-            assert time.monotonic() < until, f"{path} has no end"
+            assert time.monotonic() < deadline, f"{path} has no end"
             time.sleep(0.01)  # the library's `finish` returns shortly before the file is complete
         all_records += of_file
     return all_records

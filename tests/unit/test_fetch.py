@@ -178,9 +178,9 @@ def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: p
     other = context.Process(target=_holding, args=(path, begun, 1.0))
     other.start()
     assert begun.wait(60)
-    began = time.monotonic()
+    start_time = time.monotonic()
     assert fetch(URL).read_bytes() == b"hello"
-    assert time.monotonic() - began > 0.5
+    assert time.monotonic() - start_time > 0.5
     other.join()
     assert caplog.text.count("another process is copying it") == 1
 

@@ -148,9 +148,11 @@ def test_one_rank_receives_and_returns_the_same_objects():
 
 
 def test_indivisible_rows_show_the_arithmetic():
-    with pytest.raises(BatchError, match=r"argument 0 has 5 rows.*2 data-parallel ranks \(5 = 2 x 2 \+ 1\)") as caught:
+    with pytest.raises(
+        BatchError, match=r"argument 0 has 5 rows.*2 data-parallel ranks \(5 = 2 x 2 \+ 1\)"
+    ) as exc_info:
         scatter(DP, FLAT, (numbered(5),), {})
-    assert "pad_to_divisor(2)` adds 1 rows" in str(caught.value)
+    assert "pad_to_divisor(2)` adds 1 rows" in str(exc_info.value)
     padded, added = numbered(5).pad_to_divisor(2)
     assert (len(scatter(DP, FLAT, (padded,), {})), added) == (2, 1)
 

@@ -25,9 +25,9 @@ def test_one_local_rank_needs_no_process_group_and_copies_nothing():
 
 
 def test_exceptions_of_one_local_rank_propagate_unchanged():
-    with workers(Toy) as toy, pytest.raises(KeyError, match="weights of layer 3") as caught:
+    with workers(Toy) as toy, pytest.raises(KeyError, match="weights of layer 3") as exc_info:
         toy.fail(0)
-    assert caught.traceback[-1].name == "fail"
+    assert exc_info.traceback[-1].name == "fail"
 
 
 def test_exceptions_of_construction_propagate_unchanged():
@@ -50,10 +50,10 @@ def test_results_are_checked_on_one_rank_too():
     ],
 )
 def test_unregistered_names_are_attribute_errors(name: str, message: str):
-    with workers(Toy) as toy, pytest.raises(AttributeError) as caught:
+    with workers(Toy) as toy, pytest.raises(AttributeError) as exc_info:
         getattr(toy, name)
-    assert str(caught.value).startswith(message)
-    assert "\n" not in str(caught.value)
+    assert str(exc_info.value).startswith(message)
+    assert "\n" not in str(exc_info.value)
 
 
 def test_a_group_cannot_be_assigned_to_copied_or_sent():

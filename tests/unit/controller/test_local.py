@@ -143,9 +143,9 @@ def test_a_local_role_class_is_an_error():
 
 def test_a_crash_in_native_code_shows_the_stack():
     toy = spawn(Toy, world_size=2)
-    with pytest.raises(WorkerError, match=r"died in crash \(SIGSEGV\)") as caught:
+    with pytest.raises(WorkerError, match=r"died in crash \(SIGSEGV\)") as exc_info:
         toy.crash(1)
-    assert "in crash" in str(caught.value)
+    assert "in crash" in str(exc_info.value)
 
 
 def test_several_groups_run_at_once():

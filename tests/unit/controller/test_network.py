@@ -17,8 +17,8 @@ def test_only_a_closed_port_is_reported():
         time.sleep(3 * network.HEARTBEAT_SECONDS)
         assert monitor.error() is None
         leaving.close()
-        until = time.monotonic() + 10
-        while monitor.error() is None and time.monotonic() < until:
+        deadline = time.monotonic() + 10
+        while monitor.error() is None and time.monotonic() < deadline:
             time.sleep(0.05)
         assert "the one that leaves (127.0.0.1:" in (monitor.error() or "")
         monitor.stop()

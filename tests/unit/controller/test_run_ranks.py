@@ -37,9 +37,9 @@ def test_run_ranks_runs_a_function_on_every_rank(world_size: int):
 
 
 def test_an_error_of_a_rank_is_raised_with_its_traceback():
-    with pytest.raises(BatchError, match="lacks 'values'") as caught:
+    with pytest.raises(BatchError, match="lacks 'values'") as exc_info:
         run_ranks(refuse_on_last_rank, 2)
-    (note,) = caught.value.__notes__
+    (note,) = exc_info.value.__notes__
     assert "rank 1 of 2" in note
     assert "in refuse_on_last_rank" in note
 

@@ -121,9 +121,9 @@ def test_a_long_sequence_error_names_row_length_and_fix(load):
     message = (
         r"pairs\.parquet, row 1: the sequence with 'rejected' has 14 tokens, but data\.max_length=11 \(1 of 2 pairs"
     )
-    with pytest.raises(BatchError, match=message) as caught:
+    with pytest.raises(BatchError, match=message) as exc_info:
         load(rows, max_length=11)
-    assert "data.truncation=left" in str(caught.value)
+    assert "data.truncation=left" in str(exc_info.value)
 
 
 GOOD = {**PROMPT, "chosen": "3", "rejected": "4"}

@@ -86,9 +86,9 @@ def test_max_samples_takes_the_first_rows(load):
 
 
 def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError) as exc_info:
         load([row("ab"), row("abcdefg"), row("abcdefghi")], max_prompt_length=4)
-    text = str(caught.value)
+    text = str(exc_info.value)
     assert "train.parquet, row 1: the prompt has 7 tokens, but data.max_prompt_length=4" in text
     assert "2 of 3 prompts are too long, the longest has 9 tokens" in text
     assert "data.filter_overlong_prompts=true" in text

@@ -77,8 +77,8 @@ def test_training_takes_the_steps_of_peft_and_torch() -> None:
     actor = engine(optim=OptimConfig(lr=1e-2, weight_decay=0.1), grad_clip=1e9)
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     reference: Any = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder()), settings)
-    begun = dict(actor.named_weights(adapter_only=True))
-    peft.set_peft_model_state_dict(reference, {name: tensor.clone() for name, tensor in begun.items()})
+    initial = dict(actor.named_weights(adapter_only=True))
+    peft.set_peft_model_state_dict(reference, {name: tensor.clone() for name, tensor in initial.items()})
     trained = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
     ids = tiny_batch().ragged("input_ids").rows()
@@ -126,8 +126,8 @@ def test_the_adapter_goes_out_alone_and_starts_another_engine(tmp_path: Path) ->
     actor = engine()
     train(actor)
     save_adapter(actor.named_weights(adapter_only=True), tmp_path, LORA, folder())
-    again = engine(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}), seed=9)
-    assert torch.equal(infer(again), infer(actor))
+    restored = engine(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}), seed=9)
+    assert torch.equal(infer(restored), infer(actor))
     reference = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder()), str(tmp_path))
     row = tiny_batch().ragged("input_ids").rows()[0]
     log_p = torch.log_softmax(reference(input_ids=row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
@@ -154,10 +154,10 @@ def test_a_checkpoint_restores_trained_weights_and_training(head: str, tmp_path:
         name for name in names_in(tmp_path / "saved") if "/" not in name and name.endswith((".weight", "bias"))
     }
     assert model_names == trained
-    again = engine(head)
-    again.load_checkpoint(str(tmp_path / "saved"))
-    assert train(again, steps=2) == expected[2:]
-    for name, parameter in parameters(again).items():
+    restored = engine(head)
+    restored.load_checkpoint(str(tmp_path / "saved"))
+    assert train(restored, steps=2) == expected[2:]
+    for name, parameter in parameters(restored).items():
         assert torch.equal(parameter, straight.module.hf.get_parameter(name)), name
 
 

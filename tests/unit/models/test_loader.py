@@ -166,9 +166,9 @@ def test_a_missing_external_lib_is_named():
 def test_a_folder_that_is_not_there_says_what_to_type():
     with pytest.raises(EngineError, match=r"no folder 'nobody/no-model' here.*hf download nobody/no-model"):
         load("nobody/no-model")
-    with pytest.raises(EngineError, match="no folder '/no/such/folder' here") as caught:
+    with pytest.raises(EngineError, match="no folder '/no/such/folder' here") as exc_info:
         load("/no/such/folder")
-    assert "hf download" not in str(caught.value)
+    assert "hf download" not in str(exc_info.value)
 
 
 def test_a_folder_without_config_lists_what_it_holds(tmp_path: Path):
@@ -199,11 +199,11 @@ def test_missing_unknown_and_misshapen_weights_are_all_named(tmp_path: Path):
 
     folder = edit_weights(copy_of(tiny_folder(), tmp_path), change)
     for head in ("causal_lm", "value"):
-        with pytest.raises(EngineError) as caught:
+        with pytest.raises(EngineError) as exc_info:
             load(folder, head=head)
-        assert "model.layers.1.mlp.up_proj.weight is missing" in str(caught.value)
-        assert "model.extra is unknown" in str(caught.value)
-        assert "model.norm.weight is (65,), not (64,)" in str(caught.value)
+        assert "model.layers.1.mlp.up_proj.weight is missing" in str(exc_info.value)
+        assert "model.extra is unknown" in str(exc_info.value)
+        assert "model.norm.weight is (65,), not (64,)" in str(exc_info.value)
 
 
 def test_a_reward_model_needs_its_own_head():

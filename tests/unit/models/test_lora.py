@@ -458,11 +458,11 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path):
         tensors["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"] = torch.zeros(4, 5)
 
     edit_adapter(peft_folder(tmp_path), change)
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError) as exc_info:
         load(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
-    assert "model.layers.1.mlp.up_proj.lora_B.default.weight is missing" in str(caught.value)
-    assert "lm_head.weight is unknown" in str(caught.value)
-    assert "model.layers.0.mlp.up_proj.lora_A.default.weight is (4, 5), not (4, 32)" in str(caught.value)
+    assert "model.layers.1.mlp.up_proj.lora_B.default.weight is missing" in str(exc_info.value)
+    assert "lm_head.weight is unknown" in str(exc_info.value)
+    assert "model.layers.0.mlp.up_proj.lora_A.default.weight is (4, 5), not (4, 32)" in str(exc_info.value)
 
 
 def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):

@@ -63,8 +63,8 @@ def test_result_does_not_depend_on_the_order_of_parts(manager, num_workers, part
 
 
 def exists(file: Path) -> bool:
-    until = time.monotonic() + 20
-    while not file.exists() and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     return file.exists()
 
@@ -96,8 +96,8 @@ def test_parts_do_not_wait_for_slow_calls_of_others(manager, tmp_path):
 def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
     rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
     begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
-    until = time.monotonic() + 20
-    while begun._job.outcomes[0] is None and time.monotonic() < until:
+    deadline = time.monotonic() + 20
+    while begun._job.outcomes[0] is None and time.monotonic() < deadline:
         time.sleep(0.01)
     for pid in alive():
         os.kill(pid, signal.SIGKILL)
@@ -134,9 +134,9 @@ def test_unscorable_data_are_reported_at_once(manager):
 def test_closing_ends_pending_calls(manager, alive):
     rewards = manager("import time; time.sleep(60)", timeout=100.0)
     added(rewards.begin(batch_of(list("abcd"))), "abcd", [(0, 2)])
-    began = time.monotonic()
+    start_time = time.monotonic()
     rewards.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start_time < 5
     assert alive() == []
 
 
@@ -160,10 +160,10 @@ begun = rewards.begin(DataProto.from_dict({{"data_source": ["x"] * 4, "ground_tr
 begun.add(0, ["a", "b"])
 1 / 0
 """
-    ended = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=30, check=False)
-    assert ended.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
-    until = time.monotonic() + 4  # a worker that is still starting finds its pipe closed
-    while alive() and time.monotonic() < until:
+    result = subprocess.run([sys.executable, "-c", driver], capture_output=True, text=True, timeout=30, check=False)
+    assert result.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    deadline = time.monotonic() + 4  # a worker that is still starting finds its pipe closed
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive() == []
 

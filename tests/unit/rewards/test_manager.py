@@ -56,9 +56,9 @@ def test_200_calls_keep_their_order_with_any_worker_count(manager, score, num_wo
 def test_calls_are_cheap(manager, score):
     rewards = manager("return 1.0")
     score(rewards, ["a"])
-    began = time.monotonic()
+    start_time = time.monotonic()
     score(rewards, ["a"] * 2000)
-    assert time.monotonic() - began < 2.0  # a millisecond each; about a thirtieth of it is used
+    assert time.monotonic() - start_time < 2.0  # a millisecond each; about a thirtieth of it is used
 
 
 def test_workers_are_kept_between_batches(manager, score):
@@ -69,9 +69,9 @@ def test_workers_are_kept_between_batches(manager, score):
 def test_several_workers_work_at_once(manager, score):
     rewards = manager("import time; time.sleep(0.5)\nreturn 1.0", num_workers=4)
     score(rewards, ["a"] * 4)  # the workers have started
-    began = time.monotonic()
+    start_time = time.monotonic()
     score(rewards, ["a"] * 4)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - start_time < 1.5
 
 
 def test_no_more_workers_start_than_there_are_samples(manager, score, alive):
@@ -166,9 +166,9 @@ def test_non_finite_numbers_are_invalid(manager, score, value):
 
 def test_a_hanging_call_is_killed_and_others_are_scored(manager, score):
     rewards = manager(FAIL_AT_B.format("import time; time.sleep(60)"), timeout=0.5)
-    began = time.monotonic()
+    start_time = time.monotonic()
     result = score(rewards, ["a", "b", "c", "d", "b", "e"])
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - start_time < 5
     assert result.scores.tolist() == [1, 0, 1, 1, 0, 1]
     assert (result.metrics["reward/timeouts"], result.num_failed) == (2.0, 2)
     assert "0.5 s" in result.failures[0].message
@@ -325,9 +325,9 @@ def test_raise_names_the_first_failing_row(manager, score, num_workers):
     return 1.0
     """
     rewards = manager(body, on_error="raise", num_workers=num_workers)
-    with pytest.raises(RewardError) as caught:
+    with pytest.raises(RewardError) as exc_info:
         score(rewards, [str(i) for i in range(40)])
-    text = str(caught.value)
+    text = str(exc_info.value)
     assert "row 4 (data_source 'test')" in text
     assert "ValueError: row 4 is bad" in text
     assert "my_reward.py" in text

@@ -32,8 +32,8 @@ def test_dropping_the_manager_ends_the_workers(file, score, alive):
 def test_children_of_a_killed_call_are_killed(manager, score, alive):
     rewards = manager("import subprocess; subprocess.run(['sleep', '60'])", timeout=0.5, num_workers=1)
     assert score(rewards, ["a"]).metrics["reward/timeouts"] == 1.0
-    until = time.monotonic() + 5  # a killed process is listed until the system has reaped it
-    while alive() and time.monotonic() < until:
+    deadline = time.monotonic() + 5  # a killed process is listed until the system has reaped it
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert alive() == []
 
@@ -74,8 +74,8 @@ sys.stdin.read()
     process.wait()
     process.stdin.close()
     process.stdout.close()
-    until = time.monotonic() + 4
-    while alive() and time.monotonic() < until:
+    deadline = time.monotonic() + 4
+    while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert alive() == []
 

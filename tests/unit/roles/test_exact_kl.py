@@ -57,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(home: Path) -> list[Step]:
+def one_rank(home: Path) -> list[Step]:
     return run_ppo(home, FULL, steps=2)
 
 
@@ -86,18 +86,18 @@ def merged(weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> d
     return result
 
 
-def test_the_penalty_is_the_divergence_over_the_whole_vocabulary(home: Path, alone: list[Step]) -> None:
-    first, second = (step.metrics["actor/reward_kl_penalty"] for step in alone)
+def test_the_penalty_is_the_divergence_over_the_whole_vocabulary(home: Path, one_rank: list[Step]) -> None:
+    first, second = (step.metrics["actor/reward_kl_penalty"] for step in one_rank)
     assert first == pytest.approx(0, abs=1e-6)
-    expected = plain_kl(home, alone[0].actor, alone[1])
+    expected = plain_kl(home, one_rank[0].actor, one_rank[1])
     assert expected > 0.01
     assert second == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("more", [{}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2}], ids=["rows", "tokens"])
-def test_ranks_find_the_same(more: dict[str, Any], home: Path, alone: list[Step]) -> None:
+def test_ranks_find_the_same(more: dict[str, Any], home: Path, one_rank: list[Step]) -> None:
     steps = run_ppo(home, {**FULL, **RANKS, **more}, steps=2)
-    for step, reference in zip(steps, alone, strict=True):
+    for step, reference in zip(steps, one_rank, strict=True):
         name = "actor/reward_kl_penalty"
         assert step.metrics[name] == pytest.approx(reference.metrics[name], rel=1e-3, abs=1e-6)
 

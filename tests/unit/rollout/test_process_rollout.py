@@ -182,17 +182,17 @@ def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: Ba
 @pytest.mark.alone
 def test_killed_child_is_an_error_within_seconds(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME)
-    begun: list[float] = []
+    start_times: list[float] = []
 
     def generate_until_killed() -> None:
-        begun.append(time.monotonic())
+        start_times.append(time.monotonic())
         threading.Timer(1.5, os.kill, (pid_of(rollout), signal.SIGKILL)).start()
         generate(rollout, HANGS)
 
     message = r"died in generate_sequences \(SIGKILL.*; resume the run from its last checkpoint"
     with pytest.raises(RolloutError, match=message), rollout_mode(engine, rollout):
         generate_until_killed()
-    assert time.monotonic() - begun[0] < 10
+    assert time.monotonic() - start_times[0] < 10
     with pytest.raises(RolloutError, match=r"has ended \(it died in generate_sequences\); build the rollout again"):
         rollout.wake_up()
 
@@ -208,10 +208,10 @@ def test_exit_code_of_the_child_is_reported(engine: BaseEngine) -> None:
 def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME, timeout=5)
     rollout.load_weights(engine.named_weights())
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(RolloutError, match="did not answer generate_sequences within 5 s and was killed"):
         generate(rollout, HANGS)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - start_time < 15
     assert not is_running(pid_of(rollout))
 
 
@@ -220,10 +220,10 @@ def test_child_that_does_not_read_is_killed() -> None:
     rollout = start(timeout=3)
     os.kill(pid_of(rollout), signal.SIGSTOP)
     more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
-    begun = time.monotonic()
+    start_time = time.monotonic()
     with pytest.raises(RolloutError, match="did not read generate_sequences within 3 s and was killed"):
         rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - start_time < 15
     assert not is_running(pid_of(rollout))
     with pytest.raises(RolloutError, match=r"has ended \(it did not read generate_sequences\)"):
         rollout.sleep()
@@ -267,15 +267,15 @@ def test_collected_rollout_ends_its_process() -> None:
 
 def test_failed_build_leaves_no_process() -> None:
     message = r"accept no engine_kwargs, got \{'speed': 9\}"
-    with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as caught:
+    with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as exc_info:
         start(speed=9)
-    assert caught.tb is not None  # the traceback still references the rollout
+    assert exc_info.tb is not None  # the traceback still references the rollout
 
 
 def test_unknown_rollout_is_named_without_traceback() -> None:
-    with pytest.raises(RolloutError, match="tortch") as caught:
+    with pytest.raises(RolloutError, match="tortch") as exc_info:
         start(rollout="tortch")
-    assert "Traceback" not in str(caught.value)
+    assert "Traceback" not in str(exc_info.value)
 
 
 def test_timeout_also_extends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

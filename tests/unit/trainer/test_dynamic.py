@@ -103,9 +103,9 @@ def test_the_last_step_is_filled_from_the_next_epoch(config_with) -> None:
 
 def test_too_many_batches_are_an_error_with_a_fix(config_with) -> None:
     changes = {"algorithm.filter_groups.max_num_gen_batches": 2}
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(BatchError) as exc_info:
         draw(loader_of(20), Policy({1, 4}), config_with(**changes))
-    text = str(caught.value)
+    text = str(exc_info.value)
     assert "2 of 3 prompts have responses that differ in seq_reward after 2 batches of 4 prompts" in text
     assert "max_num_gen_batches=2 is reached" in text
     draw(loader_of(20), Policy({1, 4, 5}), config_with(**changes))

@@ -135,11 +135,11 @@ def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: 
 def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
     grpo = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}
     run(tmp_path, {**grpo, "trainer.save_freq": 1}, steps=1)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as exc_info:
         run(tmp_path, {}, steps=2)
-    assert "has no critic, which this run needs" in str(caught.value)
-    assert "algorithm.adv_estimator=gae (was grpo)" in str(caught.value)
-    assert "trainer.resume_mode=disable" in str(caught.value)
+    assert "has no critic, which this run needs" in str(exc_info.value)
+    assert "algorithm.adv_estimator=gae (was grpo)" in str(exc_info.value)
+    assert "trainer.resume_mode=disable" in str(exc_info.value)
 
 
 def test_other_rows_and_another_model_are_rejected(home: Path, tmp_path: Path) -> None:

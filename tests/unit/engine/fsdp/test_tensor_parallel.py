@@ -216,9 +216,9 @@ def test_together_with_fully_shard_from_the_meta_device(tied: bool):
 
 def refusal(folder: str) -> str:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    with pytest.raises(EngineError) as caught:
+    with pytest.raises(EngineError) as exc_info:
         apply_tensor_parallel(model_of(folder), mesh)
-    return str(caught.value)
+    return str(exc_info.value)
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
@@ -251,12 +251,12 @@ def odd_layers(folder: str) -> list[str]:
     for change in (_adapt, _add_stray, _forget_plan):
         model = model_of(folder)
         change(model.hf)
-        with pytest.raises(EngineError) as caught:
+        with pytest.raises(EngineError) as exc_info:
             apply_tensor_parallel(model, mesh)
-        errors.append(str(caught.value))
-    with pytest.raises(EngineError) as caught:
+        errors.append(str(exc_info.value))
+    with pytest.raises(EngineError) as exc_info:
         apply_tensor_parallel(model_of(folder), init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")))
-    return [*errors, str(caught.value)]
+    return [*errors, str(exc_info.value)]
 
 
 def _adapt(hf: Any) -> None:

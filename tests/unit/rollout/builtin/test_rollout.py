@@ -218,14 +218,14 @@ def test_a_stop_string_ends_only_matching_rows(tmp_path: Path, max_num_seqs: int
     for strings in (("\u00e9",), ("abab", "\u00e8b"), ("never said",)):
         sampling = SamplingParams(limit, ignore_eos=True, stop=strings)
         out = case.rollout.generate_sequences(prompts, sampling, seeds)
-        ended, steps = 0, 0
+        num_ended, steps = 0, 0
         for row, tokens in enumerate(row.tolist() for row in free.responses.rows()):
             texts = (tokenizer.decode(tokens[: i + 1], skip_special_tokens=True) for i in range(limit))
             end = next((i + 1 for i, text in enumerate(texts) if any(string in text for string in strings)), None)
             assert out.responses.rows()[row].tolist() == tokens[:end]
             assert bool(out.finished[row]) == (end is not None)
-            ended, steps = ended + (end is not None), steps + (end or limit) - 1
-        assert (ended > 5) == (strings != ("never said",))
+            num_ended, steps = num_ended + (end is not None), steps + (end or limit) - 1
+        assert (num_ended > 5) == (strings != ("never said",))
         assert out.metrics["rows_decoded"] == steps
         case.check_log_probs(prompts, out, sampling)
 
