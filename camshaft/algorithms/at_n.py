@@ -71,20 +71,20 @@ def majority_score(scores: Sequence[float], answers: Sequence[Answer], k: int) -
 
     The score of an answer is the mean score of its responses. Ties are broken uniformly at random.
     """
-    by_answer: dict[Answer, list[float]] = {}
+    scores_by_answer: dict[Answer, list[float]] = {}
     for score, answer in zip(scores, answers, strict=True):
-        by_answer.setdefault(answer, []).append(score)
-    max_count = max(map(len, by_answer.values()))
+        scores_by_answer.setdefault(answer, []).append(score)
+    max_count = max(map(len, scores_by_answer.values()))
     if k == len(scores):
-        return fmean(fmean(values) for values in by_answer.values() if len(values) == max_count)
-    means = {answer: fmean(values) for answer, values in by_answer.items()}
+        return fmean(fmean(values) for values in scores_by_answer.values() if len(values) == max_count)
+    means = {answer: fmean(values) for answer, values in scores_by_answer.items()}
     # The win probabilities sum to 1, so those of answers with the most common score need not be computed.
     base = Counter(means.values()).most_common(1)[0][0]
-    counts = Counter(len(values) for values in by_answer.values())
+    counts = Counter(len(values) for values in scores_by_answer.values())
     sizes = tuple(sorted(counts.items()))
     return base + math.fsum(
         (means[answer] - base) * _win_probability(len(values), sizes, k)
-        for answer, values in by_answer.items()
+        for answer, values in scores_by_answer.items()
         if means[answer] != base
     )
 
@@ -106,14 +106,14 @@ def _win_probability(count: int, sizes: tuple[tuple[int, int], ...], k: int) -> 
     other_sizes = [(size, answers - (size == count)) for size, answers in sizes]
     total = 0.0
     for j in range(1, min(count, k) + 1):
-        rest = k - j
-        max_ties = min(rest // j, sum(answers for size, answers in other_sizes if size >= j))
+        degree = k - j
+        max_ties = min(degree // j, sum(answers for size, answers in other_sizes if size >= j))
         for y, weight in _gauss_legendre(max_ties // 2 + 1):
             ways = np.ones(1)
             for size, answers in other_sizes:
-                factor = [_choose(size, i) * (y if i == j else 1.0) for i in range(min(size, j, rest) + 1)]
-                ways = _multiply_power(ways, np.array(factor), answers, rest)
-            total += weight * _choose(count, j) * (ways[rest] if rest < len(ways) else 0.0)
+                factor = [_choose(size, i) * (y if i == j else 1.0) for i in range(min(size, j, degree) + 1)]
+                ways = _multiply_power(ways, np.array(factor), answers, degree)
+            total += weight * _choose(count, j) * (ways[degree] if degree < len(ways) else 0.0)
     return float(total / math.comb(sum(size * answers for size, answers in sizes), k))
 
 

@@ -43,17 +43,17 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
     "Approximating KL divergence", 2020.
     """
     difference = _differences(train, rollout, mask)
-    counted = difference[mask]
-    if not len(counted):
-        counted = difference.new_zeros(1)
-    bounded = counted.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    masked_in = difference[mask]
+    if not len(masked_in):
+        masked_in = difference.new_zeros(1)
+    clamped = masked_in.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     weights = torch.softmax(_row_sums(difference, lengths), dim=0)
     return {
-        "log_prob_diff_max": counted.abs().max(),
-        "log_prob_diff_mean": counted.abs().mean(),
-        "log_prob_diff_above_0.1": (counted.abs() > LARGE_DIFFERENCE).double().mean(),
-        "kl_k1": -counted.mean(),
-        "kl_k3": _k3(bounded).mean(),
+        "log_prob_diff_max": masked_in.abs().max(),
+        "log_prob_diff_mean": masked_in.abs().mean(),
+        "log_prob_diff_above_0.1": (masked_in.abs() > LARGE_DIFFERENCE).double().mean(),
+        "kl_k1": -masked_in.mean(),
+        "kl_k3": _k3(clamped).mean(),
         "effective_sample_share": 1 / (weights.square().sum() * len(weights)),
     }
 
@@ -92,9 +92,9 @@ def importance_weights(
     difference = _differences(train, rollout, mask)
     log_weights = difference if level == "token" else _row_sums(difference, lengths)
     weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().clamp(max=threshold)
-    counted = mask if level == "token" else _row_counts(mask, lengths) > 0
-    if normalize and bool(counted.any()):
-        weights = weights / weights[counted].mean()
+    has_weight = mask if level == "token" else _row_counts(mask, lengths) > 0
+    if normalize and bool(has_weight.any()):
+        weights = weights / weights[has_weight].mean()
     if level == "sequence":
         weights = _repeat_rows(weights, lengths)
     return torch.where(mask, weights, 0).float()

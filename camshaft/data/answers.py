@@ -50,10 +50,10 @@ class Answers:
 
     def check_columns(self, name: str) -> None:
         """Raise ConfigError if the files already contain a column that `write` adds."""
-        existing = [column for column in _score_columns(name) if column in read_table(self.sources).column_names]
-        if existing:
+        conflicts = [column for column in _score_columns(name) if column in read_table(self.sources).column_names]
+        if conflicts:
             raise ConfigError(
-                f"data.score_key={name}: data.path already has a column '{existing[0]}'; use another name"
+                f"data.score_key={name}: data.path already has a column '{conflicts[0]}'; use another name"
             )
 
     def write(self, path: str | Path, name: str, scores: Sequence[float], answers: Sequence[str | None]) -> None:
@@ -62,9 +62,9 @@ class Answers:
         table = read_table(self.sources).replace_schema_metadata(None)
         lists = any(count is not None for count in self.counts)
         for (column, kind), values in zip(_score_columns(name).items(), (scores, answers), strict=True):
-            remaining = iter(values)
+            iterator = iter(values)
             cells = [
-                next(remaining) if count is None else [next(remaining) for _ in range(count)] for count in self.counts
+                next(iterator) if count is None else [next(iterator) for _ in range(count)] for count in self.counts
             ]
             table = table.append_column(column, pyarrow.array(cells, pyarrow.list_(kind) if lists else kind))
         with storage.new_file(path) as target:

@@ -61,7 +61,9 @@ def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> 
         with source, convert_read_errors(path):
             columns = tuple(
                 ColumnSummary(
-                    field.name, str(field.type), _missing(source, field.name) if field.name in counted_columns else None
+                    field.name,
+                    str(field.type),
+                    _count_missing(source, field.name) if field.name in counted_columns else None,
                 )
                 for field in source.schema_arrow
             )
@@ -69,18 +71,18 @@ def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> 
     return files
 
 
-def _missing(source: ParquetFile, name: str) -> int:
+def _count_missing(source: ParquetFile, name: str) -> int:
     return sum(record_batch.column(0).null_count for record_batch in source.iter_batches(columns=[name]))
 
 
 def summarize_lengths(lengths: Tensor) -> LengthSummary:
     """Summarize the distribution of `lengths`, a non-empty tensor (B,)."""
-    ordered = lengths.sort().values
-    count, min_length, max_length = len(ordered), int(ordered[0]), int(ordered[-1])
-    percentiles = {p: int(ordered[-(-p * count // 100) - 1]) for p in PERCENTILES}
+    sorted_lengths = lengths.sort().values
+    count, min_length, max_length = len(sorted_lengths), int(sorted_lengths[0]), int(sorted_lengths[-1])
+    percentiles = {p: int(sorted_lengths[-(-p * count // 100) - 1]) for p in PERCENTILES}
     width = -(-(max_length - min_length + 1) // _MAX_BARS)
-    numbers = torch.bincount((lengths - min_length) // width).tolist()
-    bars = tuple((min_length + i * width, min_length + (i + 1) * width - 1, n) for i, n in enumerate(numbers))
+    counts = torch.bincount((lengths - min_length) // width).tolist()
+    bars = tuple((min_length + i * width, min_length + (i + 1) * width - 1, n) for i, n in enumerate(counts))
     return LengthSummary(percentiles, max_length, bars)
 
 

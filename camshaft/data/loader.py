@@ -152,6 +152,6 @@ class StatefulLoader:
 
     def _advance(self, rows: int) -> None:
         self.position += rows
-        remaining = len(self.data) - self.position
-        if remaining < (self.batch_size if self.drop_last else 1):
+        num_remaining = len(self.data) - self.position
+        if num_remaining < (self.batch_size if self.drop_last else 1):
             self.epoch, self.position = self.epoch + 1, 0

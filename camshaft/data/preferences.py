@@ -90,7 +90,7 @@ def load_preferences(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions, max_samples: int | None = None
 ) -> PreferenceSet:
     """Read, validate, tokenize and truncate preference pairs."""
-    table = _read(paths, options, max_samples)
+    table = _read_table(paths, options, max_samples)
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
         for key in (options.chosen_key, options.rejected_key):
@@ -118,7 +118,7 @@ def load_preferences(
     return pairs
 
 
-def _read(paths: Paths, options: PreferenceOptions, max_samples: int | None) -> Table:
+def _read_table(paths: Paths, options: PreferenceOptions, max_samples: int | None) -> Table:
     prompt = options.prompt_key
     keys = (prompt, options.chosen_key, options.rejected_key, options.margin_key)
     responses = {options.chosen_key, options.rejected_key}
@@ -146,18 +146,20 @@ def _sequence(
 
 def _conversation(prompt: Prompt | None, answer: Prompt, location: str) -> list[Message]:
     """Join the messages of prompt and response, unless the response already starts with those of the prompt."""
-    before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
-    after: list[Message] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if after[-1]["role"] != "assistant":
-        raise BatchError(f"{location} ends with a message of role '{after[-1]['role']}'; it must be assistant")
-    if not before or after[: len(before)] == before:
-        return after
-    if after[0]["role"] != "assistant":
+    prompt_messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt or []
+    response_messages: list[Message] = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    if response_messages[-1]["role"] != "assistant":
         raise BatchError(
-            f"{location} starts with a message of role '{after[0]['role']}' but not with the prompt. Store only the "
-            "assistant messages, or use data.prompt_key=null if the column contains whole conversations"
+            f"{location} ends with a message of role '{response_messages[-1]['role']}'; it must be assistant"
         )
-    return before + after
+    if not prompt_messages or response_messages[: len(prompt_messages)] == prompt_messages:
+        return response_messages
+    if response_messages[0]["role"] != "assistant":
+        raise BatchError(
+            f"{location} starts with a message of role '{response_messages[0]['role']}' but not with the prompt. "
+            "Store only the assistant messages, or use data.prompt_key=null if the column contains whole conversations"
+        )
+    return prompt_messages + response_messages
 
 
 def _tokenize(

@@ -57,8 +57,8 @@ class PromptOptions:
 
     def columns(self) -> list[str]:
         """Return the columns that every file must contain."""
-        named = (self.prompt_key, self.reward_fn_key, self.prompt_id_key)
-        return list(dict.fromkeys(name for name in named if name))
+        keys = (self.prompt_key, self.reward_fn_key, self.prompt_id_key)
+        return list(dict.fromkeys(name for name in keys if name))
 
 
 OPTIONAL = ("reward_model", "ground_truth", "extra_info")

@@ -94,10 +94,10 @@ def _row(
     dataset: Any, task: str, config: str, entry: dict[str, Any], split: str, index: int, system: str | None
 ) -> dict[str, Any]:
     answer, serialized = entry["answer"], _serialize(dataset, task, entry)
-    before = [{"role": "system", "content": system}] if system else []
+    system_messages = [{"role": "system", "content": system}] if system else []
     return {
         "data_source": f"reasoning_gym/{task}",
-        "prompt": [*before, {"role": "user", "content": entry["question"]}],
+        "prompt": [*system_messages, {"role": "user", "content": entry["question"]}],
         "ability": "reasoning",
         # Some tasks have a scoring rule but no reference answer.
         "reward_model": {"style": "rule", "ground_truth": "" if answer is None else str(answer)},

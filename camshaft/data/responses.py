@@ -66,10 +66,10 @@ class ResponseFile:
         """Return True if the file exists. Raise ConfigError unless a run with the same settings wrote it."""
         if not self.path.exists():
             return False
-        saved = _read_settings(self.path)
-        if saved is None:
+        saved_settings = _read_settings(self.path)
+        if saved_settings is None:
             raise ConfigError(f"data.output_path={self.path}: the file already exists; use another path, or delete it")
-        self._compare(saved, "already exists", "use another path, or delete it")
+        self._compare(saved_settings, "already exists", "use another path, or delete it")
         return True
 
     def check_columns(self, sources: Paths) -> None:
@@ -81,7 +81,7 @@ class ResponseFile:
         for source in open_files(sources):
             with source:
                 schemas.append(source.schema_arrow)
-            conflicts = [f"{self.name}{ending}" for ending in TYPES if f"{self.name}{ending}" in schemas[-1].names]
+            conflicts = [f"{self.name}{suffix}" for suffix in TYPES if f"{self.name}{suffix}" in schemas[-1].names]
             if conflicts:
                 raise ConfigError(
                     f"data.response_key={self.name}: data.path already has a column '{conflicts[0]}'; use another "
@@ -137,11 +137,13 @@ class ResponseFile:
         with parquet.ParquetFile(self.path) as source:
             return source.read([column]).column(column).to_pylist()
 
-    def _compare(self, saved: Mapping[str, Any], state: str, fix: str) -> None:
-        changed_keys = [key for key in {**saved, **self.settings} if saved.get(key) != self.settings.get(key)]
+    def _compare(self, saved_settings: Mapping[str, Any], state: str, fix: str) -> None:
+        changed_keys = [
+            key for key in {**saved_settings, **self.settings} if saved_settings.get(key) != self.settings.get(key)
+        ]
         if changed_keys:
             changes = "; ".join(
-                f"{key}: {_abbreviate(saved, key)} before, {_abbreviate(self.settings, key)} now"
+                f"{key}: {_abbreviate(saved_settings, key)} before, {_abbreviate(self.settings, key)} now"
                 for key in changed_keys
             )
             raise ConfigError(
@@ -171,8 +173,8 @@ class Parts:
     def add(self, num_prompts: int, columns: Columns) -> None:
         """Write a part with the responses to the next `num_prompts` prompts."""
         target, stop = self._next_folder(), self.num_done + num_prompts
-        names = [f"{self.name}{ending}" for ending in columns]
-        arrays = [pyarrow.array(values, pyarrow.list_(TYPES[ending])) for ending, values in columns.items()]
+        names = [f"{self.name}{suffix}" for suffix in columns]
+        arrays = [pyarrow.array(values, pyarrow.list_(TYPES[suffix])) for suffix, values in columns.items()]
         with storage.new_folder(target, kind=_KIND, stop=stop, settings=self._settings) as folder:
             parquet.write_table(pyarrow.table(arrays, names), folder / _FILE)
         self._folders.append(target)

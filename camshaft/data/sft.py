@@ -88,8 +88,8 @@ def load_sft(
     """Read, validate, tokenize and truncate sequences. `loss_mask` is False at the first token of a sequence."""
     available = read_columns(paths)
     conversations = options.messages_key in available and options.response_key not in available
-    required = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
-    table = read_parquet(paths, required, max_samples=max_samples)
+    columns_to_read = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
+    table = read_parquet(paths, columns_to_read, max_samples=max_samples)
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
         sequences += _sequences(table.rows[index], table.location(index), tokenizer, options)
@@ -210,8 +210,8 @@ def _num_generated_tokens(ids: list[int], end_ids: frozenset[int]) -> int:
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset([*tokenizer.all_special_ids, *added])
+    added_ids = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*tokenizer.all_special_ids, *added_ids])
 
 
 def _check_lengths(

@@ -70,7 +70,7 @@ def write_arithmetic(
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
         rows = [_row(problem, split, index) for index, problem in enumerate(problems)]
-        answered = [
+        sft_rows = [
             {
                 "data_source": row["data_source"],
                 "prompt": row["prompt"],
@@ -88,7 +88,7 @@ def write_arithmetic(
         ]
         files[split] = write_parquet(folder / f"{split}.parquet", rows)
         files[f"preference_{split}"] = write_parquet(folder / f"preference_{split}.parquet", pairs)
-        files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", answered)
+        files[f"sft_{split}"] = write_parquet(folder / f"sft_{split}.parquet", sft_rows)
     return ArithmeticPaths(**files)
 
 

@@ -71,7 +71,7 @@ def tokenize(
     if len(prompts) < _MIN_PARALLEL_ROWS:
         return _concatenate([job.tokenize(0, len(prompts))])
     cache = _cache_path(job)
-    ids = None if cache is None else _read(cache, len(prompts))
+    ids = None if cache is None else _load_cached(cache, len(prompts))
     if ids is not None:
         logger.info("read cached token ids of %d prompts from %s", len(prompts), cache)
         return ids
@@ -150,7 +150,7 @@ def _cache_path(job: _Job) -> Path | None:
     return cache_folder("prompts") / f"{digest.hexdigest()}.safetensors"
 
 
-def _read(path: Path, count: int) -> Ragged | None:
+def _load_cached(path: Path, count: int) -> Ragged | None:
     try:
         tensors = load_file(path)
         ids = Ragged(tensors["values"], tensors["lengths"])

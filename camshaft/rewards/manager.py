@@ -236,18 +236,18 @@ class RewardManager:
         failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed for {failures[0]}")
-        finished = [outcome for outcome in outcomes if outcome is not None]
+        final_outcomes = [outcome for outcome in outcomes if outcome is not None]
         limit = SLOW * self._pool.spec.timeout
-        slow = [row for row, outcome in enumerate(finished) if outcome.kind == "ok" and outcome.seconds > limit]
-        _warn(failures, len(finished), "are dropped" if self.on_error == "drop" else "count as 0")
-        scores = torch.tensor([outcome.score for outcome in finished], dtype=torch.float32)
-        listed = failures + [_failure(row, samples[row], finished[row]) for row in slow[:_NUM_LISTED]]
+        slow = [row for row, outcome in enumerate(final_outcomes) if outcome.kind == "ok" and outcome.seconds > limit]
+        _warn(failures, len(final_outcomes), "are dropped" if self.on_error == "drop" else "count as 0")
+        scores = torch.tensor([outcome.score for outcome in final_outcomes], dtype=torch.float32)
+        listed = failures + [_failure(row, samples[row], final_outcomes[row]) for row in slow[:_NUM_LISTED]]
         return Scores(
             scores=scores,
-            metrics=_metrics(finished) | {"reward/slow": float(len(slow))},
+            metrics=_metrics(final_outcomes) | {"reward/slow": float(len(slow))},
             failures=tuple(listed[:_NUM_LISTED]),
-            parts=tuple(outcome.parts for outcome in finished),
-            answers=tuple(outcome.answer for outcome in finished),
+            parts=tuple(outcome.parts for outcome in final_outcomes),
+            answers=tuple(outcome.answer for outcome in final_outcomes),
             dropped=tuple(failure.row for failure in failures) if self.on_error == "drop" else (),
         )
 
@@ -299,10 +299,10 @@ def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
 
 def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) -> None:
     if failures:
-        shown = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
+        messages = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
         logger.warning(
             "%d of %d samples could not be scored and %s. First failures:\n%s",
-            *(len(failures), num_rows, consequence, shown),
+            *(len(failures), num_rows, consequence, messages),
         )
 
 

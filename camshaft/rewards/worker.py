@@ -52,7 +52,7 @@ def main() -> None:
     ignore_stop_signals()
     inbox, outbox = _redirect_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(inbox, messages), daemon=True).start()
+    threading.Thread(target=_read_messages, args=(inbox, messages), daemon=True).start()
     spec = messages.get()
     if spec is None:
         return
@@ -119,8 +119,8 @@ def _reply(result: Any) -> Reply:
             return _invalid(f"the function returned a dict without 'score': {_abbreviate(result)}")
         answer = None if result.get(ANSWER) is None else _to_text(result[ANSWER]).strip() or None
         # Values that are not finite numbers are ignored, because they cannot be averaged.
-        numbers = {_to_text(name): _to_float(value) for name, value in result.items() if name not in ("score", ANSWER)}
-        parts = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
+        values = {_to_text(name): _to_float(value) for name, value in result.items() if name not in ("score", ANSWER)}
+        parts = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
         if len(parts) > _MAX_PARTS:
             return _invalid(f"the dict has {len(parts)} numbers besides the score; return at most {_MAX_PARTS}")
         result = result["score"]
@@ -184,7 +184,7 @@ def _redirect_pipes() -> tuple[int, int]:
     return inbox, outbox
 
 
-def _read(inbox: int, messages: "queue.SimpleQueue[Any]") -> None:
+def _read_messages(inbox: int, messages: "queue.SimpleQueue[Any]") -> None:
     with contextlib.suppress(BrokenPipeError):
         while True:
             messages.put(unpack(receive(inbox)))

@@ -28,8 +28,8 @@ def add_pair_ids(data: DataProto) -> DataProto:
 
 def split_pairs(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
     """Return the input of the model: all chosen sequences followed by all rejected ones."""
-    both = Ragged.concat([data.ragged("chosen"), data.ragged("rejected")])
-    return DataProto.from_dict({"input_ids": both}), ctx
+    sequences = Ragged.concat([data.ragged("chosen"), data.ragged("rejected")])
+    return DataProto.from_dict({"input_ids": sequences}), ctx
 
 
 def pair_scores(outputs: Any, ctx: StepContext) -> tuple[dict[str, Tensor], StepContext]:

@@ -34,12 +34,12 @@ def load_worker_class(
     """
     if name is None:
         return built_in
-    loaded, required = load(name, {}, group, Worker), registered(built_in)
-    missing = [method for method in methods or required if method not in registered(loaded)]
+    role_class, required = load(name, {}, group, Worker), registered(built_in)
+    missing = [method for method in methods or required if method not in registered(role_class)]
     if missing:
         decorators = "; ".join(f"@register(dispatch_mode={required[method]}) {method}" for method in missing)
         raise ConfigError(
             f"{key}={name}: the class does not register {', '.join(missing)}; derive it from "
             f"camshaft.roles.{built_in.__name__}, or write {decorators}"
         )
-    return cast(type[R], loaded)
+    return cast(type[R], role_class)

@@ -65,8 +65,8 @@ def check_data(config: PPOConfig) -> int:
     if not problems:
         print_line("\nOK: a run would start with this data")
         return 0
-    more = f" (and {len(problems) - 1} more above)" if len(problems) > 1 else ""
-    print_line(f"\nFAILED: {problems[0].splitlines()[0]}{more}")
+    suffix = f" (and {len(problems) - 1} more above)" if len(problems) > 1 else ""
+    print_line(f"\nFAILED: {problems[0].splitlines()[0]}{suffix}")
     return 1
 
 

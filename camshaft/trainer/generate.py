@@ -71,20 +71,20 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
     def __enter__(self) -> GenerateRun:
         config = self.config
-        with self._exit as undo:  # closes what was already opened if a later line raises
-            self.parts = undo.enter_context(self.file.parts())
+        with self._exit as stack:  # closes what was already opened if a later line raises
+            self.parts = stack.enter_context(self.file.parts())
             if self.parts.num_done:
                 logger.info("resuming: %d of %d prompts have responses", self.parts.num_done, len(self.prompts))
             self.rewards = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
-                self.rewards = undo.enter_context(build_rewards(config.custom_reward_function))
+                self.rewards = stack.enter_context(build_rewards(config.custom_reward_function))
             self.generator: GenerateWorker | None = None
             if self._is_incomplete():
                 specs = [global_pool(config.trainer, "generate")]
-                pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, None))
+                pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, None))
                 self.generator = spawn(GenerateWorker, config, pool=pools[GLOBAL_POOL], name="generate")
                 self.generator.init_model()
-            self._exit = undo.pop_all()
+            self._exit = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,12 +92,12 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
     def info(self) -> RunInfo:
         """Describe the run for trackers. A step is one part."""
-        remaining = -(-(len(self.prompts) - self.parts.num_done) // self.config.data.batch_size)
+        num_remaining = -(-(len(self.prompts) - self.parts.num_done) // self.config.data.batch_size)
         return RunInfo(
             project="generate",
             experiment=self.file.path.name,
             folder=self.parts.folder,
-            total_steps=len(self.parts) + remaining,
+            total_steps=len(self.parts) + num_remaining,
             resumed_step=len(self.parts) or None,
         )
 
@@ -121,7 +121,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """Return the validation metrics of the scores in the output file, or {} without a reward function."""
         if not self.config.custom_reward_function.is_named():
             return {}
-        scores, answers = (self.file.read(f"{self.file.name}{ending}") for ending in ("_score", "_pred"))
+        scores, answers = (self.file.read(f"{self.file.name}{suffix}") for suffix in ("_score", "_pred"))
         rows = [
             ScoredResponse(source, uid, score, answer)
             for source, uid, *values in zip(
@@ -138,8 +138,10 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """Generate one part. Return its columns by suffix, with a value per row, and metrics for the progress line."""
         assert self.generator is not None
         start = time.perf_counter()
-        padded, added = batch.select("prompts", "sampling_seed").pad_to_divisor(self.config.trainer.world_size)
-        generated = DataProto(self.generator.generate_sequences(padded).unpad(added).columns)
+        padded, num_padding_rows = batch.select("prompts", "sampling_seed").pad_to_divisor(
+            self.config.trainer.world_size
+        )
+        generated = DataProto(self.generator.generate_sequences(padded).unpad(num_padding_rows).columns)
         seconds = time.perf_counter() - start
         lengths = generated["responses"].lengths
         columns: dict[str, list[Any]] = {

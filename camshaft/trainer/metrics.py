@@ -74,12 +74,12 @@ those of custom rollouts, the value of the first rank is used."""
 
 def reduce_ranks(result: DataProto) -> dict[str, float]:
     """Return the metrics of a worker call, reduced over ranks."""
-    merged: dict[str, float] = dict(result.meta_info.get("metrics", {}))
+    metrics: dict[str, float] = dict(result.meta_info.get("metrics", {}))
     ranks = result.meta_info.get(RANKS, ())
     for name, merge in RANK_REDUCTIONS.items():
-        if ranks and name in merged:
-            merged[name] = merge([meta["metrics"][name] for meta in ranks])
-    return merged
+        if ranks and name in metrics:
+            metrics[name] = merge([meta["metrics"][name] for meta in ranks])
+    return metrics
 
 
 CALL_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
@@ -96,21 +96,21 @@ CALL_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 def reduce_calls(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Reduce the metrics of consecutive calls in one step."""
     names = dict.fromkeys(name for metrics in calls for name in metrics)
-    merged: dict[str, float] = {}
+    reduced: dict[str, float] = {}
     for name in names:
         merge = CALL_REDUCTIONS.get(name, sum if name.startswith("timing_s/") else mean)
-        merged[name] = merge([metrics[name] for metrics in calls if name in metrics])
-    return merged
+        reduced[name] = merge([metrics[name] for metrics in calls if name in metrics])
+    return reduced
 
 
 def batch_metrics(batch: DataProto) -> dict[str, float]:
     """Compute statistics of scores, rewards, advantages, values and lengths."""
     mask = batch["response_mask"].values
     responses, prompts = batch["responses"].lengths.float(), batch["prompts"].lengths.float()
-    scored = batch["response_mask"].sum() > 0  # dropped rows have no masked-in tokens
+    has_score = batch["response_mask"].sum() > 0  # dropped rows have no masked-in tokens
     metrics = {
-        **_mean_max_min("critic/score", batch["token_level_scores"].sum()[scored]),
-        **_mean_max_min("critic/rewards", batch["token_level_rewards"].sum()[scored]),
+        **_mean_max_min("critic/score", batch["token_level_scores"].sum()[has_score]),
+        **_mean_max_min("critic/rewards", batch["token_level_rewards"].sum()[has_score]),
         **_mean_max_min("critic/advantages", batch["advantages"].values[mask]),
         **_mean_max_min("critic/returns", batch["returns"].values[mask]),
         **_mean_max_min("response_length", responses),

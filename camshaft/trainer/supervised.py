@@ -63,10 +63,10 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
         logs = Path(config.trainer.default_local_dir) / "logs"
         specs = [global_pool(config.trainer, "model")]
-        with contextlib.ExitStack() as undo:
-            pools = undo.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
+        with contextlib.ExitStack() as stack:
+            pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             self.model = spawn(worker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
-            self._exit = undo.pop_all()
+            self._exit = stack.pop_all()
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
