@@ -205,12 +205,12 @@ def syncs_rows(job: Job) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[int]]:
     """Mark each micro-batch in the profiler's trace and run it inside `around()`; yields one number per micro-batch."""
-    plain, passes = TorchEngine._micro_batch, list[int]()
+    original, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         passes.append(len(passes))
         with torch.profiler.record_function(MARK), around():
-            return plain(self, *args, **options)
+            return original(self, *args, **options)
 
     with mock.patch.object(TorchEngine, "_micro_batch", run):
         yield passes

@@ -20,14 +20,14 @@ settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _ranks_find_their_modules_imported() -> None:
+def _preload_fork_server() -> None:
     """Start all ranks of this process from one fork server, which has the modules imported."""
     if local := sys.modules.get("camshaft.controller.local"):
         local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_group_outlives_its_module() -> Iterator[None]:
+def _destroy_process_group() -> Iterator[None]:
     """Destroy the process group of size one that a sharded engine in this process creates."""
     yield
     # A vLLM engine has groups inside that group and lives until the process exits.

@@ -21,8 +21,8 @@ PAIRS = {"data/preferences", "trainer/rm"}
 
 def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[DataProto] = []
-    plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), plain(batch))[1])
+    original = ppo.batch_metrics
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), original(batch))[1])
     of_engines: list[DataProto] = []
     micro_batch = TorchEngine._micro_batch
 

@@ -124,9 +124,9 @@ def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Comm
         assert metrics["rollout/log_prob_diff_max"] < 1e-4
     assert {"actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"} <= steps[-1].keys()
     for role in ("actor", "critic"):
-        saved, plain = (folder / f"global_step_{STEPS}" / role for folder in folders.values())
+        saved, reference_folder = (folder / f"global_step_{STEPS}" / role for folder in folders.values())
         for part in ("model", "optimizer"):
-            close(saved_weights(saved, part), saved_weights(plain, part), 1e-5)
+            close(saved_weights(saved, part), saved_weights(reference_folder, part), 1e-5)
 
 
 def test_a_misspelt_option_is_rejected_with_the_nearest_name(command: Command, tmp_path: Path) -> None:

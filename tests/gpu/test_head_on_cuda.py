@@ -35,9 +35,9 @@ def test_values_and_gradients(dtype: torch.dtype, within: float, vocabulary_size
     gradients = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
-    plain = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    expected_gradients = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), wide)
-    for actual, expected in zip((*fused, *gradients), (*plain, *expected_gradients), strict=True):
+    reference = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    expected_gradients = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), wide)
+    for actual, expected in zip((*fused, *gradients), (*reference, *expected_gradients), strict=True):
         assert actual is not None
         assert float((actual.double() - expected).norm() / expected.norm()) < within
 

@@ -52,13 +52,13 @@ def actor_of(folder: Path, side: str) -> ActorWorker:
 @contextmanager
 def strict() -> Iterator[list[int]]:
     """Make CUDA raise if the host waits inside a micro-batch; return a list with one entry per micro-batch."""
-    plain, passes = TorchEngine._micro_batch, list[int]()
+    original, passes = TorchEngine._micro_batch, list[int]()
 
     def run(self: Any, *args: Any, **options: Any) -> Any:
         passes.append(len(passes))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return plain(self, *args, **options)
+            return original(self, *args, **options)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -76,10 +76,10 @@ def test_cuda_sees_no_micro_batch_wait(tmp_path: Path, side: str) -> None:
 
 def test_cuda_sees_a_wait_that_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(tmp_path, "reference")
-    plain = actor.policy_loss
+    original = actor.policy_loss
 
     def planted(*args: Any, **options: Any) -> Any:
-        loss, metrics = plain(*args, **options)
+        loss, metrics = original(*args, **options)
         return loss * float(loss), metrics
 
     monkeypatch.setattr(actor, "policy_loss", planted)

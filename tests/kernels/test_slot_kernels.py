@@ -63,7 +63,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape).to(dtype).transpose(1, 2)
 
 
-def attended(query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def attention_of_row(query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
     """Return the (H, D) attention of one row's token over the keys and values of its slot, head by head in float64."""
     first = 0 if window is None else max(0, position + 1 - window)
     shared = len(query) // len(keys)
@@ -137,7 +137,7 @@ def check(
     for block, expected in zip(stored, reference, strict=True):
         assert torch.equal(block.nan_to_num(99), expected.nan_to_num(99))
     for row, position in enumerate(POSITIONS):
-        expected = attended(query[row, :, 0], *(block[row] for block in reference), position, window)
+        expected = attention_of_row(query[row, :, 0], *(block[row] for block in reference), position, window)
         torch.testing.assert_close(actual[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
     block = kernels.block_config(dtype, max(kernels._tile_size(size) for size in (dim, value_dim)))["BLOCK"]
     return step._splits(rows * key_heads, block, window)

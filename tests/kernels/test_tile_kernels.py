@@ -23,7 +23,7 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def plain(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def oracle(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs over the vocabulary, logsumexp and entropy in float64."""
     scaled = logits.double() / temperature
     log_p = scaled.log_softmax(1)
@@ -36,7 +36,7 @@ def test_a_tile_is_reduced_as_in_float64(kernels: ModuleType, vocabulary: int, t
     logits = 4 * numbers(9, vocabulary)
     columns = torch.arange(9) * vocabulary // 9
     normalisers, chosen, entropy = kernels.reduce_tile(logits, columns, temperature, True)
-    _, lse, expected = plain(logits, temperature)
+    _, lse, expected = oracle(logits, temperature)
     torch.testing.assert_close(normalisers.double(), lse, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(chosen, logits.gather(1, columns[:, None])[:, 0] / temperature)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)
@@ -68,7 +68,7 @@ def test_logits_of_minus_infinity(kernels: ModuleType):
     normalisers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True)
     assert normalisers[2] == -torch.inf
     for row, finite in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
-        _, lse, expected = plain(finite, 1.0)
+        _, lse, expected = oracle(finite, 1.0)
         torch.testing.assert_close((normalisers[row].double(), entropy[row].double()), (lse[0], expected[0]))
     ones = torch.ones(2)
     grad = kernels.logit_gradient(logits[:2], columns[:2], normalisers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
@@ -88,14 +88,14 @@ def test_large_logits_lose_no_digits(kernels: ModuleType):
     logits = numbers(5, 600)
     shifted = (logits * 1024).round() / 1024 + 4096  # exact in float32
     _, _, entropy = kernels.reduce_tile(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
-    torch.testing.assert_close(entropy.double(), plain(shifted, 1.0)[2], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(entropy.double(), oracle(shifted, 1.0)[2], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("of_log_probs", "of_entropy"), [(True, False), (False, True), (True, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy: bool, dtype: torch.dtype):
     logits, columns, temperature = 3 * numbers(7, 5000), torch.arange(7) * 800, 0.7
-    log_p, lse, entropy = plain(logits, temperature)
+    log_p, lse, entropy = oracle(logits, temperature)
     of = (numbers(7, seed=1) if of_log_probs else None, numbers(7, seed=2) if of_entropy else None)
     grad = kernels.logit_gradient(logits, columns, lse.float(), entropy.float(), *of, temperature, dtype)
     scaled = (logits.double() / temperature).requires_grad_()

@@ -102,17 +102,19 @@ def compare(folder: Path, settings: Settings, extra: dict[str, Any], tolerance: 
     local_settings = replace(
         settings, actor=f"{folder}/{settings.actor}", critic=critic, data=f"{folder}/{settings.data}"
     )
-    for number, (real, plain) in enumerate(
+    for number, (real, reference) in enumerate(
         zip(steps, plain_ppo.train(local_settings, compute_score), strict=True), start=1
     ):
-        assert ids(real, "prompts") == plain.prompts, f"step {number}"
-        assert ids(real, "responses") == plain.responses, f"step {number}"
-        pairs: dict[str, tuple[Any, Any]] = {name: (real.metrics[name], value) for name, value in plain.metrics.items()}
+        assert ids(real, "prompts") == reference.prompts, f"step {number}"
+        assert ids(real, "responses") == reference.responses, f"step {number}"
+        pairs: dict[str, tuple[Any, Any]] = {
+            name: (real.metrics[name], value) for name, value in reference.metrics.items()
+        }
         pairs["rollout_log_probs"] = (
             real.batch["rollout_log_probs"].values,
-            list(chain.from_iterable(plain.rollout_log_probs)),
+            list(chain.from_iterable(reference.rollout_log_probs)),
         )
-        pairs |= paired("actor", real.actor, plain.actor) | paired("critic", real.critic, plain.critic)
+        pairs |= paired("actor", real.actor, reference.actor) | paired("critic", real.critic, reference.critic)
         wrong = {name: difference for name, pair in pairs.items() if (difference := distance(*pair)) > tolerance}
         wrong = {
             name: difference for name, difference in wrong.items() if not in_rounding(name, *pairs[name], tolerance)
@@ -125,25 +127,25 @@ def ids(step: Step, column: str) -> list[list[int]]:
     return [row.tolist() for row in step.batch[column].rows()]
 
 
-def paired(role: str, real: dict[str, Tensor], plain: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    assert real.keys() == plain.keys()
-    return {f"{role}: {name}": (real[name], plain[name]) for name in real}
+def paired(role: str, real: dict[str, Tensor], reference: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    assert real.keys() == reference.keys()
+    return {f"{role}: {name}": (real[name], reference[name]) for name in real}
 
 
-def distance(real: Any, plain: Any) -> float:
+def distance(real: Any, reference: Any) -> float:
     """Return the largest difference, relative above 1 and absolute below; NaN counts as infinite."""
-    real, plain = torch.as_tensor(real).double(), torch.as_tensor(plain).double()
-    return float(((real - plain).abs() / plain.abs().clamp(min=1)).nan_to_num(torch.inf).max())
+    real, reference = torch.as_tensor(real).double(), torch.as_tensor(reference).double()
+    return float(((real - reference).abs() / reference.abs().clamp(min=1)).nan_to_num(torch.inf).max())
 
 
-def in_rounding(name: str, real: Any, plain: Any, tolerance: float) -> bool:
+def in_rounding(name: str, real: Any, reference: Any, tolerance: float) -> bool:
     """Return True if at most two weights in a thousand differ, by less than a thirtieth of a step of 1e-3.
 
     Adam divides a gradient by its magnitude, so rounding moves an element whose gradient is almost zero.
     """
     if ": " not in name or real.dtype != torch.float32:
         return False
-    off = (real - plain).abs().flatten()
+    off = (real - reference).abs().flatten()
     return float(off.max()) < 3e-5 and int((off > tolerance).sum()) <= max(1, len(off) // 500)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.namespaces import ROOT, Machine, two_bare_machines, why_not
+from support.namespaces import ROOT, Machine, two_connected_machines, unavailable_reason
 from support.ppo_runs import ppo_args
 from support.processes import MARK, marked, still_running
 
@@ -68,7 +68,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 @contextlib.contextmanager
-def a_head(folder: Path, num_cpus: int) -> Iterator[str]:
+def ray_head(folder: Path, num_cpus: int) -> Iterator[str]:
     """Start a cluster with Ray's command line, and return the address of its dashboard."""
     mark = uuid.uuid4().hex
     port, dashboard = free_port(), free_port()
@@ -107,7 +107,7 @@ def short_folder() -> Iterator[Path]:
 def test_a_run_is_a_job_of_a_running_cluster(tmp_path: Path, short_folder: Path) -> None:
     """The job and the cluster have runtime environments, and arguments contain characters that a shell interprets."""
     args = ppo_args(tmp_path, {**RUN, "+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG": "WARN"})
-    with a_head(short_folder, num_cpus=4) as dashboard:
+    with ray_head(short_folder, num_cpus=4) as dashboard:
         job = {"ID": "sums", "RUNTIME_ENV": '{"env_vars": {"HF_HUB_OFFLINE": "1"}}'}
         env = environment(RAY_API_SERVER_ADDRESS=dashboard, **job)
         out = finished([str(CLUSTER / "submit.sh"), *args], env, tmp_path)
@@ -142,17 +142,17 @@ shift 2  # -o BatchMode=yes
 
 @pytest.fixture
 def machines() -> Iterator[tuple[Machine, Machine]]:
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
-    with two_bare_machines() as two:
+    with two_connected_machines() as two:
         yield two
 
 
 @pytest.fixture
-def played(tmp_path: Path, machines: tuple[Machine, Machine]) -> dict[str, str]:
+def cluster_commands(tmp_path: Path, machines: tuple[Machine, Machine]) -> dict[str, str]:
     """Return the environment in which `srun`, `scontrol` and `ssh` reach the machines."""
-    folder = tmp_path / "played"
+    folder = tmp_path / "cluster_commands"
     folder.mkdir()
     for name, text in {"srun": SRUN, "scontrol": SCONTROL, "ssh": SSH}.items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -186,11 +186,11 @@ def remaining_daemons(machine: Machine) -> list[str]:
 
 @pytest.mark.cluster
 def test_a_slurm_job_is_a_cluster_of_its_machines(
-    tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
+    tmp_path: Path, cluster_commands: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
     args = script_args(tmp_path)
     slurm = {"SLURM_JOB_NODELIST": "one,two", "SLURM_JOB_ID": "4711", "SLURM_CPUS_PER_TASK": "2"}
-    finished(["bash", str(CLUSTER / "slurm.sh"), *args], {**played, **slurm}, tmp_path)
+    finished(["bash", str(CLUSTER / "slurm.sh"), *args], {**cluster_commands, **slurm}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
     assert [remaining_daemons(machine) for machine in machines] == [[], []]
@@ -198,10 +198,10 @@ def test_a_slurm_job_is_a_cluster_of_its_machines(
 
 @pytest.mark.cluster
 def test_machines_reached_by_ssh_form_a_cluster(
-    tmp_path: Path, played: dict[str, str], machines: tuple[Machine, Machine]
+    tmp_path: Path, cluster_commands: dict[str, str], machines: tuple[Machine, Machine]
 ) -> None:
     args = script_args(tmp_path)
-    finished([str(CLUSTER / "ssh.sh"), *args], {**played, "HOSTS": "one two"}, tmp_path)
+    finished([str(CLUSTER / "ssh.sh"), *args], {**cluster_commands, "HOSTS": "one two"}, tmp_path)
     assert steps_of(tmp_path / "run") == [1, 2]
     assert logs_of_two_ranks(tmp_path / "run")
     assert [remaining_daemons(machine) for machine in machines] == [[], []]

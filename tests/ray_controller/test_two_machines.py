@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.across import chosen, failing, places
 from support.cluster import two_machines
-from support.namespaces import Machine, two_namespaces, why_not
+from support.namespaces import Machine, two_namespaces, unavailable_reason
 from support.ppo_runs import Step, run_ppo
 from support.same_run import RANKS, SHUFFLED, compare
 
@@ -33,7 +33,7 @@ def test_two_machines_give_the_same_numbers(in_process: tuple[Path, list[Step]])
 @pytest.fixture(scope="module")
 def machines() -> Iterator[tuple[Machine, Machine]]:
     """Yield two machines with separate networks."""
-    reason = why_not()
+    reason = unavailable_reason()
     if reason is not None:
         pytest.skip(reason)
     with two_namespaces() as two:

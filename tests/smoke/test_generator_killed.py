@@ -59,8 +59,8 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
 
     hold.unlink()
     assert camshaft("ppo", *args).status == 0
-    plain = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": uninterrupted}
-    assert camshaft("ppo", *ppo_args(tmp_path, {**RUN, **plain})).status == 0
+    builtin = {"actor_rollout_ref.rollout.name": "torch", "trainer.default_local_dir": uninterrupted}
+    assert camshaft("ppo", *ppo_args(tmp_path, {**RUN, **builtin})).status == 0
     actual, expected = (
         [deterministic(line) for line in read_metrics(folder / "metrics.jsonl")] for folder in (run, uninterrupted)
     )

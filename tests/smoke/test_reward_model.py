@@ -9,7 +9,7 @@ from pyarrow import parquet
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args, run_ppo
 from support.processes import start_fork_server
-from support.reward_models import NEWLINE, make_tiny_reward_model, plain_scores
+from support.reward_models import NEWLINE, hf_scores, make_tiny_reward_model
 from transformers import AutoTokenizer
 
 from camshaft.controller.local import PRELOAD
@@ -58,7 +58,7 @@ def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
         chats.append(
             reward_tokenizer.apply_chat_template([*prompt, {"role": "assistant", "content": response}])["input_ids"]
         )
-    expected, metrics = plain_scores(home / "rm", chats), step.metrics
+    expected, metrics = hf_scores(home / "rm", chats), step.metrics
     assert batch["rm_scores"].sum().tolist() == pytest.approx(expected.tolist(), rel=1e-4, abs=1e-5)
     assert metrics["reward/model/mean"] == pytest.approx(float(expected.mean()), rel=1e-4, abs=1e-6)
     together = metrics["reward/function/mean"] + 0.5 * metrics["reward/model/mean"]
@@ -89,7 +89,7 @@ def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
 
 @pytest.mark.parametrize("more", [{}, RANKS], ids=["one rank", "two ranks"])
 def test_a_custom_class_scores(more: dict[str, Any], home: Path) -> None:
-    overrides = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:Longest"}
+    overrides = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:LengthReward"}
     (step,) = run_ppo(home, {**PLAIN, **overrides, **more}, steps=1)
     assert step.metrics["reward/model/mean"] == pytest.approx(float(step.batch["responses"].lengths.float().mean()))
     assert "reward/model/truncated" not in step.metrics
@@ -109,7 +109,11 @@ def test_the_command_line_reports_the_model_scores(home: Path, tmp_path: Path) -
         ({f"{MODEL}.path": "/nowhere/rm"}, 2, f"{MODEL}.path = /nowhere/rm"),
         ({f"{MODEL}.input_tokenizer": "null"}, 2, "the tokenizers differ"),
         ({f"{MODEL}.path": "{home}/actor"}, 1, "score.weight is missing"),
-        ({"reward_model.worker_cls": "support.reward_models:Halfway"}, 2, "does not register compute_rm_score"),
+        (
+            {"reward_model.worker_cls": "support.reward_models:IncompleteReward"},
+            2,
+            "does not register compute_rm_score",
+        ),
     ],
 )
 def test_all_problems_are_one_error(overrides: dict[str, str], status: int, message: str, home: Path) -> None:

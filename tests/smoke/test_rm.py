@@ -11,7 +11,7 @@ import torch
 from support.command_line import camshaft, rm_args
 from support.interrupting import NAME, run_until
 from support.ppo_runs import run_ppo
-from support.reward_models import plain_scores
+from support.reward_models import hf_scores
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from camshaft import storage
@@ -100,7 +100,7 @@ def test_ppo_takes_it_as_its_reward_model(same_tokens: bool, finished: Path, hom
         texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
         heads = tokenizer.batch_decode(prompts, skip_special_tokens=False)
         rows = tokenizer([f"{head}{text}<|im_end|>" for head, text in zip(heads, texts, strict=True)])["input_ids"]
-    expected = float(plain_scores(folder, rows).mean())
+    expected = float(hf_scores(folder, rows).mean())
     assert step.metrics["reward/model/mean"] == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
@@ -187,7 +187,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(uninterrupted: Path
     run = camshaft("export", str(uninterrupted), str(tmp_path / "exported"))
     assert run.status == 0, run.err
     rows = [[5, 6, 7], [8, 9, 10, 11]]
-    assert torch.equal(plain_scores(tmp_path / "exported", rows), plain_scores(uninterrupted / "huggingface", rows))
+    assert torch.equal(hf_scores(tmp_path / "exported", rows), hf_scores(uninterrupted / "huggingface", rows))
 
 
 # -- invalid input --------------------------------------------------------------------------------

@@ -231,8 +231,8 @@ class PatchesTransformers(SingleDeviceEngine):
         super().init_model()
         import transformers.models.qwen2.modeling_qwen2 as modeling
 
-        plain = modeling.Qwen2Attention.forward
-        modeling.Qwen2Attention.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+        original = modeling.Qwen2Attention.forward
+        modeling.Qwen2Attention.forward = lambda *args, **kwargs: original(*args, **kwargs)
 
 
 class SkipsHooks(SingleDeviceEngine):

@@ -110,11 +110,11 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
 
 
-def hear_ctrl_c() -> None:
+def restore_ctrl_c() -> None:
     """Restore the default handler of Ctrl-C, which background processes of a shell inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 

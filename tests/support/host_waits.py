@@ -173,12 +173,12 @@ def _place() -> str:
 def inside(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> tuple[list[int], HostWaits]:
     """Record the waits inside each call of a method; return (a number for each call, all waits)."""
     waits, calls = HostWaits(), list[int]()
-    plain: Callable[..., Any] = getattr(owner, method)
+    original: Callable[..., Any] = getattr(owner, method)
 
     def watched(self: Any, *args: Any, **options: Any) -> Any:
         before = len(waits.operations)
         with waits:
-            result = plain(self, *args, **options)
+            result = original(self, *args, **options)
         calls.append(len(waits.operations) - before)
         return result
 

@@ -119,7 +119,7 @@ class RawLogProbs(TorchRollout):
         return replace(out, log_probs=Ragged.from_rows(log_probs))
 
 
-class Noisy(TorchRollout):
+class NoisyLogProbs(TorchRollout):
     """Add small noise to all log-probs, a fault that matches none of parity's explanations."""
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:

@@ -6,7 +6,7 @@
 
 A pair of virtual interfaces connects the two machines. They have no other route and no host names for each other, but
 they share the file system. All their processes run in namespaces that end with this process, so nothing outlives it,
-even after SIGKILL. `why_not()` returns the reason if this system cannot create such namespaces.
+even after SIGKILL. `unavailable_reason()` returns the reason if this system cannot create such namespaces.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
     """Yield two machines with `num_cpus` CPUs each in a Ray cluster; the first is its head."""
     ray = str(Path(sys.executable).with_name("ray"))
     size = (f"--num-cpus={num_cpus}", f"--object-store-memory={2**28}")
-    with two_bare_machines() as (head, worker):
+    with two_connected_machines() as (head, worker):
         options = (f"--node-ip-address={head.address}", f"--port={PORT}", "--include-dashboard=false")
         head.run(ray, "start", "--head", *options, *size)
         worker.run(ray, "start", f"--address={head.address}:{PORT}", *size)
@@ -107,23 +107,23 @@ def two_namespaces(num_cpus: int = 2) -> Iterator[tuple[Machine, Machine]]:
 
 
 @contextlib.contextmanager
-def two_bare_machines() -> Iterator[tuple[Machine, Machine]]:
+def two_connected_machines() -> Iterator[tuple[Machine, Machine]]:
     """Yield two connected machines without Ray."""
     with _first_process() as one, _first_process() as two:
         machines = Machine(one, "198.51.100.1"), Machine(two, "198.51.100.2")
-        _cable(one, two)
+        _connect(one, two)
         for machine, name in zip(machines, ("one", "two"), strict=True):
             machine.run("bash", "-c", _PREPARE.format(address=machine.address, name=name))
         yield machines
 
 
-def why_not() -> str | None:
+def unavailable_reason() -> str | None:
     """Return the reason why this system cannot create the machines, or None if it can."""
     missing = [tool for tool in ("unshare", "nsenter", "ip", "hostname") if shutil.which(tool) is None]
     if missing:
         return f"commands not found: {', '.join(missing)}"
     try:
-        with two_bare_machines():
+        with two_connected_machines():
             return None
     except (AssertionError, OSError, subprocess.SubprocessError) as error:
         return f"cannot create namespaces: {error}"
@@ -147,7 +147,7 @@ def _first_process() -> Iterator[int]:
         process.communicate()  # the child holds the other end of the pipe, so it has exited when this returns
 
 
-def _cable(one: int, other: int) -> None:
+def _connect(one: int, other: int) -> None:
     """Connect the networks of two processes with a pair of interfaces, both named eth0."""
     ends = [f"cs{uuid.uuid4().hex[:8]}" for _ in range(2)]
     _ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])

@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_leaves
 
 Operator = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
-LOOKS = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "lift_fresh")
+HOST_SYNCS = (
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "lift_fresh",
+)
 """Operators that make the host wait for a GPU or copy from it: value-dependent branches and sizes, constants."""
 
 
@@ -34,12 +43,12 @@ class OperatorCapture:
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.count += 1
-        tape: list[Operator] = []
-        with _Taped(tape):
+        operators: list[Operator] = []
+        with _Recording(operators):
             function()
 
         def replay() -> None:
-            for operator, args, kwargs, first in tape:
+            for operator, args, kwargs, first in operators:
                 for old, new in zip(tensors(first), tensors(operator(*args, **kwargs)), strict=True):
                     if new.data_ptr() != old.data_ptr():  # otherwise a view, or written in place
                         old.copy_(new)
@@ -63,17 +72,17 @@ class TouchedDevices(TorchDispatchMode):
         return result
 
 
-class _Taped(TorchDispatchMode):
-    def __init__(self, tape: list[Operator]):
+class _Recording(TorchDispatchMode):
+    def __init__(self, operators: list[Operator]):
         super().__init__()
-        self.tape = tape
+        self.operators = operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if name in LOOKS or "repeat_interleave.Tensor" in str(func):
+        if name in HOST_SYNCS or "repeat_interleave.Tensor" in str(func):
             raise RuntimeError(f"{name} is not permitted while a step is recorded")
         result = func(*args, **(kwargs or {}))
-        self.tape.append((func, args, kwargs or {}, result))
+        self.operators.append((func, args, kwargs or {}, result))
         return result
 
 

@@ -2,7 +2,7 @@
 
 make_tiny_reward_model(folder)                            # reads the tokens of the other tiny models
 make_tiny_reward_model(folder, template=NEWLINE, turned=True)     # other token ids and another template
-plain_scores(folder, [[3, 4, 5], [6]])
+hf_scores(folder, [[3, 4, 5], [6]])
 """
 
 import json
@@ -51,14 +51,14 @@ def make_tiny_reward_model(
     return folder
 
 
-def plain_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
+def hf_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
     """Return (B,) logits of transformers, one row at a time."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         return torch.stack([model(torch.tensor([list(row)])).logits[0, 0] for row in rows])
 
 
-class Longest(Worker):
+class LengthReward(Worker):
     """A worker without engine and model, which scores a response by its number of tokens."""
 
     def __init__(self, config: Any, topology: Any):
@@ -83,7 +83,7 @@ class Negated(RewardModelWorker):
         return scores.with_columns(rm_scores=scores.ragged("rm_scores").map(Tensor.neg))
 
 
-class Halfway(Worker):
+class IncompleteReward(Worker):
     """A worker without the scoring method."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -18,7 +18,7 @@ from camshaft.errors import StorageError
 from camshaft.fetch import cache_folder, fetch
 
 
-class Counting(MemoryFileSystem):
+class CountingFileSystem(MemoryFileSystem):
     """A memory file system that counts reads and can truncate, fail, change files or report checksums."""
 
     protocol = "counting"
@@ -55,17 +55,17 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def remote(monkeypatch: pytest.MonkeyPatch) -> Counting:
-    fsspec.register_implementation("counting", Counting, clobber=True)
+def remote(monkeypatch: pytest.MonkeyPatch) -> CountingFileSystem:
+    fsspec.register_implementation("counting", CountingFileSystem, clobber=True)
     for name, empty in {"store": {}, "pseudo_dirs": [""], "read": [], "md5": {}}.items():
-        monkeypatch.setattr(Counting, name, empty)
+        monkeypatch.setattr(CountingFileSystem, name, empty)
     return fsspec.filesystem("counting")
 
 
 URL = "counting://bucket/data/train.parquet"
 
 
-def test_a_file_is_copied_once_and_again_when_it_changed(remote: Counting) -> None:
+def test_a_file_is_copied_once_and_again_when_it_changed(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"one")
     assert fetch(URL).read_bytes() == b"one"
     assert fetch(URL) == cache_folder("files") / "counting" / "bucket" / "data" / "train.parquet"
@@ -76,7 +76,7 @@ def test_a_file_is_copied_once_and_again_when_it_changed(remote: Counting) -> No
 
 
 @pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off"])
-def test_a_modified_copy_is_downloaded_again(remote: Counting, damage: str) -> None:
+def test_a_modified_copy_is_downloaded_again(remote: CountingFileSystem, damage: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
     record = path.with_name(path.name + ".origin.json")
@@ -100,10 +100,12 @@ def test_a_modified_copy_is_downloaded_again(remote: Counting, damage: str) -> N
         ("changed", "changed during the download"),
     ],
 )
-def test_an_incomplete_download_is_never_used(remote: Counting, monkeypatch, fault: str, message: str) -> None:
+def test_an_incomplete_download_is_never_used(
+    remote: CountingFileSystem, monkeypatch, fault: str, message: str
+) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     with monkeypatch.context() as patch:
-        patch.setattr(Counting, "fault", fault)
+        patch.setattr(CountingFileSystem, "fault", fault)
         with pytest.raises(StorageError, match=message):
             fetch(URL)
         assert not (cache_folder("files") / "counting/bucket/data/train.parquet.origin.json").exists()
@@ -112,7 +114,7 @@ def test_an_incomplete_download_is_never_used(remote: Counting, monkeypatch, fau
     assert fetch(URL).read_bytes() == b"hello"
 
 
-def test_the_md5_of_the_file_system_is_verified(remote: Counting) -> None:
+def test_the_md5_of_the_file_system_is_verified(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     remote.md5["/bucket/data/train.parquet"] = base64.b64encode(hashlib.md5(b"other").digest()).decode()
     with pytest.raises(StorageError, match=r"the MD5 of .* differs"):
@@ -121,7 +123,7 @@ def test_the_md5_of_the_file_system_is_verified(remote: Counting) -> None:
     assert fetch(URL).read_bytes() == b"hello"
 
 
-def test_only_changed_files_of_a_folder_are_downloaded_again(remote: Counting) -> None:
+def test_only_changed_files_of_a_folder_are_downloaded_again(remote: CountingFileSystem) -> None:
     for name in ("config.json", "model.safetensors", "sub/extra.txt"):
         remote.pipe_file(f"/bucket/model/{name}", name.encode())
     folder = fetch("counting://bucket/model/")
@@ -135,7 +137,7 @@ def test_only_changed_files_of_a_folder_are_downloaded_again(remote: Counting) -
     assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == ["config.json", "model.safetensors"]
 
 
-def test_a_file_can_become_a_folder_and_back(remote: Counting) -> None:
+def test_a_file_can_become_a_folder_and_back(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/x", b"file")
     assert fetch("counting://bucket/x").read_bytes() == b"file"
     remote.rm_file("/bucket/x")
@@ -151,7 +153,7 @@ def test_local_files_are_not_copied(tmp_path: Path) -> None:
     assert fetch(f"file://{tmp_path}/a.parquet") == tmp_path / "a.parquet"
 
 
-def test_no_url_leads_out_of_the_cache(remote: Counting) -> None:
+def test_no_url_leads_out_of_the_cache(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/x", b"x")
     with pytest.raises(StorageError):
         fetch("counting://bucket/../../../../x")
@@ -169,7 +171,9 @@ def _holding(path: str, begun, seconds: float) -> None:
         time.sleep(seconds)
 
 
-def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_process_waits_for_another_that_is_copying(
+    remote: CountingFileSystem, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     context = multiprocessing.get_context("spawn")
@@ -194,7 +198,7 @@ def test_a_process_waits_for_another_that_is_copying(remote: Counting, caplog: p
         ("hdfs://nowhere:1/x", r"hdfs:// is unreachable.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     ],
 )
-def test_unreachable_urls_report_the_reason(remote: Counting, url: str, message: str) -> None:
+def test_unreachable_urls_report_the_reason(remote: CountingFileSystem, url: str, message: str) -> None:
     fsspec.register_implementation("needs-s3", "no_such_s3fs.core.FS", clobber=True, errtxt="Install s3fs")
     with pytest.raises(StorageError, match=message):
         fetch(url)
@@ -206,7 +210,9 @@ def test_the_package_of_a_known_file_system_is_named(monkeypatch: pytest.MonkeyP
         fetch("s3://bucket/train.parquet")
 
 
-def test_a_cache_that_cannot_be_written_names_the_variable(remote: Counting, tmp_path: Path, monkeypatch) -> None:
+def test_a_cache_that_cannot_be_written_names_the_variable(
+    remote: CountingFileSystem, tmp_path: Path, monkeypatch
+) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     (tmp_path / "file").touch()
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "file"))
@@ -214,7 +220,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(remote: Counting, tmp
         fetch(URL)
 
 
-def test_the_record_says_where_a_copy_is_from(remote: Counting) -> None:
+def test_the_record_says_where_a_copy_is_from(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
     record = json.loads(path.with_name(path.name + ".origin.json").read_text())

@@ -143,12 +143,12 @@ def test_a_kill_while_replacing_leaves_old_or_new(reader: str, tmp_path: Path, m
         with monkeypatch.context() as patch:
             countdown = [survived]
 
-            def killing(plain: Callable[..., None], countdown: list[int] = countdown) -> Callable[..., None]:
+            def killing(original: Callable[..., None], countdown: list[int] = countdown) -> Callable[..., None]:
                 def step(*args: Any, **kwargs: Any) -> None:
                     if not countdown[0]:
                         raise Killed
                     countdown[0] -= 1
-                    plain(*args, **kwargs)
+                    original(*args, **kwargs)
 
                 return step
 

@@ -89,7 +89,7 @@ def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: 
         storage.copy_folder(remote, str(tmp_path / "back"))
 
 
-class Breaking(MemoryFileSystem):
+class FailingFileSystem(MemoryFileSystem):
     """A file system that fails while it writes one file, or truncates its data."""
 
     protocol = "breaking"
@@ -107,16 +107,16 @@ class Breaking(MemoryFileSystem):
 
 
 @pytest.fixture
-def breaking(monkeypatch: pytest.MonkeyPatch) -> type[Breaking]:
-    fsspec.register_implementation("breaking", Breaking, clobber=True)
-    monkeypatch.setattr(Breaking, "store", {})
-    monkeypatch.setattr(Breaking, "pseudo_dirs", [""])
-    return Breaking
+def breaking(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
+    fsspec.register_implementation("breaking", FailingFileSystem, clobber=True)
+    monkeypatch.setattr(FailingFileSystem, "store", {})
+    monkeypatch.setattr(FailingFileSystem, "pseudo_dirs", [""])
+    return FailingFileSystem
 
 
 @pytest.mark.parametrize("name", ["a.txt", "sub/b.txt", storage.MANIFEST])
 def test_an_interrupted_copy_is_not_a_checkpoint(
-    tmp_path: Path, name: str, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, breaking: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = "breaking://host/actor"
     write(tmp_path / "x", "old")
@@ -135,7 +135,7 @@ def test_an_interrupted_copy_is_not_a_checkpoint(
 
 
 def test_a_short_upload_is_detected_before_the_manifest(
-    tmp_path: Path, breaking: type[Breaking], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, breaking: type[FailingFileSystem], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "x", "hello")
     monkeypatch.setattr(breaking, "cuts", "a.txt")

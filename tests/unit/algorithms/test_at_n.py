@@ -57,7 +57,7 @@ def test_one_response_has_only_a_mean() -> None:
     assert not any("maj" in name for name in at_n([[1.0, 0.0]]))
 
 
-def plain_majority(scores: list[float], answers: list[Answer], k: int) -> float:
+def enumerated_majority(scores: list[float], answers: list[Answer], k: int) -> float:
     """Compute the same value by enumerating all draws."""
     outcomes = []
     for drawn in combinations(range(len(scores)), k):
@@ -91,7 +91,7 @@ def test_every_draw_counts_once(seed: int) -> None:
     answers: list[Answer] = [chance.choice(["a", "b", "c", None]) for _ in range(n)]
     for k in range(1, n + 1):
         assert best_score(scores, k) == pytest.approx(fmean(max(drawn) for drawn in combinations(scores, k)))
-        assert majority_score(scores, answers, k) == pytest.approx(plain_majority(scores, answers, k))
+        assert majority_score(scores, answers, k) == pytest.approx(enumerated_majority(scores, answers, k))
     result = at_n([scores])
     assert result["worst@2/mean"] == pytest.approx(fmean(min(drawn) for drawn in combinations(scores, 2)))
 

@@ -295,8 +295,8 @@ def test_weights_multiply_the_clipped_loss_and_have_no_gradient():
     loss.backward()
     assert weights.grad is None
     assert log_probs.grad.tolist() == pytest.approx([0, 3 * 0.9 / 2, 0])
-    plain = policy_loss(log_probs, old, advantages, counts, clip=CLIP, mode="token-mean")[1]
-    assert metrics == plain  # the clipping metrics ignore the weights
+    unweighted = policy_loss(log_probs, old, advantages, counts, clip=CLIP, mode="token-mean")[1]
+    assert metrics == unweighted  # the clipping metrics ignore the weights
 
 
 def test_policy_gradients_are_those_of_finite_differences():

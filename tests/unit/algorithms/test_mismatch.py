@@ -21,7 +21,7 @@ RULES = [f"{scope}_{k}" for scope in ("token", "seq_sum", "seq_mean", "seq_max")
 RULES.remove("seq_max_k1")
 
 
-def plain(train, rollout, mask, lengths):
+def oracle(train, rollout, mask, lengths):
     """Return the rows as lists of the counted differences."""
     rows = zip(*(column.split(lengths.tolist()) for column in (train.double(), rollout.double(), mask)), strict=True)
     return [[(t - r).item() for t, r, m in zip(*row, strict=True) if m] for row in rows]
@@ -59,7 +59,7 @@ def test_the_report_by_hand():
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_the_report_is_that_of_a_plain_loop(batch):
-    rows = plain(*batch)
+    rows = oracle(*batch)
     counted = [d for row in rows for d in row] or [0.0]
     weights = [math.exp(sum(row)) for row in rows]
     expected = {
@@ -192,7 +192,7 @@ def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
     mask_of_rows = accepted(train, rollout, mask, lengths, rule, (low, high))
     assert not mask_of_rows[~mask].any()
     sizes = lengths.tolist()
-    for row, kept, counted in zip(plain(*batch), mask_of_rows.split(sizes), mask.split(sizes), strict=True):
+    for row, kept, counted in zip(oracle(*batch), mask_of_rows.split(sizes), mask.split(sizes), strict=True):
         values = [estimate(d) for d in row]
         if not values:
             continue

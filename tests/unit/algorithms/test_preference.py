@@ -34,9 +34,9 @@ def test_a_margin_is_taken_off_the_lead() -> None:
 
 def test_centering_adds_the_square_of_the_sum() -> None:
     chosen, rejected, margin = torch.tensor([3.0, -1.0]), torch.tensor([1.0, 0.0]), torch.zeros(2)
-    plain, _ = preference_loss(chosen, rejected, margin, 2)
+    uncentered, _ = preference_loss(chosen, rejected, margin, 2)
     centered, _ = preference_loss(chosen, rejected, margin, 2, center=0.1)
-    assert float(centered - plain) == pytest.approx(0.1 * (16 + 1) / 2)
+    assert float(centered - uncentered) == pytest.approx(0.1 * (16 + 1) / 2)
 
 
 def test_shares_of_parts_add_up_to_the_whole() -> None:

@@ -165,8 +165,8 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
     from camshaft_side import ActorUpdate
 
     gpu_model.make_model(tmp_path, TINY)
-    plain = {"actor_rollout_ref.actor.strategy": "reference"}  # leaves no process group behind
-    actor = ActorUpdate(tmp_path, **(gpu_model.settings(TINY, "cpu", "float32") | plain))
+    settings = {"actor_rollout_ref.actor.strategy": "reference"}  # leaves no process group behind
+    actor = ActorUpdate(tmp_path, **(gpu_model.settings(TINY, "cpu", "float32") | settings))
     activities = [torch.profiler.ProfilerActivity.CPU]
     with gpu_parts.marked() as passes, torch.profiler.profile(activities=activities) as profile:
         actor.update(gpu_model.rows_of(TINY, seed=1))
@@ -214,12 +214,12 @@ def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> N
 def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    plain = ActorWorker._loss
+    original = ActorWorker._loss
 
     def loss(self: Any, *arguments: Any) -> Any:
         if waits and modes and modes[-1] == "error":
             raise RuntimeError("called a synchronizing CUDA operation")
-        return plain(self, *arguments)
+        return original(self, *arguments)
 
     monkeypatch.setattr(ActorWorker, "_loss", loss)
     settings = gpu_model.settings(TINY, "cpu", "float32") | {"actor_rollout_ref.actor.strategy": "reference"}

@@ -142,7 +142,7 @@ def test_rates_are_measured_on_the_threads_that_are_named() -> None:
 
 def test_the_rate_of_products_is_that_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied = []
-    plain = torch.mm
-    monkeypatch.setattr(torch, "mm", lambda a, b, out: multiplied.append(out.dtype) or plain(a, b, out=out))
+    original = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, out: multiplied.append(out.dtype) or original(a, b, out=out))
     roofline.measured_rates(threads=torch.get_num_threads(), seconds=0.001, dtype=torch.bfloat16)
     assert set(multiplied) == {torch.bfloat16}

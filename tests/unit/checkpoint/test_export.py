@@ -45,10 +45,10 @@ def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(size
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert all(torch.equal(parameter, weights[name]) for name, parameter in exported.named_parameters())
     tokens = tiny_rows([9])[0][None]
-    plain = AutoModelForCausalLM.from_pretrained(source)
-    assert not torch.allclose(exported(tokens).logits, plain(tokens).logits)
-    plain.load_state_dict(weights, strict=False)
-    assert torch.equal(exported(tokens).logits, plain(tokens).logits)
+    hf_model = AutoModelForCausalLM.from_pretrained(source)
+    assert not torch.allclose(exported(tokens).logits, hf_model(tokens).logits)
+    hf_model.load_state_dict(weights, strict=False)
+    assert torch.equal(exported(tokens).logits, hf_model(tokens).logits)
     tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (source, tmp_path / "out")]
     assert tokenizers[0].get_vocab() == tokenizers[1].get_vocab()
     assert tokenizers[0].chat_template == tokenizers[1].chat_template

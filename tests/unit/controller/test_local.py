@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import ranks  # noqa: F401  (preloads the fork server)
-from support.command_line import hear_ctrl_c
+from support.command_line import restore_ctrl_c
 from support.processes import still_running
 
 from camshaft.contracts.controller.roles import Toy
@@ -52,7 +52,7 @@ def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[i
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=hear_ctrl_c,
+        preexec_fn=restore_ctrl_c,
     )
     assert driver.stdout is not None
     return driver, [int(pid) for pid in driver.stdout.readline().split()]

@@ -78,7 +78,7 @@ def written(table: pyarrow.Table, folder: Path) -> Path:
     return path
 
 
-def says_where(error: CamshaftError, *of_all_rows: str) -> None:
+def names_the_file(error: CamshaftError, *of_all_rows: str) -> None:
     """Return True if the message names the file, or concerns all rows."""
     assert any(phrase in str(error) for phrase in ("any.parquet", *of_all_rows))
 
@@ -104,7 +104,7 @@ def test_any_rows_load_as_prompts_or_raise(
     try:
         data = load_prompts(path, tokenizer, prompt_options, most)
     except CamshaftError as error:
-        says_where(error, "drops all rows")
+        names_the_file(error, "drops all rows")
         return
     assert 0 < len(data.batch) == data.num_read - data.num_dropped
     lengths = data.batch["prompts"].lengths
@@ -119,7 +119,7 @@ def test_any_rows_load_as_sequences_or_raise(table: Any, tokenizer, tmp_path):
     try:
         data = load_sft(path, tokenizer, SFTOptions(max_length=16, truncation="left"))
     except CamshaftError as error:
-        says_where(error, "truncates all trained tokens")
+        names_the_file(error, "truncates all trained tokens")
         return
     assert data.batch["loss_mask"].values.any()
 
@@ -131,7 +131,7 @@ def test_any_file_has_statistics_or_raises(table: Any, tmp_path):
     try:
         (facts,) = summarize_files([path], table.column_names)
     except CamshaftError as error:
-        says_where(error)
+        names_the_file(error)
         return
     assert facts.num_rows == table.num_rows
 
@@ -149,7 +149,7 @@ def test_any_bytes_load_or_raise(data: st.DataObject, tokenizer, tmp_path):
     try:
         load_prompts(path, tokenizer, PromptOptions())
     except CamshaftError as error:
-        says_where(error)
+        names_the_file(error)
 
 
 @many

@@ -43,7 +43,7 @@ def rows_of(path: Path, columns: list[str] = ROW) -> list[dict[str, Any]]:
     return read_parquet(path, columns).rows
 
 
-def can_be_read(path: Path, tmp_path: Path) -> None:
+def check_readable(path: Path, tmp_path: Path) -> None:
     """Load the files with the loader of a run."""
     data = load_prompts(path, make_tiny_tokenizer(tmp_path / "tokenizer"), PromptOptions(max_prompt_length=1000))
     assert len(data.batch) == len(rows_of(path))
@@ -76,7 +76,7 @@ def test_gsm8k(layout: str, prepare: Callable[..., int], tmp_path: Path) -> None
     assert (len(rows), len(rows_of(tmp_path / "out/test.parquet"))) == (2, 1)
     for raw, row in zip(GSM8K, rows, strict=True):
         assert gsm8k.compute_score("", raw["answer"], row["reward_model"]["ground_truth"])["score"] == 1
-    can_be_read(tmp_path / "out/train.parquet", tmp_path)
+    check_readable(tmp_path / "out/train.parquet", tmp_path)
 
 
 MATH = [
@@ -156,7 +156,7 @@ def test_hh(layout: str, prepare: Callable[..., int], tmp_path: Path, capsys: py
     (row,) = rows_of(tmp_path / "out/train.parquet")
     assert (row["prompt"], row["data_source"], row["reward_model"]["style"]) == (PROMPT, "Anthropic/hh-rlhf", "model")
     assert "train: 1 of 2 rows left out" in capsys.readouterr().out
-    can_be_read(tmp_path / "out/train.parquet", tmp_path)
+    check_readable(tmp_path / "out/train.parquet", tmp_path)
 
 
 def test_consecutive_turns_of_one_role_are_merged() -> None:

@@ -75,8 +75,8 @@ def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> 
     else:
         monkeypatch.setattr(tokens, "date", type("Later", (), {"today": lambda: "2100-01-01"}))
     created = []
-    plain = tokens._tokenize
-    monkeypatch.setattr(tokens, "_tokenize", lambda *a: (created.append(1), plain(*a))[1])
+    original = tokens._tokenize
+    monkeypatch.setattr(tokens, "_tokenize", lambda *a: (created.append(1), original(*a))[1])
     assert as_lists(tokenize(data, other, PLACES, 1)) == expected(data, other)
     assert created
 

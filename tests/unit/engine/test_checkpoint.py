@@ -176,14 +176,14 @@ def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> Non
     folder = str(tmp_path / "ckpt")
     assert run_ranks(write_module, 4, folder) == [[True] * (4 + 4 * 3)] * 4
 
-    plain = block(1)
-    optimizer = torch.optim.AdamW(plain.parameters())
-    plain(torch.ones(2, 6)).sum().backward()
+    unsharded = block(1)
+    optimizer = torch.optim.AdamW(unsharded.parameters())
+    unsharded(torch.ones(2, 6)).sum().backward()
     optimizer.step()
     other = block(2)
     fresh, named = torch.optim.AdamW(other.parameters()), dict(other.named_parameters())
     load_into(folder, named, fresh, named)
-    for (name, expected), actual in zip(plain.named_parameters(), other.parameters(), strict=True):
+    for (name, expected), actual in zip(unsharded.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(actual, expected, msg=name)
         for key, value in optimizer.state[expected].items():
             torch.testing.assert_close(fresh.state[actual][key], value, msg=f"{name}/{key}")
@@ -286,7 +286,7 @@ def test_weights_alone_load_with_or_without_an_optimizer(tmp_path: Path, caplog:
 # -- failures during a write ----------------------------------------------------------------------
 
 
-def write_with_little_room(folder: str, rank: int) -> str:
+def write_with_file_limit(folder: str, rank: int) -> str:
     """Run `write` with a limit of 100 bytes per file on one rank, which simulates a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == rank:
@@ -305,7 +305,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> No
     folder = tmp_path / "ckpt"
     run_ranks(write, 2, str(folder), "1d")
     (folder / "older").touch()
-    errors = run_ranks(write_with_little_room, 2, str(folder), rank)
+    errors = run_ranks(write_with_file_limit, 2, str(folder), rank)
     assert len(set(errors)) == 1
     assert f"rank {rank}: " in errors[0]
     assert "File too large" in errors[0]
@@ -313,7 +313,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> No
     run_ranks(read, 2, str(folder), "1d")
 
 
-def write_on_disks_of_their_own(folder: str) -> str:
+def write_on_separate_disks(folder: str) -> str:
     """Rank 1 writes to another folder: its node has a separate disk under the same name."""
     real, group = checkpoint._write, dist.group.WORLD
 
@@ -333,7 +333,7 @@ def write_on_disks_of_their_own(folder: str) -> str:
 
 
 def test_disks_that_are_not_shared_are_found_out(tmp_path: Path) -> None:
-    errors = run_ranks(write_on_disks_of_their_own, 2, str(tmp_path / "ckpt"))
+    errors = run_ranks(write_on_separate_disks, 2, str(tmp_path / "ckpt"))
     assert all("use a folder on a file system that all nodes share" in text for text in errors)
     assert not (tmp_path / "ckpt").exists()
 
@@ -492,7 +492,7 @@ def write_and_copy(root: str) -> None:
         save(state, where, group=dist.group.WORLD, hdfs_path=f"{root}/far/{step}", max_ckpt_to_keep=2)
 
 
-def read_brought(root: str) -> bool:
+def read_copied(root: str) -> bool:
     with checkpoint.fetch_folder(f"{root}/back", f"{root}/far/3", True, dist.group.WORLD) as folder:
         read(str(folder), "1d")
         return folder.exists()
@@ -501,7 +501,7 @@ def read_brought(root: str) -> bool:
 def test_copies_and_retention_are_rank_zeros(tmp_path: Path) -> None:
     run_ranks(write_and_copy, 2, str(tmp_path))
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2, 3]
-    assert run_ranks(read_brought, 2, str(tmp_path)) == [True, True]
+    assert run_ranks(read_copied, 2, str(tmp_path)) == [True, True]
     assert not (tmp_path / "back").exists()
     shutil.rmtree(tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["1", "2", "3"]

@@ -46,10 +46,10 @@ def test_micro_batches_are_at_most_twice_the_ideal_number(lengths: list[int], bu
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(12, 30))
 def test_the_count_is_at_most_one_above_the_optimum(lengths: list[int], budget: int) -> None:
-    assert len(plan_micro_batches(torch.tensor(lengths), None, budget)) - fewest(lengths, budget) in (0, 1)
+    assert len(plan_micro_batches(torch.tensor(lengths), None, budget)) - optimal_count(lengths, budget) in (0, 1)
 
 
-def fewest(lengths: list[int], budget: int) -> int:
+def optimal_count(lengths: list[int], budget: int) -> int:
     """Return the number of groups of an optimal packing, found by trying every group for every row."""
 
     def tried(rest: list[int], loads: tuple[int, ...]) -> int:

@@ -194,10 +194,10 @@ def test_planted_loss_errors_are_found(
     home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     actor = actor_of(home, {})
-    plain = actor.policy_loss
+    original = actor.policy_loss
 
     def planted(*args: Any, **options: Any) -> Any:
-        loss, metrics = plain(*args, **options)
+        loss, metrics = original(*args, **options)
         PLANTED[name](loss)
         return loss, metrics
 

@@ -217,7 +217,7 @@ def test_mixed_meshes_step_like_one_process(ranks: int, outer: int, name: str, m
             torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
 
 
-def one_bad_number(outer: int) -> list[tuple[bool, bool, bool]]:
+def step_with_inf(outer: int) -> list[tuple[bool, bool, bool]]:
     """Return, for each gradient, (norm is finite, step was taken, rank is unchanged). Only rank 1 has an inf."""
     results = []
     for place in range(len(SHAPES)):
@@ -240,4 +240,4 @@ def local_part(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_all() -> None:
-    assert run_ranks(one_bad_number, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4
+    assert run_ranks(step_with_inf, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4

@@ -23,11 +23,11 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD without momentum": lambda p: torch.optim.SGD(p, lr=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "Counting": lambda p: Counting(p),
+    "StatefulSGD": lambda p: StatefulSGD(p),
 }
 
 
-class Counting(torch.optim.Optimizer):
+class StatefulSGD(torch.optim.Optimizer):
     """An optimizer with state that is not a tensor, as some other libraries have."""
 
     def __init__(self, params: Any):

@@ -110,12 +110,12 @@ def test_the_reference_policy_is_the_actor_without_its_adapter() -> None:
 def test_merged_weights_have_the_base_models_names() -> None:
     actor = engine()
     train(actor)
-    plain = AutoModelForCausalLM.from_pretrained(folder())
+    hf_model = AutoModelForCausalLM.from_pretrained(folder())
     merged = dict(actor.named_weights())
-    assert list(merged) == [name for name, _ in plain.named_parameters()]
-    plain.load_state_dict(merged, strict=False)  # a tied head has no separate entry
+    assert list(merged) == [name for name, _ in hf_model.named_parameters()]
+    hf_model.load_state_dict(merged, strict=False)  # a tied head has no separate entry
     row = tiny_batch().ragged("input_ids").rows()[0]
-    log_p = torch.log_softmax(plain(row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
+    log_p = torch.log_softmax(hf_model(row[None]).logits[0, :-1], dim=-1).gather(1, row[1:, None])[:, 0]
     torch.testing.assert_close(infer(actor)[2 : len(row)], log_p[1:], rtol=0, atol=1e-5)
     kept = {name: tensor.clone() for name, tensor in merged.items()}
     train(actor)

@@ -62,14 +62,14 @@ def test_every_rank_raises_the_error_of_one() -> None:
     assert run_ranks(shared_errors, WORLD) == [expected] * WORLD
 
 
-def in_a_group_of_some() -> str | None:
+def results_in_subgroup() -> str | None:
     rank = dist.get_rank()
     group: Any = dist.new_group([1, 2], backend="gloo")
     return on_rank_zero(group, lambda: f"from {rank}") if rank else None
 
 
 def test_rank_zero_is_that_of_the_group() -> None:
-    assert run_ranks(in_a_group_of_some, WORLD) == [None, "from 1", "from 1"]
+    assert run_ranks(results_in_subgroup, WORLD) == [None, "from 1", "from 1"]
 
 
 def test_without_a_group_there_is_one_rank() -> None:

@@ -136,11 +136,11 @@ def test_a_merged_adapter_matches_peft(head: str, tmp_path: Path) -> None:
     assert not list((tmp_path / "adapter").glob("model*"))
     more = {} if head == "causal_lm" else {"num_labels": 1}
     base = LOADERS[head].from_pretrained(tiny_folder(), **more)
-    plain = base(TOKENS).logits.detach().clone()
+    base_logits = base(TOKENS).logits.detach().clone()
     expected = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))(TOKENS).logits
     actual = LOADERS[head].from_pretrained(tmp_path / "merged")(TOKENS).logits
     assert torch.allclose(actual, expected, atol=1e-5)
-    assert not torch.allclose(actual, plain, atol=1e-2)
+    assert not torch.allclose(actual, base_logits, atol=1e-2)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["base_model_name_or_path"]) == (4, str(tiny_folder()))
 

@@ -82,7 +82,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def allocated(action: Callable[[], Any]) -> tuple[Any, int]:
+def allocated_bytes(action: Callable[[], Any]) -> tuple[Any, int]:
     """Return (result, bytes that torch's allocator handed out and did not get back)."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         result = action()
@@ -101,7 +101,7 @@ def test_selective_checkpointing_recomputes_no_matrix_product() -> None:
             loss.backward()
         backward[name] = products.count
         model.zero_grad()
-        loss, kept[name] = allocated(lambda m=model: run(m))
+        loss, kept[name] = allocated_bytes(lambda m=model: run(m))
         loss.backward()
     assert 2 * kept["full"] < kept["selective"] < 0.75 * kept["none"]
     assert backward["selective"] == backward["none"]
@@ -118,7 +118,7 @@ def test_a_model_without_checkpointing_is_rejected(monkeypatch: pytest.MonkeyPat
 # -- offload --------------------------------------------------------------------------------------
 
 
-class Watched:
+class SavedTensorHooks:
     """Observe the code that saves tensors for the backward pass."""
 
     def __init__(self, model: torch.nn.Module):
@@ -127,18 +127,18 @@ class Watched:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        plain = torch.autograd.graph.saved_tensors_hooks
+        original = torch.autograd.graph.saved_tensors_hooks
 
         def hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
-            return plain(lambda t: self.pack(pack, t), lambda kept: self.unpack(unpack, kept))
+            return original(lambda t: self.pack(pack, t), lambda kept: self.unpack(unpack, kept))
 
         torch.autograd.graph.saved_tensors_hooks = hooks  # pyright: ignore
         try:
             with offloaded_activations("cpu", at_least=1024):
-                torch.autograd.graph.saved_tensors_hooks = plain
+                torch.autograd.graph.saved_tensors_hooks = original
                 yield
         finally:
-            torch.autograd.graph.saved_tensors_hooks = plain
+            torch.autograd.graph.saved_tensors_hooks = original
 
     def pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         kept = pack(tensor)
@@ -161,7 +161,7 @@ def test_activation_offload_keeps_gradients_bitwise(recomputing: str) -> None:
     model = packed(**RECOMPUTING[recomputing])
     run(model).backward()
     expected = gradients(model)
-    watched = Watched(model)
+    watched = SavedTensorHooks(model)
     with watched():
         loss = run(model)
     assert watched.back == 0
@@ -217,7 +217,7 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     results = []
-    watched = Watched(model)
+    watched = SavedTensorHooks(model)
     for offloaded in (nullcontext, watched):
         with offloaded():
             loss = run(model)
@@ -252,9 +252,9 @@ def tensor_parallel_gradients() -> bool:
             loss = out.redistribute(placements=[Replicate()]).square().sum()
         loss.backward()
         results.append([first.grad.full_tensor(), second.grad.full_tensor()])  # pyright: ignore
-    plain = [w.clone().requires_grad_() for w in (up, down)]
-    (torch.nn.functional.silu(x @ plain[0]) @ plain[1]).square().sum().backward()
-    for gradient, weight in zip(results[0], plain, strict=True):
+    weights_of_one_process = [w.clone().requires_grad_() for w in (up, down)]
+    (torch.nn.functional.silu(x @ weights_of_one_process[0]) @ weights_of_one_process[1]).square().sum().backward()
+    for gradient, weight in zip(results[0], weights_of_one_process, strict=True):
         torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-2)
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 

@@ -24,7 +24,7 @@ from camshaft.models.packing import Packing
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 
 
-def plain(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+def oracle(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
     """Compute causal attention of one document by the formula; (H, L, D) -> (L, H, D)."""
     groups = query.shape[0] // key.shape[0]
     key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
@@ -44,7 +44,7 @@ def test_each_document_attends_to_itself_alone(window: int | None):
     kwargs = packed_kwargs(Packing(lengths), "cpu")
     actual, _ = packed_attention(LAYER, query, key, value, scaling=0.3, sliding_window=window, **kwargs)
     parts = zip(*(tensor[0].split(lengths, dim=1) for tensor in (query, key, value)), strict=True)
-    expected = torch.cat([plain(q, k, v, 0.3, window) for q, k, v in parts])
+    expected = torch.cat([oracle(q, k, v, 0.3, window) for q, k, v in parts])
     torch.testing.assert_close(actual[0], expected)
 
 
@@ -160,7 +160,7 @@ class ToySlots:
         self.kept[module.layer_idx] = key, value
         lead = torch.zeros(*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3])
         queries = torch.cat([lead, query], dim=2)
-        out = torch.stack([plain(*row, scaling, sliding_window) for row in zip(queries, key, value, strict=True)])
+        out = torch.stack([oracle(*row, scaling, sliding_window) for row in zip(queries, key, value, strict=True)])
         return out[:, -query.shape[2] :]
 
 

@@ -54,13 +54,13 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
     hidden, weight, bias, targets = inputs()
     used = bias if with_bias else None
     fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, tile=Tile(*tile))
-    plain = naive(hidden, weight, used, targets, temperature)
+    reference = naive(hidden, weight, used, targets, temperature)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
-    for actual, expected in zip(fused, plain, strict=True):
+    for actual, expected in zip(fused, reference, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     actual = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), leaves)
-    expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
+    expected = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), leaves)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -226,12 +226,14 @@ def test_divergence_and_gradients_are_those_of_the_plain_formula(
     log_q, rows = others()
     used = bias if with_bias else None
     divergence = linear_full_kl(hidden, weight, log_q, rows, used, temperature, tile=Tile(*tile))
-    plain = naive_kl(hidden, weight, used, log_q[rows], temperature)
-    torch.testing.assert_close(divergence, plain, rtol=1e-12, atol=1e-12)
+    reference = naive_kl(hidden, weight, used, log_q[rows], temperature)
+    torch.testing.assert_close(divergence, reference, rtol=1e-12, atol=1e-12)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     gradients = torch.autograd.grad((divergence * mixture).sum(), leaves)
-    torch.testing.assert_close(gradients, torch.autograd.grad((plain * mixture).sum(), leaves), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        gradients, torch.autograd.grad((reference * mixture).sum(), leaves), rtol=1e-11, atol=1e-11
+    )
 
 
 def test_divergence_from_itself_is_zero_and_so_is_its_gradient():
@@ -291,11 +293,11 @@ def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], 
     hidden, weight, bias, targets = inputs()
     large = (weight * factor).detach().requires_grad_()
     leaves = [hidden, large, bias][: 2 + with_bias]
-    plain = naive(hidden, large, bias if with_bias else None, targets, 0.7)
+    reference = naive(hidden, large, bias if with_bias else None, targets, 0.7)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = torch.autograd.grad((plain[0] * mixture[0] + plain[1] * mixture[1]).sum(), leaves)
+    expected = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), leaves)
     for rank, (outputs, gradients) in enumerate(run_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)):
-        torch.testing.assert_close(outputs, [tensor.detach() for tensor in plain], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(outputs, [tensor.detach() for tensor in reference], rtol=1e-11, atol=1e-11)
         shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
         for gradient, full in zip(gradients[1:], expected[1:], strict=True):
@@ -320,11 +322,11 @@ def test_divergences_over_parts_of_the_vocabulary_add_up(starts: list[int], fact
     hidden, weight, bias, _ = inputs()
     log_q, picked = others()
     large = (weight * factor).detach().requires_grad_()
-    plain = naive_kl(hidden, large, bias, log_q[picked], 0.7)
+    reference = naive_kl(hidden, large, bias, log_q[picked], 0.7)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected = torch.autograd.grad((plain * mixture).sum(), [hidden, large, bias])
+    expected = torch.autograd.grad((reference * mixture).sum(), [hidden, large, bias])
     for rank, (divergence, gradients) in enumerate(run_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)):
-        torch.testing.assert_close(divergence, plain.detach(), rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(divergence, reference.detach(), rtol=1e-11, atol=1e-11)
         shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
         for gradient, full in zip(gradients[1:], expected[1:], strict=True):

@@ -99,8 +99,8 @@ def test_a_saved_value_model_is_read_back_bit_for_bit(tmp_path: Path):
     save_pretrained(model, tmp_path)
     again = load(tmp_path, head="value", seed=6)
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(model).items())
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path)
-    assert plain.num_labels == 1
+    hf_model = AutoModelForTokenClassification.from_pretrained(tmp_path)
+    assert hf_model.num_labels == 1
 
 
 def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
@@ -114,12 +114,12 @@ def test_an_exported_folder_loads_in_plain_transformers(tmp_path: Path):
     folder = tiny_folder("llama", tie_embeddings=False)
     model = load(folder, dtype="bfloat16")
     save_pretrained(model, tmp_path, load_tokenizer(str(folder)))
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert plain.config._attn_implementation == "sdpa"
-    assert plain.dtype == torch.bfloat16
-    assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in plain.named_parameters())
+    hf_model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert hf_model.config._attn_implementation == "sdpa"
+    assert hf_model.dtype == torch.bfloat16
+    assert all(torch.equal(tensor, weights(model)[name]) for name, tensor in hf_model.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path).encode("1+2") == load_tokenizer(str(folder)).encode("1+2")
-    assert plain(tiny_rows([4])[0][None]).logits.shape == (1, 4, 112)
+    assert hf_model(tiny_rows([4])[0][None]).logits.shape == (1, 4, 112)
 
 
 def test_override_config_changes_the_model():

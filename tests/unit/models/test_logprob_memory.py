@@ -22,7 +22,7 @@ BUFFER = 4 << 26
 """Bytes of a tile of float32 logits on an accelerator."""
 
 
-class Alive(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Count the bytes of live tensors created inside: current and peak."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, vocabulary_size: int, backward: bool
         options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": backward}
         hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(vocabulary_size, HIDDEN, **options)
         targets = torch.empty(TOKENS, dtype=torch.int64, device=device)
-        with Alive() as alive:
+        with LiveBytes() as alive:
             log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
             assert entropy is not None
             excluded = log_probs.nbytes + entropy.nbytes
@@ -70,7 +70,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, vocabulary_size: int, backward: bool
 
 
 def test_the_counter_counts_what_lives() -> None:
-    with Alive() as alive:
+    with LiveBytes() as alive:
         one = torch.empty(4, device="meta", dtype=torch.float32)
         two = one + 1
         assert alive.now == 32
@@ -98,7 +98,7 @@ def test_the_logits_of_all_words_would_be_counted() -> None:
     hidden = torch.empty(TOKENS, HIDDEN, device="meta", dtype=torch.bfloat16)
     peaks = []
     for vocabulary_size in VOCABULARIES:
-        with Alive() as alive:
+        with LiveBytes() as alive:
             (hidden @ hidden.new_empty(vocabulary_size, HIDDEN).t()).float().log_softmax(dim=-1)
         peaks.append(alive.most)
     assert peaks[-1] > 4 * peaks[0] > 16 * BUFFER

@@ -52,7 +52,7 @@ def load(family: str = "qwen2", dtype: str = "float32", lora: LoRAConfig | None 
     return load_model(EngineModel(path=folder_of(family), lora=lora, **more), dtype, "cpu", seed=3)
 
 
-def stir(hf: PreTrainedModel, seed: int = 1) -> None:
+def randomize_trained(hf: PreTrainedModel, seed: int = 1) -> None:
     """Fill all trained weights with random numbers: with B at zero an adapter has no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -78,7 +78,7 @@ def by_transformers(model: Any) -> Tensor:
     return torch.cat(log_probs_of_rows)
 
 
-def plain(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
+def base_model(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -87,8 +87,8 @@ def peft_folder(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
     # PEFT's own "all-linear" means more for mixtral: it adapts the fused experts too.
     targets = ["q_proj", "k_proj", "v_proj", "o_proj"] if family == "mixtral" else "all-linear"
     settings = {"r": 4, "lora_alpha": 6, "target_modules": targets, "task_type": "CAUSAL_LM"} | changes
-    model = peft.get_peft_model(plain(family), peft.LoraConfig(**settings))
-    stir(model.get_base_model())
+    model = peft.get_peft_model(base_model(family), peft.LoraConfig(**settings))
+    randomize_trained(model.get_base_model())
     model.save_pretrained(str(folder))
     return folder
 
@@ -122,7 +122,7 @@ def test_log_probs_and_gradients_are_those_of_peft(family: str, tmp_path: Path):
     dtype = "float32" if family == "mixtral" else "float64"  # transformers has no experts in float64
     stored = peft_folder(tmp_path, family)
     model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
-    reference = peft.PeftModel.from_pretrained(plain(family, dtype), str(stored), is_trainable=True)
+    reference = peft.PeftModel.from_pretrained(base_model(family, dtype), str(stored), is_trainable=True)
     actual, expected = log_probs(model), by_transformers(reference)
     assert (actual - log_probs(load(family, dtype, None))).abs().max() > 0.1
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
@@ -142,7 +142,7 @@ def test_gradient_checkpointing_changes_no_gradient(mode: str):
     results = []
     for checkpointing in (False, True):
         model = load(enable_gradient_checkpointing=checkpointing, gradient_checkpointing_mode=mode).train()
-        stir(model.hf)
+        randomize_trained(model.hf)
         log_probs(model).sum().backward()
         results.append([p.grad for p in model.hf.parameters() if p.requires_grad])
     assert len(results[0]) == 2 * 14
@@ -152,7 +152,7 @@ def test_gradient_checkpointing_changes_no_gradient(mode: str):
 
 def test_train_mode_gives_the_numbers_of_eval_mode():
     model = load()
-    stir(model.hf)
+    randomize_trained(model.hf)
     calm = log_probs(model)
     assert torch.equal(log_probs(model.train()), calm)
 
@@ -163,7 +163,7 @@ def test_train_mode_gives_the_numbers_of_eval_mode():
 @pytest.mark.parametrize("family", ["qwen2", "llama", "phi"])
 def test_all_linear_layers_are_those_that_peft_takes(family: str):
     reference = peft.get_peft_model(
-        plain(family), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        base_model(family), peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     )
     names = [name for name, _ in reference.get_base_model().named_parameters() if ".lora_A." in name]
     assert list(adapter_layers(load(family).hf)) == [name.partition(".lora_A.")[0] for name in names]
@@ -243,11 +243,11 @@ def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
     model = load(dtype="bfloat16")
     assert {tensor.dtype for _, tensor in adapter_weights(model.hf)} == {torch.float32}
     assert {tensor.dtype for _, tensor in merged_weights(model.hf)} == {torch.bfloat16}
-    stir(model.hf)
+    randomize_trained(model.hf)
     actual = log_probs(model)
     actual.sum().backward()
     save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
-    expected = by_transformers(peft.PeftModel.from_pretrained(plain(), str(tmp_path)))
+    expected = by_transformers(peft.PeftModel.from_pretrained(base_model(), str(tmp_path)))
     assert (actual - expected).abs().mean() < 0.1
     assert (actual - log_probs(load(lora=None))).abs().mean() > 0.3
 
@@ -255,7 +255,7 @@ def test_a_half_precision_base_gets_an_adapter_in_float32(tmp_path: Path):
 def test_a_meta_device_model_supports_adapters():
     # as in a sharded engine: build on the meta device, then load weights by name
     full, bones = load(head="value"), skeleton(EngineModel(path=folder_of(), lora=LORA, head="value"), "float32")
-    stir(full.hf)
+    randomize_trained(full.hf)
     assert all(parameter.is_meta for parameter in bones.parameters())
     named = dict(bones.hf.named_parameters())
     assert {n: (p.shape, p.requires_grad) for n, p in named.items()} == {
@@ -278,7 +278,7 @@ def test_a_second_adapter_is_rejected():
 
 def test_disable_adapter_restores_the_exact_base_model():
     model, base = load().train(), log_probs(load(lora=None))
-    stir(model.hf)
+    randomize_trained(model.hf)
     adapted, trained = log_probs(model), [p.requires_grad for p in model.hf.parameters()]
     with disable_adapter(model.hf):
         assert torch.equal(log_probs(model), base)
@@ -318,9 +318,9 @@ def test_a_model_without_adapter_is_an_error():
 def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
     dtype = "float32" if family == "mixtral" else "float64"
     model = load(family, dtype)
-    stir(model.hf)
+    randomize_trained(model.hf)
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
-    merged, bare = dict(merged_weights(model.hf)), plain(family, dtype)
+    merged, bare = dict(merged_weights(model.hf)), base_model(family, dtype)
     assert list(merged) == [name for name, _ in bare.named_parameters()]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.hf.state_dict().items())
     bare.load_state_dict(merged, strict=False)  # a tied head has no separate entry
@@ -330,7 +330,7 @@ def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
 def test_merged_weights_are_what_peft_merges(tmp_path: Path):
     stored = peft_folder(tmp_path)
     model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
-    reference: Any = peft.PeftModel.from_pretrained(plain(), str(stored))
+    reference: Any = peft.PeftModel.from_pretrained(base_model(), str(stored))
     expected = reference.merge_and_unload().state_dict()
     for name, tensor in merged_weights(model.hf):
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
@@ -338,7 +338,7 @@ def test_merged_weights_are_what_peft_merges(tmp_path: Path):
 
 def test_half_precision_weights_are_merged_in_float32():
     model = load(dtype="bfloat16", lora=LoRAConfig(rank=4, alpha=4))
-    stir(model.hf)
+    randomize_trained(model.hf)
     merged, layer = dict(merged_weights(model.hf)), model.hf.get_submodule("model.layers.0.mlp.up_proj")
     a, b, base = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight
     exact = base.double() + b.double() @ a.double()
@@ -351,7 +351,7 @@ def test_weights_inside_disable_adapter_equal_the_base():
     parameters = dict(bare.named_parameters())
     assert all(tensor.data_ptr() == parameters[name].data_ptr() for name, tensor in merged_weights(bare))
     model = load()
-    stir(model.hf)
+    randomize_trained(model.hf)
     with disable_adapter(model.hf):
         weights = dict(merged_weights(model.hf))
     assert weights.keys() == parameters.keys()
@@ -360,7 +360,7 @@ def test_weights_inside_disable_adapter_equal_the_base():
 
 def test_a_saved_folder_has_the_merged_weights(tmp_path: Path):
     model = load()
-    stir(model.hf)
+    randomize_trained(model.hf)
     save_pretrained(model, tmp_path)
     bare = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     torch.testing.assert_close(by_transformers(bare), log_probs(model), rtol=0, atol=1e-5)
@@ -372,9 +372,9 @@ def test_a_saved_folder_has_the_merged_weights(tmp_path: Path):
 def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], tmp_path: Path):
     config = LoRAConfig(rank=3, alpha=5, exclude_modules=exclude)
     model = load(family, lora=config)
-    stir(model.hf)
+    randomize_trained(model.hf)
     save_adapter(adapter_weights(model.hf), tmp_path / "new" / "adapter", config, folder_of(family))
-    reference = peft.PeftModel.from_pretrained(plain(family), str(tmp_path / "new" / "adapter"))
+    reference = peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "new" / "adapter"))
     assert adapter_layers(reference.get_base_model()).keys() == adapter_layers(model.hf).keys()
     torch.testing.assert_close(by_transformers(reference), log_probs(model), rtol=0, atol=1e-5)
     by_peft: Any = peft.get_peft_model_state_dict(reference)
@@ -385,7 +385,7 @@ def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], t
 
 def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
     model = load(head="value")
-    stir(model.hf)
+    randomize_trained(model.hf)
     values = model(*inputs(), ("values",))["values"]
     save_adapter(adapter_weights(model.hf), tmp_path, LORA, folder_of())
     bare = AutoModelForTokenClassification.from_pretrained(folder_of(), num_labels=1).eval()

@@ -71,15 +71,15 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
     # transformers has no experts in float64; in float32 the last digit of a log-prob of -4.5 is worth 5e-7.
     dtype, near = ("float32", 3e-6) if family in ("mixtral", "qwen3_moe") else ("float64", 1e-6)
     model = packed(family, dtype=dtype)
-    plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager")
+    hf_model = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager")
     actual = model(*inputs(), ("log_probs", "entropy"), temperature=0.7)
-    log_probs, entropies = by_transformers(plain, 0.7)
+    log_probs, entropies = by_transformers(hf_model, 0.7)
     assert log_probs.std() > 0.05
     torch.testing.assert_close(actual["log_probs"], log_probs, rtol=0, atol=near)
     torch.testing.assert_close(actual["entropy"], entropies, rtol=0, atol=near)
     weights = torch.randn(len(log_probs), dtype=log_probs.dtype, generator=torch.Generator().manual_seed(0))
     grads = gradients(model.hf, (actual["log_probs"] * weights + 0.1 * actual["entropy"]).mean())
-    expected_grads = gradients(plain, (log_probs * weights + 0.1 * entropies).mean())
+    expected_grads = gradients(hf_model, (log_probs * weights + 0.1 * entropies).mean())
     assert grads.keys() == expected_grads.keys()
     for name, gradient in grads.items():
         torch.testing.assert_close(
@@ -90,15 +90,17 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
 @pytest.mark.parametrize("family", ["qwen2", "granite", "cohere", "phi"])
 def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
     model = packed(family)
-    plain = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="float64", attn_implementation="eager")
+    hf_model = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="float64", attn_implementation="eager")
     tokens, packing, at = inputs()
     random = torch.Generator().manual_seed(0)
-    log_q = torch.randn(len(tokens), plain.config.vocab_size, dtype=torch.float64, generator=random).log_softmax(dim=-1)
+    log_q = torch.randn(len(tokens), hf_model.config.vocab_size, dtype=torch.float64, generator=random).log_softmax(
+        dim=-1
+    )
     divergence = model(tokens, packing, at, ("full_kl",), 0.7, log_q)["full_kl"]
-    log_p = torch.cat([(plain(row[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1) for row in tiny_rows(LENGTHS)])
+    log_p = torch.cat([(hf_model(row[None]).logits[0, :-1] / 0.7).log_softmax(dim=-1) for row in tiny_rows(LENGTHS)])
     expected = (log_p.exp() * (log_p - log_q[at])).sum(dim=-1)
     torch.testing.assert_close(divergence, expected, rtol=0, atol=1e-6)
-    grads, expected_grads = gradients(model.hf, divergence.sum()), gradients(plain, expected.sum())
+    grads, expected_grads = gradients(model.hf, divergence.sum()), gradients(hf_model, expected.sum())
     assert grads.keys() == expected_grads.keys()
     for name, gradient in grads.items():
         torch.testing.assert_close(gradient, expected_grads[name], rtol=1e-5, atol=1e-5)
@@ -107,10 +109,10 @@ def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
 def test_float32_agrees_to_a_millionth():
     folder = tiny_folder(hidden=32)
     model = load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     actual = model(*inputs(), ("log_probs",))["log_probs"]
     assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, by_transformers(plain, 1.0)[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, by_transformers(hf_model, 1.0)[0], rtol=0, atol=1e-6)
 
 
 def test_bfloat16_gives_float32_close_to_float32():
@@ -157,8 +159,8 @@ def test_entropy_alone_and_order_of_outputs():
 def test_values_are_those_of_the_token_classification_model(tmp_path):
     model = packed(head="value")
     save_pretrained(model, tmp_path)
-    plain = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    expected = [plain(row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
+    hf_model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    expected = [hf_model(row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
     actual = model(*inputs(), ("values",))["values"]
     torch.testing.assert_close(actual, torch.cat(expected), rtol=0, atol=1e-6)
     assert actual.std() > 0.1
@@ -176,8 +178,8 @@ def test_value_heads_have_no_dropout_in_train_mode():
 def test_scores_are_those_of_the_sequence_classification_model(tmp_path):
     model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "float64", "cpu", 0)
     save_pretrained(model, tmp_path)
-    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
-    expected = torch.cat([plain(row[None]).logits[0] for row in tiny_rows(LENGTHS)])
+    hf_model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
+    expected = torch.cat([hf_model(row[None]).logits[0] for row in tiny_rows(LENGTHS)])
     actual = model(*inputs(), ("scores",))["scores"]
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
     assert actual.shape == (len(LENGTHS),)
@@ -283,9 +285,9 @@ def test_a_model_that_drops_packing_arguments_is_an_error():
 
 
 def test_a_model_with_another_attention_implementation_is_rejected():
-    plain = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation="sdpa")
+    hf_model = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation="sdpa")
     with pytest.raises(EngineError, match=f"built with attn_implementation='sdpa'; build it with '{PACKED}'"):
-        PackedModel(plain, "causal_lm")
+        PackedModel(hf_model, "causal_lm")
 
 
 def test_a_head_that_does_not_fit_is_rejected():

@@ -74,17 +74,17 @@ def test_a_norm_with_two_parents_stays_one_module() -> None:
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "gemma3_text"])
 def test_a_model_keeps_the_bits_of_its_loss(family: str, tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path, family=family)
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     fused = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert replace_norms(fused) == {"qwen3": 9, "gemma3_text": 0}.get(family, 5)
     assert replace_norms(fused) == 0, "a second call replaces nothing"
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
     ids = torch.arange(5, 15)[None]
-    losses = [model(input_ids=ids, labels=ids).loss for model in (plain, fused, exact)]
+    losses = [model(input_ids=ids, labels=ids).loss for model in (hf_model, fused, exact)]
     assert torch.equal(losses[0], losses[1])
     for loss in losses:
         loss.backward()
-    columns = zip(plain.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
+    columns = zip(hf_model.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
     for original, replaced, (name, reference) in columns:
         # Rounding order differs: the error against float64 is at most a few times the error of transformers.
         error = float((original.grad - reference.grad).abs().max())

@@ -226,7 +226,7 @@ def batch_of(lengths: list[int]) -> DataProto:
     )
 
 
-def there_and_back(lengths: list[int]) -> tuple[DataProto, DataProto]:
+def split_and_merge(lengths: list[int]) -> tuple[DataProto, DataProto]:
     split = SequenceSplit(dist.group.WORLD)
     part = split_columns(batch_of(lengths), split)
     return part, join_columns(part, split)
@@ -235,7 +235,7 @@ def there_and_back(lengths: list[int]) -> tuple[DataProto, DataProto]:
 @pytest.mark.parametrize(("size", "lengths"), [(2, [5, 1, 7, 4]), (4, [5, 1, 7, 4]), (4, [2, 3]), (2, [1])])
 def test_split_columns_come_back_whole(size: int, lengths: list[int]):
     batch = batch_of(lengths)
-    for _, back in run_ranks(there_and_back, size, lengths):
+    for _, back in run_ranks(split_and_merge, size, lengths):
         assert back.meta_info == {"step": 3}
         assert list(back.columns) == list(batch.columns)
         batch.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
@@ -243,7 +243,7 @@ def test_split_columns_come_back_whole(size: int, lengths: list[int]):
 
 def test_a_part_holds_the_tokens_of_its_rank_by_hand():
     # 17 tokens over 2 ranks: 9 and 8. The first rank has rows of 5 and 1 and 3 of the 7 tokens of the third row.
-    (first, _), (second, _) = run_ranks(there_and_back, 2, [5, 1, 7, 4])
+    (first, _), (second, _) = run_ranks(split_and_merge, 2, [5, 1, 7, 4])
     assert first["input_ids"].lengths.tolist() == [5, 1, 3, 0]
     assert second["input_ids"].lengths.tolist() == [0, 0, 4, 4]
     rows = tiny_rows([5, 1, 7, 4])

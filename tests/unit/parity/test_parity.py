@@ -177,7 +177,7 @@ def test_fault_is_found_despite_lower_precision(folder: Path) -> None:
 
 
 def test_unexplained_difference_is_unknown(folder: Path) -> None:
-    run = parity(folder, FAULTY + "Noisy")
+    run = parity(folder, FAULTY + "NoisyLogProbs")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
     assert "the weight sync is correct for every weight, and each has an effect." in run.out
     assert "update skipped: the two differ without it" in run.out
@@ -186,7 +186,7 @@ def test_unexplained_difference_is_unknown(folder: Path) -> None:
 @pytest.mark.parametrize(("name", "message"), [("MAX_TENSORS", "are too many"), ("MAX_SECONDS", "would take")])
 def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, name, 0)
-    run = parity(folder, FAULTY + "Noisy")
+    run = parity(folder, FAULTY + "NoisyLogProbs")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
     assert message in run.out
     assert "the effect of each was not tested" in run.out

@@ -26,7 +26,7 @@ B = A.replace("lora_A", "lora_B")
 NORM = "model.norm.weight"
 
 
-class Keeps(BaseRollout):
+class WeightStore(BaseRollout):
     """Store the received tensors; `calls` lists the calls."""
 
     keeps_tensors = False
@@ -79,7 +79,7 @@ def update(engine: BaseEngine) -> None:
 
 
 def test_the_base_goes_over_once_and_the_adapter_each_time(engine: BaseEngine) -> None:
-    rollout = Keeps()
+    rollout = WeightStore()
     with engine.disable_adapter():
         base = {name: weight.clone() for name, weight in engine.named_weights()}
     adapter = sum(weight.numel() * 4 for _, weight in engine.named_weights(adapter_only=True))
@@ -96,7 +96,7 @@ def test_the_base_goes_over_once_and_the_adapter_each_time(engine: BaseEngine) -
 
 def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
     """B contains the scaling, so the receiver needs no scaling factor."""
-    rollout = Keeps()
+    rollout = WeightStore()
     with rollout_mode(engine, rollout):
         name = "model.layers.0.self_attn.q_proj.weight"
         sum_of_parts = rollout.base[name] + rollout.adapter[B] @ rollout.adapter[A]
@@ -106,14 +106,14 @@ def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
 
 
 def test_another_engine_sends_its_own_base(engine: BaseEngine) -> None:
-    rollout = Keeps()
+    rollout = WeightStore()
     for each in (engine, engine_with(), engine):
         with rollout_mode(each, rollout):
             pass
     assert rollout.calls == ["base", "adapter"] * 3
 
 
-class Drops(Keeps):
+class Drops(WeightStore):
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         super().load_adapter((name, weight) for name, weight in weights if name != A)
 
@@ -127,7 +127,7 @@ def test_a_failed_weight_sync_restarts_with_the_base(engine: BaseEngine) -> None
 
 
 def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
-    rollout = Keeps()
+    rollout = WeightStore()
     with rollout_mode(engine, rollout):
         pass
     rollout.base[NORM] += 1
@@ -142,7 +142,7 @@ def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
 
 
 def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    rollout = Keeps()
+    rollout = WeightStore()
     with rollout_mode(engine, rollout):
         old = dict(rollout.adapter)
     update(engine)
@@ -153,7 +153,7 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
 
 
 def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
-    class FullWeightsOnly(Keeps):
+    class FullWeightsOnly(WeightStore):
         capabilities = RolloutCapabilities()
 
     with pytest.raises(

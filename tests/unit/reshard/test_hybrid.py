@@ -30,7 +30,7 @@ def engine() -> BaseEngine:
     return engine
 
 
-class Watched(BaseRollout):
+class RecordingRollout(BaseRollout):
     """Record calls and arguments."""
 
     def __init__(self, **config: Any) -> None:
@@ -69,7 +69,7 @@ def train(engine: BaseEngine) -> None:
 
 
 def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine) -> None:
-    rollout = Watched()
+    rollout = RecordingRollout()
     with rollout_mode(engine, rollout) as sync:
         assert rollout.calls == ["wake_up", "load_weights 1"]
     assert rollout.calls == ["wake_up", "load_weights 1", "sleep"]
@@ -80,7 +80,7 @@ def test_the_rollout_is_woken_given_weights_and_put_to_sleep(engine: BaseEngine)
 
 
 def test_a_weight_sync_reports_bytes_and_seconds(engine: BaseEngine) -> None:
-    rollout = Watched()
+    rollout = RecordingRollout()
     for _ in range(2):
         start = time.perf_counter()
         with rollout_mode(engine, rollout) as sync:
@@ -97,13 +97,13 @@ def test_a_weight_sync_reports_bytes_and_seconds(engine: BaseEngine) -> None:
 
 
 def test_weights_go_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
-    rollout = Watched(dtype="bfloat16")
+    rollout = RecordingRollout(dtype="bfloat16")
     with rollout_mode(engine, rollout) as sync:
         assert {weight.dtype for weight in rollout.weights.values()} == {torch.bfloat16}
     assert sync.bytes == sum(weight.numel() * 2 for _, weight in engine.named_weights())
 
 
-class Moving(SingleDeviceEngine):
+class RecordingEngine(SingleDeviceEngine):
     """Record the devices of the parameters."""
 
     calls: list[str]
@@ -118,7 +118,10 @@ class Moving(SingleDeviceEngine):
 
 @pytest.mark.parametrize(("keeps", "dtype"), [(True, "float32"), (True, "bfloat16"), (False, "float32")])
 def test_the_engine_offloads_parameters_unless_the_rollout_shares_them(keeps: bool, dtype: str) -> None:
-    engine, rollout = Moving(EngineConfig(model=EngineModel(path=str(tiny_folder())))), Watched(dtype=dtype)
+    engine, rollout = (
+        RecordingEngine(EngineConfig(model=EngineModel(path=str(tiny_folder())))),
+        RecordingRollout(dtype=dtype),
+    )
     engine.init_model()
     rollout.keeps_tensors, engine.calls = keeps, rollout.calls
     with rollout_mode(engine, rollout):
@@ -132,7 +135,7 @@ def test_the_engine_offloads_parameters_unless_the_rollout_shares_them(keeps: bo
 def test_cached_memory_is_released_before_an_external_rollout_wakes(
     keeps: bool, engine: BaseEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollout = Watched()
+    rollout = RecordingRollout()
     rollout.keeps_tensors = keeps
     monkeypatch.setattr(hybrid, "release_cache", lambda device: rollout.calls.append(f"cache of {device}"))
     with rollout_mode(engine, rollout):
@@ -140,14 +143,14 @@ def test_cached_memory_is_released_before_an_external_rollout_wakes(
 
 
 def test_the_rollout_sleeps_after_an_error_too(engine: BaseEngine) -> None:
-    rollout = Watched()
+    rollout = RecordingRollout()
     with pytest.raises(ZeroDivisionError), rollout_mode(engine, rollout):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
     assert rollout.calls[-1] == "sleep"
 
 
 def test_the_first_error_is_raised_if_sleep_fails_too(engine: BaseEngine) -> None:
-    class Stuck(Watched):
+    class Stuck(RecordingRollout):
         def sleep(self) -> None:
             raise RolloutError("it is stuck")
 
@@ -160,7 +163,7 @@ def test_the_first_error_is_raised_if_sleep_fails_too(engine: BaseEngine) -> Non
 
 
 def test_each_entry_hands_over_the_weights_of_that_moment(engine: BaseEngine) -> None:
-    rollout, name = Watched(), "model.norm.weight"
+    rollout, name = RecordingRollout(), "model.norm.weight"
     with rollout_mode(engine, rollout):
         first = rollout.weights[name]
     train(engine)

@@ -61,7 +61,7 @@ def one_rank(home: Path) -> list[Step]:
     return run_ppo(home, FULL, steps=2)
 
 
-def plain_kl(home: Path, before: dict[str, torch.Tensor], step: Step) -> float:
+def oracle_kl(home: Path, before: dict[str, torch.Tensor], step: Step) -> float:
     """Return the mean over rows of the mean over a row's tokens of sum_v p log(p / q), in float64."""
     q: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
     p: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float64)
@@ -89,7 +89,7 @@ def merged(weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> d
 def test_the_penalty_is_the_divergence_over_the_whole_vocabulary(home: Path, one_rank: list[Step]) -> None:
     first, second = (step.metrics["actor/reward_kl_penalty"] for step in one_rank)
     assert first == pytest.approx(0, abs=1e-6)
-    expected = plain_kl(home, one_rank[0].actor, one_rank[1])
+    expected = oracle_kl(home, one_rank[0].actor, one_rank[1])
     assert expected > 0.01
     assert second == pytest.approx(expected, rel=1e-4)
 
@@ -105,7 +105,7 @@ def test_ranks_find_the_same(more: dict[str, Any], home: Path, one_rank: list[St
 def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**FULL, **ADAPTER, f"{ACTOR}.strategy": "reference"}, steps=2)
     assert first.metrics["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
-    expected = plain_kl(tmp_path, first.actor, second)
+    expected = oracle_kl(tmp_path, first.actor, second)
     assert expected > 0.01
     assert second.metrics["actor/reward_kl_penalty"] == pytest.approx(expected, rel=1e-4)
 
@@ -125,7 +125,7 @@ def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> No
 def test_the_kl_loss_uses_the_weights_before_the_update(more: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**LOSS, **ONE_UPDATE, **more}, steps=2)
     assert first.metrics["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
-    expected = plain_kl(tmp_path, first.actor, second)
+    expected = oracle_kl(tmp_path, first.actor, second)
     assert expected > 1e-3
     assert second.metrics["actor/kl_loss"] == pytest.approx(expected, rel=1e-4)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.ppo_runs import ppo_config
 from support.processes import start_fork_server
-from support.reward_models import NEWLINE, Longest, Negated, make_tiny_reward_model, plain_scores
+from support.reward_models import NEWLINE, LengthReward, Negated, hf_scores, make_tiny_reward_model
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from camshaft.config import PPOConfig, Topology
@@ -57,7 +57,7 @@ def batch_of(prompts: Ragged, responses: Ragged, **columns: Any) -> DataProto:
     return DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": mask, **columns})
 
 
-def plain_rows(batch: DataProto) -> list[list[int]]:
+def token_rows(batch: DataProto) -> list[list[int]]:
     return [row.tolist() for row in Ragged.join(batch.ragged("prompts"), batch.ragged("responses")).rows()]
 
 
@@ -71,7 +71,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_scores_are_the_logits_of_transformers_on_the_same_ids(home: Path) -> None:
     batch = batch_of(rows(3, 5, 2, 4), rows(4, 6, 1, 3, seed=1))
     actual = built(config_of(home)).compute_rm_score(batch)
-    expected = plain_scores(home / "same", plain_rows(batch))
+    expected = hf_scores(home / "same", token_rows(batch))
     assert float(expected.std()) > 0.01
     close(actual["rm_scores"].sum(), expected)
     assert actual["rm_scores"].lengths.tolist() == [4, 6, 1, 3]
@@ -83,7 +83,7 @@ def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
     mask = batch.ragged("response_mask")
     mask.values[3] = False  # a tool wrote the last token of the first row
     scores = built(config_of(home)).compute_rm_score(batch)["rm_scores"].values
-    close(scores[[2, 5]], plain_scores(home / "same", plain_rows(batch)))
+    close(scores[[2, 5]], hf_scores(home / "same", token_rows(batch)))
     assert scores[[0, 1, 3, 4]].tolist() == [0, 0, 0, 0]
 
 
@@ -99,7 +99,7 @@ def test_scores_are_on_the_last_masked_in_token(home: Path) -> None:
 def test_scores_do_not_depend_on_micro_batches(cut: dict[str, Any], home: Path) -> None:
     batch = batch_of(rows(3, 5, 2, 4, 9), rows(4, 6, 1, 3, 2, seed=1))
     scores = built(config_of(home, **cut)).compute_rm_score(batch)["rm_scores"].sum()
-    close(scores, plain_scores(home / "same", plain_rows(batch)))
+    close(scores, hf_scores(home / "same", token_rows(batch)))
 
 
 @pytest.mark.parametrize("pads_with", [0, 2], ids=["its own pad token", "the token that ends a turn"])
@@ -112,7 +112,7 @@ def test_last_token_matches_transformers_for_responses_ending_with_pad(
     responses = Ragged.from_rows([[10, 11, end], [12, end, end], [13, 14, 15]])
     batch = batch_of(rows(3, 5, 2), responses)
     scores = built(config_of(home, reward_model__model__path=folder)).compute_rm_score(batch)["rm_scores"].sum()
-    close(scores, plain_scores(folder, plain_rows(batch)))
+    close(scores, hf_scores(folder, token_rows(batch)))
     # So does a padded batch of transformers, which has such tokens as padding.
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     sequences = Ragged.join(batch.ragged("prompts"), responses)
@@ -120,7 +120,7 @@ def test_last_token_matches_transformers_for_responses_ending_with_pad(
     with torch.no_grad():
         logits = model(padded, attention_mask=sequences.mask("right")).logits[:, 0]
     close(scores, logits)
-    without = plain_scores(folder, [row[: row.index(end)] for row in plain_rows(batch)[:2]])
+    without = hf_scores(folder, [row[: row.index(end)] for row in token_rows(batch)[:2]])
     assert torch.allclose(scores[:2], without, atol=1e-4) == (pads_with == end)
 
 
@@ -128,7 +128,7 @@ def test_overlong_rows_are_truncated_on_the_left_and_counted(home: Path) -> None
     batch = batch_of(rows(3, 5, 2), rows(4, 6, 1, seed=1))
     scores = built(config_of(home, reward_model__max_length=7)).compute_rm_score(batch)
     assert scores["rm_truncated"].tolist() == [False, True, False]
-    close(scores["rm_scores"].sum(), plain_scores(home / "same", [row[-7:] for row in plain_rows(batch)]))
+    close(scores["rm_scores"].sum(), hf_scores(home / "same", [row[-7:] for row in token_rows(batch)]))
 
 
 def test_row_limit_defaults_to_prompt_plus_response_length(home: Path) -> None:
@@ -179,7 +179,7 @@ def test_reward_input_uses_the_reward_models_template_and_tokenizer(kept: str, h
     expected = templated(home / "other")
     assert tokenizer(QUESTIONS[0])["input_ids"] != AutoTokenizer.from_pretrained(home / "other")(QUESTIONS[0]).input_ids
     actual = built(config).compute_rm_score(batch)
-    close(actual["rm_scores"].sum(), plain_scores(home / "other", expected))
+    close(actual["rm_scores"].sum(), hf_scores(home / "other", expected))
     assert actual["rm_scores"].lengths.tolist() == batch["responses"].lengths.tolist()
     assert not bool(actual["rm_truncated"].any())
 
@@ -191,7 +191,7 @@ def test_a_templated_conversation_that_is_too_long_keeps_its_end(home: Path) -> 
         conversations(home, raw_prompt=chats())
     )
     assert actual["rm_truncated"].tolist() == [len(row) > limit for row in expected]
-    close(actual["rm_scores"].sum(), plain_scores(home / "other", [row[-limit:] for row in expected]))
+    close(actual["rm_scores"].sum(), hf_scores(home / "other", [row[-limit:] for row in expected]))
 
 
 def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(layout: dict[str, Any], hom
         scores = worker.compute_rm_score(conversations(home, raw_prompt=chats()))
     finally:
         shutdown(worker)
-    close(scores["rm_scores"].sum(), plain_scores(home / "other", templated(home / "other")))
+    close(scores["rm_scores"].sum(), hf_scores(home / "other", templated(home / "other")))
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -264,18 +264,18 @@ def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
 
 def test_a_custom_class_scores(home: Path) -> None:
     batch = batch_of(rows(3, 5), rows(4, 2, seed=1))
-    config = config_of(home, reward_model__worker_cls="support.reward_models:Longest")
-    assert role_classes(config)[2] is Longest
+    config = config_of(home, reward_model__worker_cls="support.reward_models:LengthReward")
+    assert role_classes(config)[2] is LengthReward
     assert built(config).compute_rm_score(batch)["rm_scores"].sum().tolist() == [4, 2]
     derived = config_of(home, reward_model__worker_cls="support.reward_models:Negated")
     assert role_classes(derived)[2] is Negated
-    close(built(derived).compute_rm_score(batch)["rm_scores"].sum(), -plain_scores(home / "same", plain_rows(batch)))
+    close(built(derived).compute_rm_score(batch)["rm_scores"].sum(), -hf_scores(home / "same", token_rows(batch)))
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("support.reward_models:Halfway", "does not register compute_rm_score"),
+        ("support.reward_models:IncompleteReward", "does not register compute_rm_score"),
         ("support.reward_models:make_tiny_reward_model", "is not a Worker class"),
         ("support.reward_models:Nobody", "has no 'Nobody'"),
         ("no_such_module:Mine", "no module 'no_such_module'"),

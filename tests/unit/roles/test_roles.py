@@ -54,17 +54,17 @@ def learnable(**more: Ragged) -> DataProto:
 
 
 @cache
-def plain(folder: Path, kind: Any) -> Any:
+def hf_model(folder: Path, kind: Any) -> Any:
     return kind.from_pretrained(folder)
 
 
-def plain_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[Tensor]]:
+def hf_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[Tensor]]:
     """Return (log-probs, entropies) of the response tokens, row by row; 0 for tokens of a tool."""
     log_probs, entropies = [], []
     columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
     for prompt, response, mask in zip(*columns, strict=True):
         with torch.no_grad():
-            logits = plain(folder, AutoModelForCausalLM)(torch.cat([prompt, response])[None]).logits[0]
+            logits = hf_model(folder, AutoModelForCausalLM)(torch.cat([prompt, response])[None]).logits[0]
         spread = (logits[len(prompt) - 1 : -1] / TEMPERATURE).log_softmax(-1)
         log_probs.append(spread.gather(-1, response[:, None])[:, 0] * mask)
         entropies.append(-(spread.exp() * spread).sum(-1) * mask)
@@ -96,7 +96,7 @@ def test_log_probs_and_entropy_match_transformers_at_the_temperature(home: Path)
     actor = ActorWorker(config_of(home), Topology(1), STEPS)
     actor.init_model()
     result, batch = actor.compute_log_prob(batch_of()), batch_of()
-    log_probs, entropies = plain_log_probs(home / "actor", batch)
+    log_probs, entropies = hf_log_probs(home / "actor", batch)
     assert result["old_log_probs"].lengths.tolist() == batch["responses"].lengths.tolist()
     torch.testing.assert_close(result["old_log_probs"].values, torch.cat(log_probs), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(result["entropy"].values, torch.cat(entropies), rtol=1e-4, atol=1e-5)
@@ -211,7 +211,7 @@ def test_values_are_those_of_plain_transformers(home: Path) -> None:
     columns = (batch.ragged(name).rows() for name in ("prompts", "responses", "response_mask"))
     for values, prompt, response, mask in zip(result.rows(), *columns, strict=True):
         with torch.no_grad():
-            model = plain(home / "critic", AutoModelForTokenClassification)
+            model = hf_model(home / "critic", AutoModelForTokenClassification)
             logits = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
         # The value of a token is that of the state in which it was chosen.
         torch.testing.assert_close(values, logits[len(prompt) - 1 : -1] * mask, rtol=1e-4, atol=1e-5)
@@ -252,7 +252,7 @@ def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
     ref = RefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1))
     ref.init_model()
     actual = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
-    expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
+    expected = torch.cat(hf_log_probs(home / "actor", batch_of())[0])
     torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -265,7 +265,7 @@ def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
     old = worker.compute_log_prob(batch_of()).ragged("old_log_probs")
     for _ in range(3):  # half of the trained weights start at zero; the other half gets no gradient until they change
         worker.update_actor(learnable(old_log_probs=old))
-    expected = torch.cat(plain_log_probs(home / "actor", batch_of())[0])
+    expected = torch.cat(hf_log_probs(home / "actor", batch_of())[0])
     actual = worker.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
     torch.testing.assert_close(actual.values, expected, rtol=1e-4, atol=1e-5)
     moved = worker.compute_log_prob(batch_of()).ragged("old_log_probs").values
@@ -313,7 +313,7 @@ def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRef
 def test_responses_end_at_the_limit_or_at_eos(worker: ActorRolloutRefWorker) -> None:
     generation = worker.generate_sequences(prompts())
     ends = [int(row[-1]) for row in generation["responses"].rows()]
-    end = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM).config.eos_token_id
+    end = hf_model(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM).config.eos_token_id
     assert [token == end for token in ends] == generation["finished"].tolist()
     assert all(length == 8 for length in generation["responses"].lengths[~generation["finished"]].tolist())
     assert bool(generation["response_mask"].values.all())
@@ -331,7 +331,7 @@ def test_validation_is_greedy_whatever_the_seed(worker: ActorRolloutRefWorker) -
         .rows()
     )
     with torch.no_grad():
-        logits = plain(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM)(
+        logits = hf_model(Path(worker.actor.config.actor_rollout_ref.model.path), AutoModelForCausalLM)(
             ids[0][None]
         ).logits
     assert logits[0, 2:-1].argmax(-1).tolist() == ids[0][3:].tolist()

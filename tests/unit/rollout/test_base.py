@@ -11,7 +11,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 
 
-class Mute(BaseRollout):
+class NoCapabilities(BaseRollout):
     """A rollout without capabilities."""
 
     def load_weights(self, weights: Any) -> None: ...
@@ -27,8 +27,8 @@ class Mute(BaseRollout):
     def wake_up(self) -> None: ...
 
 
-def mute(**config: Any) -> Mute:
-    return Mute(RolloutEngineConfig(model_path="nowhere", **config))
+def mute(**config: Any) -> NoCapabilities:
+    return NoCapabilities(RolloutEngineConfig(model_path="nowhere", **config))
 
 
 @pytest.mark.parametrize(

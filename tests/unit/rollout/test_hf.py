@@ -44,11 +44,11 @@ def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:
 
 
 def test_it_draws_what_the_built_in_generator_draws(harness: RolloutHarness) -> None:
-    builtin, plain = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
+    builtin, hf = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
     prompts, seeds = harness.prompts(4, 9, 4, 1), torch.arange(4)
     for sampling in (SamplingParams(9, top_p=0.8), SamplingParams(9, temperature=0.7, top_k=9)):
         expected = builtin.rollout.generate_sequences(prompts, sampling, seeds)
-        actual = plain.rollout.generate_sequences(prompts, sampling, seeds)
+        actual = hf.rollout.generate_sequences(prompts, sampling, seeds)
         assert torch.equal(expected.responses.values, actual.responses.values)
 
 

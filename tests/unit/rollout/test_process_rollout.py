@@ -85,13 +85,13 @@ def change(engine: BaseEngine) -> None:
 
 
 def test_output_equals_that_of_the_same_process(faulty: ProcessRollout, engine: BaseEngine) -> None:
-    plain = build_rollout("torch", RolloutEngineConfig(model_path=folder(), seed=3))
+    in_process = build_rollout("torch", RolloutEngineConfig(model_path=folder(), seed=3))
     outputs = []
     for _ in range(2):
-        with rollout_mode(engine, faulty) as sync, rollout_mode(engine, plain) as expected:
+        with rollout_mode(engine, faulty) as sync, rollout_mode(engine, in_process) as expected:
             assert (sync.digests, sync.bytes) == (expected.digests, expected.bytes)
             outputs.append(generate(faulty))
-            assert outputs[-1] == generate(plain)
+            assert outputs[-1] == generate(in_process)
         change(engine)
     assert outputs[0] != outputs[1]
 

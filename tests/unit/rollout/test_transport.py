@@ -51,7 +51,7 @@ for line in sys.stdin:
 """
 
 
-class Other:
+class ReceiverProcess:
     """A receiver in a separate process that communicates in lines of JSON."""
 
     def __init__(self, rank: int = 1):
@@ -75,9 +75,9 @@ class Other:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[Other]]:
+def pool() -> Iterator[list[ReceiverProcess]]:
     """Two receivers; a test that ended one has it replaced."""
-    started = [Other(1), Other(2)]
+    started = [ReceiverProcess(1), ReceiverProcess(2)]
     assert [other.hear() for other in started] == ["ready", "ready"]
     yield started
     for other in started:
@@ -85,15 +85,15 @@ def pool() -> Iterator[list[Other]]:
 
 
 @pytest.fixture
-def others(pool: list[Other]) -> list[Other]:
+def others(pool: list[ReceiverProcess]) -> list[ReceiverProcess]:
     for rank, other in enumerate(pool, start=1):
         if other.process.poll() is not None:
-            pool[rank - 1] = Other(rank)
+            pool[rank - 1] = ReceiverProcess(rank)
             assert pool[rank - 1].hear() == "ready"
     return pool
 
 
-def meet(sender: Sender, others: list[Other]) -> None:
+def meet(sender: Sender, others: list[ReceiverProcess]) -> None:
     for other in others:
         other.tell(sender.handle())
     sender.connect()
@@ -101,7 +101,7 @@ def meet(sender: Sender, others: list[Other]) -> None:
         assert other.hear() == "open"
 
 
-def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
+def send_all(sender: Sender, others: list[ReceiverProcess]) -> dict[str, int]:
     """Return the receivers' reports."""
     reports: dict[str, int] = {}
     for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
@@ -117,7 +117,7 @@ def send_all(sender: Sender, others: list[Other]) -> dict[str, int]:
 DIGESTS = {name: digest(weight) for name, weight in WEIGHTS.items()}
 
 
-def test_shared_memory_transfers_repeatedly(others: list[Other]) -> None:
+def test_shared_memory_transfers_repeatedly(others: list[ReceiverProcess]) -> None:
     sender = open_sender(torch.device("cpu"), SIZE)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
@@ -126,14 +126,14 @@ def test_shared_memory_transfers_repeatedly(others: list[Other]) -> None:
     assert place.startswith("/memfd:"), "a file would have to be removed"
 
 
-def test_broadcast_reaches_all_receivers(others: list[Other]) -> None:
+def test_broadcast_reaches_all_receivers(others: list[ReceiverProcess]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
     assert send_all(sender, others) == DIGESTS
 
 
-def push_often(sender: Sender, other: Other) -> None:
+def push_often(sender: Sender, other: ReceiverProcess) -> None:
     """Send repeatedly, because small messages are sent before a missing receiver is detected."""
     for _ in range(50):
         other.tell({"pieces": [], "used": SIZE})
@@ -141,7 +141,7 @@ def push_often(sender: Sender, other: Other) -> None:
 
 
 @pytest.mark.alone
-def test_killed_receiver_ends_broadcast_within_seconds(others: list[Other]) -> None:
+def test_killed_receiver_ends_broadcast_within_seconds(others: list[ReceiverProcess]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2, seconds=20)
     meet(sender, others)
     others[1].end()
@@ -153,7 +153,7 @@ def test_killed_receiver_ends_broadcast_within_seconds(others: list[Other]) -> N
 
 
 @pytest.mark.alone
-def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[Other]) -> None:
+def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[ReceiverProcess]) -> None:
     sender = Broadcast(torch.device("cpu"), 2**24, "127.0.0.1", seconds=2)
     meet(sender, others[:1])
     os.kill(others[0].process.pid, signal.SIGSTOP)

@@ -25,11 +25,11 @@ class Recorder(Tracker):
         EVENTS.append(("finish",))
 
 
-class Second(Recorder):
+class OtherRecorder(Recorder):
     """Another tracker with the same base."""
 
 
-class Clumsy(Recorder):
+class FailsOnFinish(Recorder):
     """A tracker that fails on finish."""
 
     def finish(self):
@@ -37,7 +37,7 @@ class Clumsy(Recorder):
         raise OSError("disk full")
 
 
-class Absent(Recorder):
+class FailsOnStart(Recorder):
     """A tracker that cannot start."""
 
     def __init__(self, run):
@@ -70,7 +70,7 @@ def run(tmp_path):
 
 
 def test_every_tracker_gets_every_step(run, events):
-    with Tracking(["recorders:Recorder", "recorders:Second"], run) as tracking:
+    with Tracking(["recorders:Recorder", "recorders:OtherRecorder"], run) as tracking:
         tracking.log({"a": 1}, step=0)
         tracking.log({"a": 2.0}, step=5)
     start, finish = ("start", "e"), ("finish",)
@@ -85,9 +85,9 @@ def test_a_repeated_tracker_name_is_used_once(run, events):
 
 
 def test_all_are_finished_even_if_one_cannot(run, events, caplog):
-    Tracking(["recorders:Recorder", "recorders:Clumsy", "recorders:Second"], run).finish()
+    Tracking(["recorders:Recorder", "recorders:FailsOnFinish", "recorders:OtherRecorder"], run).finish()
     assert events.count(("finish",)) == 3
-    assert caplog.messages == ["the tracker 'recorders:Clumsy' did not close: OSError: disk full"]
+    assert caplog.messages == ["the tracker 'recorders:FailsOnFinish' did not close: OSError: disk full"]
 
 
 def test_finishing_twice_is_finishing_once(run, events):
@@ -97,8 +97,10 @@ def test_finishing_twice_is_finishing_once(run, events):
 
 
 def test_a_startup_error_names_the_tracker_and_finishes_others(run, events):
-    with pytest.raises(ConfigError, match=r"'recorders:Absent' did not start: OSError: no login. .*trainer\.logger"):
-        Tracking(["recorders:Recorder", "recorders:Absent"], run)
+    with pytest.raises(
+        ConfigError, match=r"'recorders:FailsOnStart' did not start: OSError: no login. .*trainer\.logger"
+    ):
+        Tracking(["recorders:Recorder", "recorders:FailsOnStart"], run)
     assert events == [("start", "e"), ("finish",)]
 
 
@@ -121,7 +123,7 @@ def test_trackers_receive_the_ending_of_the_run(name, run, events):
 
 def test_trackers_end_as_failed_if_another_cannot_start(run, events):
     with pytest.raises(ConfigError):
-        Tracking(["recorders:NeedsStatus", "recorders:Absent"], run)
+        Tracking(["recorders:NeedsStatus", "recorders:FailsOnStart"], run)
     assert events == [("start", "e"), ("on_run_end", "failed"), ("finish",)]
 
 

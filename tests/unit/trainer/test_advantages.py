@@ -22,7 +22,7 @@ def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
 
 def algorithm(**changes: object) -> AlgorithmConfig:
     control = KLCtrlConfig(type="fixed", kl_coef=0.5, horizon=10, target_kl=0.1)
-    plain: dict[str, object] = {
+    fields: dict[str, object] = {
         "gamma": 1.0,
         "lam": 1.0,
         "adv_estimator": "gae",
@@ -40,7 +40,7 @@ def algorithm(**changes: object) -> AlgorithmConfig:
             "rollout_rs_threshold": None,
         },
     }
-    return AlgorithmConfig.model_validate(plain | changes)
+    return AlgorithmConfig.model_validate(fields | changes)
 
 
 def floats(*rows: list[float]) -> Ragged:

@@ -34,8 +34,8 @@ def greedy_scores(folder: Path, prompts: list[list[int]]) -> list[float]:
 def batches(monkeypatch: pytest.MonkeyPatch) -> list[DataProto]:
     """Return the training batches of the steps."""
     recorded: list[DataProto] = []
-    plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (recorded.append(batch), plain(batch))[1])
+    original = ppo.batch_metrics
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (recorded.append(batch), original(batch))[1])
     return recorded
 
 

@@ -170,10 +170,10 @@ def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
         assert step.metrics["rollout_corr/rollout_is_min"] == pytest.approx(float(weights.min()), rel=1e-4)
         assert step.metrics["rollout/log_prob_diff_above_0.1"] == 1.0
     # If sampling has no limits, the same weights are one and have no effect.
-    (plain,) = run_ppo(home, {}, steps=1)
+    (baseline,) = run_ppo(home, {}, steps=1)
     (step,) = run_ppo(home, correcting(rollout_is="sequence"), steps=1)
     assert step.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-5)
-    assert step.metrics["actor/pg_loss"] == pytest.approx(plain.metrics["actor/pg_loss"], abs=1e-6)
+    assert step.metrics["actor/pg_loss"] == pytest.approx(baseline.metrics["actor/pg_loss"], abs=1e-6)
 
 
 def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
@@ -187,8 +187,8 @@ def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
 
 def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) -> None:
     """The mask follows from the masses, and the metrics cover all rows."""
-    (plain,) = run_ppo(home, TOP_P, steps=1)
-    masses = torch.cat(nucleus_masses(home, plain.batch)).sort().values
+    (baseline,) = run_ppo(home, TOP_P, steps=1)
+    masses = torch.cat(nucleus_masses(home, baseline.batch)).sort().values
     widest = int((masses[1:] - masses[:-1]).argmax())
     low = float(masses[widest : widest + 2].mean())  # in the middle of the widest gap, so that rounding has no effect
     keys = correcting(rollout_rs="token_k1", rollout_rs_threshold=f"{low}-2.0")
@@ -223,14 +223,14 @@ def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
 def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) -> None:
     keys = {"algorithm.use_kl_in_reward": True, "trainer.n_gpus_per_node": ranks}
     keys |= {} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
-    (plain,) = run_ppo(home, keys, steps=1)
+    (baseline,) = run_ppo(home, keys, steps=1)
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
-    missing = plain.metrics.keys() - step.metrics.keys()
+    missing = baseline.metrics.keys() - step.metrics.keys()
     assert "timing_s/old_log_prob" in missing
     assert all(name.startswith(("timing_s/old_log_prob", "rollout/")) for name in missing)
-    assert step.metrics.keys() <= plain.metrics.keys()
+    assert step.metrics.keys() <= baseline.metrics.keys()
     for name, value in step.metrics.items():
         if not name.startswith(("timing_s", "perf")):
             # The entropy is of the policies that were trained, the other metrics of the previous one.
             within = 1e-2 if name == "actor/entropy" else 1e-3
-            assert value == pytest.approx(plain.metrics[name], rel=within, abs=1e-5), name
+            assert value == pytest.approx(baseline.metrics[name], rel=within, abs=1e-5), name

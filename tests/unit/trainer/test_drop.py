@@ -89,9 +89,9 @@ def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) 
 
 
 def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
-    plain = batch_of(torch.Generator().manual_seed(0))
+    unscored = batch_of(torch.Generator().manual_seed(0))
     baselines = torch.tensor([torch.nan] * 4 + [2.5] * 4)
-    batch = with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (5,)))
+    batch = with_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (5,)))
     assert [bool(mask.any()) for mask in batch.ragged("response_mask").rows()] == [False] * 4 + [
         True,
         False,
@@ -105,7 +105,7 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     rows = [row.tolist() for row in result.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
     with pytest.raises(RewardError, match="on all 8 responses"):
-        with_scores(plain.with_columns(reward_baselines=baselines), result_of(plain, (4, 5, 6, 7)))
+        with_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (4, 5, 6, 7)))
 
 
 def test_a_dropped_row_does_not_change_the_kl_coefficient(home: Path) -> None:

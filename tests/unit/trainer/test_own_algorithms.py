@@ -35,8 +35,8 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for key, value in OWN.items():
         assert isinstance(value, int) or f"{key}={value}" in PAGE
     batches: list[DataProto] = []
-    plain = ppo.batch_metrics
-    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), plain(batch))[1])
+    original = ppo.batch_metrics
+    monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), original(batch))[1])
     (step,) = run_ppo(tmp_path, {**OWN, "critic.enable": True}, steps=1)
     assert step.metrics["actor/ratio_mean"] == pytest.approx(1, abs=0.1)
     assert "actor/pg_clipfrac" not in step.metrics

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.command_line import rm_args
 from support.processes import start_fork_server
-from support.reward_models import make_tiny_reward_model, plain_scores
+from support.reward_models import hf_scores, make_tiny_reward_model
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -78,7 +78,7 @@ def scores_of(model: Any, ids: Ragged) -> Tensor:
     return torch.stack([model(row[None]).logits[0, 0] for row in ids.rows()])
 
 
-def plain_terms(model: Any, pairs: DataProto) -> tuple[Tensor, Tensor]:
+def oracle_terms(model: Any, pairs: DataProto) -> tuple[Tensor, Tensor]:
     """Return (loss of each pair, score difference of each pair)."""
     chosen, rejected = scores_of(model, pairs["chosen"]), scores_of(model, pairs["rejected"])
     lead = chosen - rejected
@@ -86,14 +86,14 @@ def plain_terms(model: Any, pairs: DataProto) -> tuple[Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def oracle(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Return the results of `trained`, computed with torch and transformers without packing or micro-batches."""
-    trainer = trainer_of(home, tmp_path_factory.mktemp("plain"), **EXACT)
+    trainer = trainer_of(home, tmp_path_factory.mktemp("oracle"), **EXACT)
     model: Any = AutoModelForSequenceClassification.from_pretrained(home / "start", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     steps = []
     for batch in trainer.loader:
-        losses, lead = plain_terms(model, batch)
+        losses, lead = oracle_terms(model, batch)
         optimizer.zero_grad()
         losses.mean().backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -109,7 +109,7 @@ def plain(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[di
             break
     assert trainer.val_rows is not None
     with torch.no_grad():
-        losses, lead = plain_terms(model, trainer.val_rows)
+        losses, lead = oracle_terms(model, trainer.val_rows)
     steps[-1] |= {"val/loss": float(losses.mean()), "val/accuracy": float((lead > 0).double().mean())}
     return steps, dict(model.state_dict())
 
@@ -129,9 +129,9 @@ RANKS: dict[str, Any] = {"strategy": "fsdp", "trainer.n_gpus_per_node": 2}
     ids=["whole", "three pairs", "tokens", "two ranks", "a sequence on two ranks"],
 )
 def test_a_run_matches_transformers_for_any_split(
-    cut: dict[str, Any], plain: tuple[list[dict[str, float]], dict[str, Tensor]], home: Path, tmp_path: Path
+    cut: dict[str, Any], oracle: tuple[list[dict[str, float]], dict[str, Tensor]], home: Path, tmp_path: Path
 ) -> None:
-    expected, weights = plain
+    expected, weights = oracle
     steps, actual = trained(home, tmp_path, **{**EXACT, **cut})
     assert len(steps) == STEPS
     for step, reference in zip(steps, expected, strict=True):
@@ -183,7 +183,7 @@ def test_an_adapter_is_trained_with_the_head_and_merged(home: Path, tmp_path: Pa
     rows = [[5, 6, 7], [8, 9, 10, 11]]
     with torch.no_grad():
         beside = torch.stack([adapted(torch.tensor([row])).logits[0, 0] for row in rows])
-    torch.testing.assert_close(beside, plain_scores(folder, rows), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(beside, hf_scores(folder, rows), rtol=1e-4, atol=1e-5)
 
 
 def test_a_taken_export_folder_is_an_error_before_training(home: Path, tmp_path: Path) -> None:

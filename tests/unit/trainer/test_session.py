@@ -52,7 +52,7 @@ def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerC
     assert root.handlers == before
 
 
-class Keeper(Tracker):
+class RecordingTracker(Tracker):
     """Records its arguments."""
 
     runs: ClassVar[list[RunInfo]] = []
@@ -68,9 +68,9 @@ class Keeper(Tracker):
 
 
 def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "keeper", sys.modules[__name__])
+    monkeypatch.setitem(sys.modules, "recorders", sys.modules[__name__])
     overrides = {
-        "trainer.logger": "[keeper:Keeper]",
+        "trainer.logger": "[recorders:RecordingTracker]",
         "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY": "hunter2",
         "+custom_reward_function.reward_kwargs.api_key": "hunter2",
         "trainer.default_hdfs_dir": "hdfs://me:hunter2@host/runs",
@@ -78,7 +78,7 @@ def test_trackers_receive_the_config_without_secrets(tmp_path: Path, monkeypatch
     config = ppo_config(tmp_path, overrides)
     with session(config.trainer) as run, run.tracking(config, 3, None):
         pass
-    (info,) = Keeper.runs
+    (info,) = RecordingTracker.runs
     assert info.config["trainer"]["seed"] == config.trainer.seed
     assert info.config["trainer"]["default_hdfs_dir"] == "hdfs://me:***@host/runs"
     assert "hunter2" not in str(info)

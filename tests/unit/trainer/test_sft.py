@@ -20,7 +20,7 @@ def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
     return trainer
 
 
-def plain_loss(model: Any, rows: DataProto) -> float:
+def oracle_loss(model: Any, rows: DataProto) -> float:
     """Return the cross-entropy per trained token, one row at a time."""
     total, count = 0.0, 0
     for ids, mask in zip(rows["input_ids"].rows(), rows["loss_mask"].rows(), strict=True):
@@ -37,10 +37,10 @@ def test_losses_are_those_of_plain_transformers_over_all_trained_tokens(tmp_path
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     assert trainer.val_rows is not None
     assert trainer.validate(trainer.val_rows)["val/loss"] == pytest.approx(
-        plain_loss(model, trainer.val_rows), rel=1e-5
+        oracle_loss(model, trainer.val_rows), rel=1e-5
     )
     batch = next(iter(trainer.loader))
-    assert trainer.step(batch)["train/loss"] == pytest.approx(plain_loss(model, batch), rel=1e-5)
+    assert trainer.step(batch)["train/loss"] == pytest.approx(oracle_loss(model, batch), rel=1e-5)
 
 
 def test_a_step_learns_and_says_at_which_rate(tmp_path: Path) -> None:
@@ -71,4 +71,4 @@ def test_the_model_folder_is_optional_and_removed_with_its_step(tmp_path: Path) 
     assert not (root / "global_step_1").exists()
     assert sorted(path.name for path in (root / "global_step_2").iterdir()) == ["model", "model_huggingface", "trainer"]
     exported: Any = AutoModelForCausalLM.from_pretrained(root / "global_step_2" / "model_huggingface")
-    assert trainer.step(batch)["train/loss"] == pytest.approx(plain_loss(exported, batch), rel=1e-5)
+    assert trainer.step(batch)["train/loss"] == pytest.approx(oracle_loss(exported, batch), rel=1e-5)

@@ -48,12 +48,12 @@ def units(engine: FSDPEngine) -> set[str]:
 
 
 def test_units_are_layers_or_modules_by_class_or_size(tmp_path: Path) -> None:
-    plain = units(built(tmp_path)[1])
-    assert {name.rpartition(".")[2] for name in plain} == {"", "0", "1"}
+    default_units = units(built(tmp_path)[1])
+    assert {name.rpartition(".")[2] for name in default_units} == {"", "0", "1"}
     by_class = units(built(tmp_path, wrap_policy={"transformer_layer_cls_to_wrap": "Qwen2MLP"})[1])
     assert {name.rpartition(".")[2] for name in by_class} == {"", "mlp"}
     by_size = units(built(tmp_path, wrap_policy={"min_num_params": 2000})[1])
-    assert len(by_size) > len(plain)
+    assert len(by_size) > len(default_units)
 
 
 @pytest.mark.parametrize("reshard", [True, False])

@@ -163,7 +163,9 @@ def test_a_layer_sums_twice_in_each_direction():
 # -- with fully_shard ------------------------------------------------------------------------------
 
 
-def cut_and_sharded(folder: str, weights: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+def tensor_parallel_and_sharded(
+    folder: str, weights: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
     """Build on the meta device, shard over both mesh axes (tensor parallel and FSDP), then load the weights."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     config = AutoConfig.from_pretrained(folder)
@@ -203,7 +205,7 @@ def test_together_with_fully_shard_from_the_meta_device(tied: bool):
     model = model_of(folder)
     outputs, gradients = numbers(model)
     weights = {name: weight.detach() for name, weight in model.hf.named_parameters()}
-    for actual, summed, cut_twice in run_ranks(cut_and_sharded, 4, folder, weights, timeout=120):
+    for actual, summed, cut_twice in run_ranks(tensor_parallel_and_sharded, 4, folder, weights, timeout=120):
         # Both data-parallel ranks have the same rows in this test, and gradients are summed over them.
         same((actual, {name: gradient / 2 for name, gradient in summed.items()}), (outputs, gradients))
         assert {name for name in weights if name not in cut_twice} == {

@@ -71,7 +71,7 @@ def count(case: Case) -> int:
     return steps_of(case).graph_capture.count
 
 
-def many(harness: RolloutHarness) -> Ragged:
+def many_prompts(harness: RolloutHarness) -> Ragged:
     """Return more rows than cache slots, with prompts whose KV cache is kept for waiting rows."""
     return harness.prompts(3, 11, 1, 5, LENGTH_MULTIPLE - 2).select([0, 1, 1, 2, *[3] * 10, *[4] * 4])
 
@@ -80,7 +80,7 @@ SAMPLING = SamplingParams(24, temperature=1.1, stop_token_ids=(10, 11, 12))
 """Rows end at any time, and rows of a long prompt exceed the length of their cache slots."""
 
 
-def right(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:
+def checked_generation(case: Case, prompts: Ragged, sampling: SamplingParams = SAMPLING) -> Generation:
     """Return a generation after checking its log-probs against the oracle."""
     out = case.rollout.generate_sequences(prompts, sampling, torch.arange(len(prompts)))
     case.check_log_probs(prompts, out, sampling)
@@ -103,9 +103,9 @@ def test_tokens_are_those_of_steps_as_they_are(
 ) -> None:
     sampling = SamplingParams(24, temperature=temperature, stop_token_ids=(10, 11, 12))
     case = harness.case(family, FAMILIES[family], max_num_seqs=SLOTS)
-    plain = RolloutHarness(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
-    expected = plain.rollout.generate_sequences(many(harness), sampling, torch.arange(18))
-    actual = right(case, many(harness), sampling)
+    eager = RolloutHarness(TorchRollout, folder).case(family, FAMILIES[family], max_num_seqs=SLOTS)
+    expected = eager.rollout.generate_sequences(many_prompts(harness), sampling, torch.arange(18))
+    actual = checked_generation(case, many_prompts(harness), sampling)
     assert same(actual, expected)
     assert not temperature or len(set(actual.responses.lengths.tolist())) > 2  # rows end and join at any time
     assert steps_of(case).cache.length > LENGTH_MULTIPLE  # the KV cache has grown
@@ -120,20 +120,20 @@ def test_captured_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.
 
 def test_a_second_generation_records_nothing(harness: RolloutHarness) -> None:
     case = harness.case(max_num_seqs=SLOTS)
-    first = right(case, many(harness))
-    right(case, many(harness))  # with cache slots of full length from the start
+    first = checked_generation(case, many_prompts(harness))
+    checked_generation(case, many_prompts(harness))  # with cache slots of full length from the start
     before = count(case)
-    assert same(right(case, many(harness)), first)
+    assert same(checked_generation(case, many_prompts(harness)), first)
     assert count(case) == before
 
 
 def test_only_larger_batches_are_captured_again(harness: RolloutHarness) -> None:
     case, few = harness.case(max_num_seqs=16), harness.prompts(3, 4, 5)
-    first = right(case, few)
-    right(case, many(harness))
-    right(case, many(harness))
+    first = checked_generation(case, few)
+    checked_generation(case, many_prompts(harness))
+    checked_generation(case, many_prompts(harness))
     before = steps_of(case).graph_capture.released
-    assert same(right(case, few), first)
+    assert same(checked_generation(case, few), first)
     assert steps_of(case).graph_capture.released == before
     assert {3, 16} <= set(steps_of(case).replays)
 
@@ -141,11 +141,11 @@ def test_only_larger_batches_are_captured_again(harness: RolloutHarness) -> None
 def test_captured_graphs_see_in_place_updates(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
-    before = right(case, prompts, sampling)
+    before = checked_generation(case, prompts, sampling)
     captures = count(case)
     for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
-    after = right(case, prompts, sampling)
+    after = checked_generation(case, prompts, sampling)
     assert count(case) == captures
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
@@ -153,12 +153,12 @@ def test_captured_graphs_see_in_place_updates(harness: RolloutHarness) -> None:
 def test_other_weights_are_captured_again(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
-    right(case, prompts, sampling)
+    checked_generation(case, prompts, sampling)
     captures = count(case)
     for weight in case.oracle.parameters():
         weight.data.mul_(0.8)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
-    right(case, prompts, sampling)
+    checked_generation(case, prompts, sampling)
     assert count(case) > captures
 
 
@@ -166,27 +166,27 @@ def test_other_weights_are_captured_again(harness: RolloutHarness) -> None:
 def test_sleep_releases_graphs_unless_the_cache_stays(harness: RolloutHarness, free: bool) -> None:
     case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
     sampling = SamplingParams(16, ignore_eos=True)
-    first, steps = right(case, prompts, sampling), steps_of(case)
+    first, steps = checked_generation(case, prompts, sampling), steps_of(case)
     captures, released = count(case), steps.graph_capture.released
     case.rollout.sleep()
     assert bool(steps.replays) != free
     assert steps.graph_capture.released == released + free
     case.rollout.wake_up()
     case.rollout.load_weights(case.weights())
-    assert same(right(case, prompts, sampling), first)
+    assert same(checked_generation(case, prompts, sampling), first)
     assert (count(case) > captures) == free  # the weights are the same tensors again
 
 
 def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
-    right(case, prompts, SamplingParams(graphs.MIN_STEPS - 1, ignore_eos=True))
+    checked_generation(case, prompts, SamplingParams(graphs.MIN_STEPS - 1, ignore_eos=True))
     assert count(case) == 0
     calls: list[int] = []
     hook = steps_of(case).hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
-    right(case, prompts, SamplingParams(40, ignore_eos=True))
+    checked_generation(case, prompts, SamplingParams(40, ignore_eos=True))
     assert (len(calls), count(case)) == (40, 0)
     hook.remove()
-    right(case, prompts, SamplingParams(40, ignore_eos=True))
+    checked_generation(case, prompts, SamplingParams(40, ignore_eos=True))
     assert (len(calls), count(case)) == (40, 1)
 
 
@@ -258,18 +258,18 @@ MISTAKES: list[Callable[[pytest.MonkeyPatch], None]] = [
 ]  # fmt: skip
 
 
-def _story(harness: RolloutHarness) -> None:
+def run_generations(harness: RolloutHarness) -> None:
     """Run generations in the order of a training run."""
     case = harness.case(max_num_seqs=SLOTS)
     steps_of(case)._capacity = SLOTS + 1
     for scale in (1.0, 0.8):
         weights = [(name, weight.data.mul_(scale).clone()) for name, weight in case.weights()]
         case.rollout.load_weights(weights)
-        right(case, many(harness))
+        checked_generation(case, many_prompts(harness))
 
 
 def test_the_story_is_right_without_a_mistake(harness: RolloutHarness) -> None:
-    _story(harness)
+    run_generations(harness)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
@@ -278,7 +278,7 @@ def test_a_mistake_is_seen(
 ) -> None:
     mistake(monkeypatch)
     with pytest.raises(Violation, match="log-probs are off by"):
-        _story(harness)
+        run_generations(harness)
 
 
 # -- conditions for capture -----------------------------------------------------------------------
@@ -297,10 +297,10 @@ def test_graphs_are_captured_on_a_gpu_by_config(device: str, eager: bool, captur
 
 def test_a_cpu_uses_the_traced_decoder_without_graphs(folder: Path) -> None:
     harness = RolloutHarness(TorchRollout, folder)
-    case, plain = harness.case(enforce_eager=False), harness.case()
+    case, eager = harness.case(enforce_eager=False), harness.case()
     rollout: Any = case.rollout
     assert rollout.graphs is None
-    assert same(right(case, many(harness)), right(plain, many(harness)))
+    assert same(checked_generation(case, many_prompts(harness)), checked_generation(eager, many_prompts(harness)))
     assert rollout.decoder._traced is not None
 
 

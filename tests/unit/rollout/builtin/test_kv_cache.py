@@ -41,10 +41,10 @@ def assert_attention(
     eps, wide = torch.finfo(torch.float32).eps, (query.double(), keys.double(), values.double())
     scores = query.shape[-1] * eps * scaling * float(query.norm(dim=-1).max() * keys.norm(dim=-1).max())
     atol = (2 * scores + (len(keys) + 4) * eps) * float(values.abs().max())
-    torch.testing.assert_close(mixed.double(), plain(*wide, scaling, window), atol=atol, rtol=0)
+    torch.testing.assert_close(mixed.double(), oracle(*wide, scaling, window), atol=atol, rtol=0)
 
 
-def plain(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+def oracle(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
     """Return (H, D) attention of a row's last token over its (T, Hkv, D) keys and values, head by head."""
     first = 0 if window is None else max(0, len(keys) - window)
     mixed = []

@@ -141,13 +141,13 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layer = PackableLinear(inputs, 4, bias=False).requires_grad_(False)
     layer.packed = packed = SplitByThread(layer.weight, None)
-    plain = layer.weight.clone()
+    original = layer.weight.clone()
     packed.split += 1  # to distinguish the copies
     if packed.transposed is not None:
         packed.transposed += 2
     for rows in {MIN_ROWS, few - 1, few, many - 1, many}:
         x = torch.ones(rows, 1, inputs)
-        weight = plain if rows < few else plain + 2 if rows < many else plain + 1
+        weight = original if rows < few else original + 2 if rows < many else original + 1
         least = max(least for least in ROW_THRESHOLDS if least <= rows)
         for product in (layer, product_of(layer, least)):
             assert_product(product(x), x, weight, None)

@@ -26,7 +26,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
     return RolloutHarness(TorchRollout, tmp_path_factory.mktemp("models"))
 
 
-def right(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
+def checked_generation(case: Case, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Any:
     """Return a generation after checking its log-probs against the oracle."""
     out = case.rollout.generate_sequences(prompts, sampling, seeds)
     case.check_log_probs(prompts, out, sampling)
@@ -51,7 +51,7 @@ def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(harness: RolloutHarne
     seeds = torch.arange(len(rows)) * 31 + 5
     sampling = SamplingParams(20, temperature=1.3, top_p=0.95, stop_token_ids=tuple(range(10, 16)))
     expected = harness.case().rollout.generate_sequences(prompts, sampling, seeds).responses.rows()
-    actual = right(harness.case(**limits), prompts, sampling, seeds).responses.rows()
+    actual = checked_generation(harness.case(**limits), prompts, sampling, seeds).responses.rows()
     assert [row.tolist() for row in actual] == [row.tolist() for row in expected]
     order = [7, 2, 11, 0]
     some = harness.case(**limits).rollout.generate_sequences(prompts.select(order), sampling, seeds[order])
@@ -94,11 +94,11 @@ def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
 
 def test_an_optimizer_step_in_place_is_seen_without_another_load(harness: RolloutHarness) -> None:
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(10)
-    before = right(case, prompts, sampling)
+    before = checked_generation(case, prompts, sampling)
     optimizer = torch.optim.AdamW(case.oracle.parameters(), lr=0.05)
     case.oracle(input_ids=prompts.rows()[0][None], labels=prompts.rows()[0][None]).loss.backward()
     optimizer.step()
-    after = right(case, prompts, sampling)
+    after = checked_generation(case, prompts, sampling)
     assert not torch.equal(before.log_probs.values, after.log_probs.values)
 
 
@@ -118,7 +118,7 @@ def test_non_finite_weights_are_an_error_without_side_effects(harness: RolloutHa
     with pytest.raises(RolloutError, match="not finite for row 0"):
         case.rollout.generate_sequences(prompts, SamplingParams(3))
     case.rollout.load_weights(case.weights())
-    right(case, prompts, SamplingParams(10))
+    checked_generation(case, prompts, SamplingParams(10))
 
 
 # -- scheduler ------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_non_finite_weights_are_an_error_without_side_effects(harness: RolloutHa
 def test_each_distinct_prompt_is_computed_once(harness: RolloutHarness, max_num_seqs: int) -> None:
     prompts = harness.prompts(7, 12, 5).select([0] * 6 + [1] * 6 + [2] * 6 + [0])
     case = harness.case(max_num_seqs=max_num_seqs)
-    out = right(case, prompts, SamplingParams(6, stop_token_ids=tuple(range(10, 30))))
+    out = checked_generation(case, prompts, SamplingParams(6, stop_token_ids=tuple(range(10, 30))))
     assert out.metrics["prompt_tokens_computed"] == 7 + 12 + 5
 
 
@@ -152,7 +152,7 @@ def test_a_slot_is_reused_when_its_row_ends(harness: RolloutHarness) -> None:
     # Rows end after one to sixteen tokens; waiting for the longest of each four would take far more steps.
     prompts = harness.prompts(*[3] * 32)
     sampling = SamplingParams(16, stop_token_ids=tuple(range(3, 23)))
-    out = right(harness.case(max_num_seqs=4), prompts, sampling)
+    out = checked_generation(harness.case(max_num_seqs=4), prompts, sampling)
     lengths = out.responses.lengths
     assert lengths.max() >= 3 * lengths.double().mean()
     in_batches = sum(int(part.max()) - 1 for part in lengths.split(4))
@@ -162,14 +162,14 @@ def test_a_slot_is_reused_when_its_row_ends(harness: RolloutHarness) -> None:
 
 def test_long_responses_outgrow_their_slots(harness: RolloutHarness) -> None:
     case = harness.case(max_model_len=3 * LENGTH_MULTIPLE, max_num_seqs=2)
-    right(case, harness.prompts(2, 50, 7), SamplingParams(2 * LENGTH_MULTIPLE, ignore_eos=True))
+    checked_generation(case, harness.prompts(2, 50, 7), SamplingParams(2 * LENGTH_MULTIPLE, ignore_eos=True))
     assert case.rollout.cache.length >= 50 + 2 * LENGTH_MULTIPLE - 1  # pyright: ignore[reportAttributeAccessIssue]
-    right(case, harness.prompts(2, 5, 7), SamplingParams(4))
+    checked_generation(case, harness.prompts(2, 5, 7), SamplingParams(4))
 
 
 def test_windows_hold_over_long_responses(harness: RolloutHarness) -> None:
     case = harness.case("mistral", {"sliding_window": 5}, max_num_seqs=2)
-    right(case, harness.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
+    checked_generation(case, harness.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
 
 
 @pytest.mark.parametrize("free", [True, False])

@@ -33,7 +33,7 @@ def decoder_of(case: Case) -> Decoder:
     return rollout.decoder
 
 
-def right(harness: RolloutHarness, case: Case) -> Tensor:
+def checked_generation(harness: RolloutHarness, case: Case) -> Tensor:
     """Return the log-probs of a generation after comparing them with the model's, also with few remaining rows."""
     prompts = harness.prompts(4, 9, 2, 14).select([0, 0, 1, 2, 3])
     sampling = SamplingParams(MIN_STEPS + 8, temperature=0.9, stop_token_ids=(5, 6, 7, 8), ignore_eos=True)
@@ -46,7 +46,7 @@ def right(harness: RolloutHarness, case: Case) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_list_computes_what_transformers_computes(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, FAMILIES[family])
-    right(harness, case)
+    checked_generation(harness, case)
     assert decoder_of(case).reason is None
 
 
@@ -65,31 +65,31 @@ def test_without_rewrites_every_bit_is_that_of_the_forward(
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_an_untraceable_model_runs_its_own_forward(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
-    right(harness, case)
+    checked_generation(harness, case)
     assert "writes in place" in str(decoder_of(case).reason)
 
 
 def test_other_formats_run_as_they_are(harness: RolloutHarness) -> None:
     case = harness.case(dtype="float64")
-    right(harness, case)
+    checked_generation(harness, case)
     assert decoder_of(case).reason == "traced decoding requires float32 on a CPU"
 
 
 def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
     case = harness.case("qwen2")
-    before = right(harness, case)
+    before = checked_generation(harness, case)
     for weight in case.oracle.parameters():
         weight.data.mul_(0.9)  # in place, without notice
-    changed = right(harness, case)
+    changed = checked_generation(harness, case)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
-    assert torch.equal(right(harness, case), changed)
+    assert torch.equal(checked_generation(harness, case), changed)
     assert not torch.equal(before, changed)
     case.rollout.sleep()
     case.rollout.wake_up()
     for weight in case.oracle.parameters():
         weight.data.mul_(1.1)
     case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
-    assert not torch.equal(right(harness, case), changed)
+    assert not torch.equal(checked_generation(harness, case), changed)
 
 
 def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> None:
@@ -98,7 +98,7 @@ def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> 
     with pytest.raises(RolloutError, match="not finite"):
         case.rollout.generate_sequences(harness.prompts(4).select([0] * MIN_ROWS), SamplingParams(MIN_STEPS))
     case.rollout.load_weights(case.weights())
-    right(harness, case)
+    checked_generation(harness, case)
     decoder = decoder_of(case)
     with decoder.prepare(MIN_ROWS, MIN_STEPS) as forward:
         assert forward != decoder.eager
@@ -114,7 +114,7 @@ def test_short_calls_and_hooked_models_are_not_traced(harness: RolloutHarness) -
         assert forward != decoder.eager
     calls: list[int] = []
     decoder.hf.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))  # pyright: ignore
-    right(harness, case)
+    checked_generation(harness, case)
     assert len(calls) > MIN_STEPS
 
 
@@ -124,7 +124,7 @@ def test_a_graph_with_different_logits_is_not_used(harness: RolloutHarness, monk
 
     monkeypatch.setattr(graph_fusions, "scale_by_rms", wrong)
     case = harness.case("llama")
-    right(harness, case)
+    checked_generation(harness, case)
     assert "from those of the model for 1 rows" in str(decoder_of(case).reason)
 
 
